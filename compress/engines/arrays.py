@@ -87,7 +87,7 @@ def import_library(module: str, install: str) -> Any:
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's own sign for "not installed"
     try:
         return importlib.import_module(module)
-    except Exception as error:
+    except Exception as error:  # a damaged library fails in any way while it is imported
         raise EngineUnavailableError(
             f"{module} cannot be imported ({type(error).__name__}: {error}); {install}"
         ) from error

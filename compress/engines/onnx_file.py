@@ -76,7 +76,7 @@ def load_onnx(path: Path | str, *, weights: bool = False) -> Any:
         raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
     try:
         return _onnx().load(str(path), load_external_data=weights)
-    except Exception as error:
+    except Exception as error:  # protobuf raises classes of its own
         raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error}); export it again") from error
 
 

@@ -1,10 +1,8 @@
 """ONNX Runtime: runs an ONNX file in the types that it holds, on the CPU or another execution provider.
 
 It has no FP8 kernels, and fails to load a file in which its optimizations would fuse FP8 pairs. Such a file is run with
-its Q/DQ pairs unfused, which gives the right results at the speed of float; its label says so.
-
-Its threads spin for tens of milliseconds after a run, waiting for the next. In a comparison this would slow down the
-engine that is measured next, so spinning ends with the run (`session.force_spinning_stop`).
+its Q/DQ pairs unfused: right results at the speed of float; the label says so. Its threads would spin on after a run
+and slow down the engine that is measured next, so spinning ends with the run (`session.force_spinning_stop`).
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ class ONNXRuntimeEngine(Engine):
                 providers=[provider],
                 disabled_optimizers=None if file.float_types <= {"f32"} else _HARMFUL_IN_HALF,
             )
-        except Exception as error:
+        except Exception as error:  # the library raises classes of its own
             raise EngineError(f"onnxruntime cannot load {file.path}: {reason(error)}") from error
         used = self._session.get_providers()[0]
         if used != provider:
@@ -179,7 +177,7 @@ class ONNXRuntimeEngine(Engine):
         checked, self._ran = check_inputs(inputs, self.inputs, label=self.info.label), True
         try:
             results = self._session.run([tensor.name for tensor in self.outputs], checked)
-        except Exception as error:
+        except Exception as error:  # the library raises classes of its own
             raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 

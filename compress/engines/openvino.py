@@ -1,8 +1,7 @@
 """OpenVINO, the default engine: it runs on every x86 and ARM CPU.
 
-On CPUs with bfloat16 instructions OpenVINO computes the float part of a model in bf16 by default, which is faster and
-less exact. So the type is read from the compiled model and shown in the label, and a `precision` that the model did not
-take is an error. A fixed batch size makes a model much faster than a dynamic one: shapes are known when it compiles.
+On CPUs with bfloat16 instructions it computes the float part of a model in bf16 by default. So the type is read from
+the compiled model and shown in the label, and a `precision` that the model did not take is an error.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class OpenVINOEngine(Engine):
                 model.reshape({tensor.name: list(tensor.shape) for tensor in self.inputs})
             self._compiled = core.compile_model(model, device, options)
             self._request = self._compiled.create_infer_request()
-        except Exception as error:
+        except Exception as error:  # the library raises classes of its own
             raise EngineError(f"openvino cannot compile {path}: {reason(error)}") from error
         self.outputs = _tensors(self._compiled.outputs, file.outputs if file else None, where=str(path))
         precision = _float_precision(self._compiled)
@@ -112,7 +111,7 @@ class OpenVINOEngine(Engine):
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
         try:
             results = self._request.infer(checked, share_inputs=True)
-        except Exception as error:
+        except Exception as error:  # the library raises classes of its own
             raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
         return {tensor.name: np.asarray(results[tensor.name]) for tensor in self.outputs}
 
@@ -177,7 +176,7 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
                 extremes_apart(model)
                 changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
-    except Exception as error:
+    except Exception as error:  # the library raises classes of its own
         raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error
 
 

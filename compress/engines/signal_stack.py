@@ -1,9 +1,8 @@
 """Restores the alternate signal stack of a thread after a library has replaced it.
 
 OpenVINO gives the thread that compiles a model a signal stack of its own, and frees it with the model. If two models
-are freed in the order in which they were made, the first cannot restore the old stack, and the second restores the
-stack of the first, which is freed by then. The next signal with a handler (SIGCHLD, when a worker of a DataLoader ends)
-kills the process. Restoring the stack at once prevents this.
+are freed in the order in which they were made, a freed stack stays set, and the next signal with a handler (SIGCHLD,
+when a worker of a DataLoader ends) kills the process. Restoring the stack at once prevents this.
 """
 
 from __future__ import annotations

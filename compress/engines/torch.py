@@ -101,7 +101,7 @@ class TorchEngine(Engine):
                 return {name: _array(tensor) for name, tensor in _named(output)}
         except EngineError:
             raise
-        except Exception as error:
+        except Exception as error:  # the module is the user's and can fail in any way
             raise EngineError(f"{self.info.label} failed to run the module: {reason(error)}") from error
 
     def close(self) -> None:

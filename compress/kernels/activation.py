@@ -1,14 +1,9 @@
 """Smooth activations x * s(x) and fake quantization as one operation: GELU, SiLU and hard swish.
 
-Unlike the gradient of a ReLU, theirs is no mask of the incoming gradient: it needs the result of the layer, which is
-kept (as torch keeps it for the activation alone) and from which the rest is computed again. So the forward pass reads
-the result of the layer once and writes the quantized tensor; the backward pass reads gradient and result once, writes
-the gradient, and sums the bias's gradient, for which the operations one by one read the gradient again.
-
-Computed by Triton kernels on a GPU, eager and compiled, where layout and type fit, and by torch's operations elsewhere.
-In half precision the kernels compute the normal distribution of GELU by Abramowitz and Stegun, Handbook of Mathematical
-Functions, 7.1.26, whose error is at most 7.5e-8: a value that close to a tie may round to the other neighbour. In
-float32 they call the library's function.
+Their gradient is no mask: it needs the result of the layer, which is kept and from which the rest is computed again.
+Triton kernels compute it on a GPU, eager and compiled, where layout and type fit, and torch's operations elsewhere. In
+half precision GELU's normal distribution is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical
+Functions, with an error of at most 7.5e-8: a value that close to a tie may round to the other neighbour.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """The epilogue of a layer: bias, residual add, activation and fake quantization; its types, and its formulas in torch.
 
-A training step is limited by memory bandwidth in everything but its convolutions, and its memory is the tensors kept
-for the backward pass. One by one, bias, add, ReLU and fake quantization read and write the tensor four times, and keep
-the result of the ReLU and a byte mask beside the quantized tensor, which the next convolution keeps for itself. The
-gradient of the whole chain, however, is the incoming gradient where the ReLU passed and the integer did not saturate,
-and 0 elsewhere: one bit holds that. So the forward pass reads the result of the layer once, and writes the quantized
-tensor and one bit per element; the backward pass reads the gradient and that bit, and sums the bias's gradient.
-
-Keeping the integer (one byte) instead of the quantized tensor would halve the memory again, but the backward pass of
-every convolution would first have to convert it to half precision: three more bytes of traffic per element to save one
-byte of memory.
+The gradient of the whole chain is the incoming gradient where the ReLU passed and the integer did not saturate, and 0
+elsewhere. So the forward pass reads the result of the layer once and writes the quantized tensor and one bit per
+element; the backward pass reads the gradient and that bit, and sums the bias's gradient. (Keeping the integer instead
+would save a byte of memory per element and cost three of traffic in the backward pass of the convolution.)
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Bias, residual add, activation, fake quantization, and max pooling if it follows, as one differentiable operation.
 
-Computed by Triton kernels on a GPU where layout and type fit, and by torch's operations everywhere else; both compute
-the same numbers. In a graph that torch compiles, the forward pass is the same kernel and the backward pass is torch's
-operations: the compiler masks the gradient where it adds two gradients that meet after a chain, and a kernel of ours
-would separate the two.
+Triton kernels compute it on a GPU where layout and type fit, torch's operations everywhere else, to the same numbers.
+In a graph that torch compiles the backward pass is torch's, as the compiler masks the gradient where it adds two.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +66,7 @@ def fused_quantize(
     elif use_triton_eager(y, kernels):
         plan = plan_of(y, bias, residual, amax, epilogue, dtype)
     tensors = (y, bias, residual, amax)
-    return cast(Tensor, _FusedQuantize.apply(*tensors, plan, compiled, *epilogue, dtype, recompute_mask))
+    return _FusedQuantize.apply(*tensors, plan, compiled, *epilogue, dtype, recompute_mask)
 
 
 class _FusedQuantize(torch.autograd.Function):

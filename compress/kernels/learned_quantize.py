@@ -4,15 +4,13 @@ The gradients are LSQ's (Esser et al., arXiv 1902.08153, equation 3), of the ran
 
     d/damax = factor * sum over its elements of grad * (round(v / s) - v / s inside the range, else -Qn or Qp)
 
-Unlike that of a fixed range, it needs the values themselves, so the inputs are kept and all is computed again in the
-backward pass: one kernel each way, where the operations one by one take some twenty launches. Triton's kernels compute
-it on a GPU where layout and type fit, torch's operations everywhere else; both compute the same numbers but for the
-order of the sum.
+It needs the values themselves, so the inputs are kept and all is computed again in the backward pass. Triton's kernels
+and torch's operations compute the same numbers but for the order of the sum.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +52,7 @@ def learned_quantize(
     """
     y = dense(y)
     plan = learned_plan_of(y, bias, residual, amax, epilogue) if use_triton_eager(y, kernels) else None
-    return cast(Tensor, _LearnedQuantize.apply(y, amax, bias, residual, plan, factor, *epilogue))
+    return _LearnedQuantize.apply(y, amax, bias, residual, plan, factor, *epilogue)
 
 
 class _LearnedQuantize(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -62,6 +61,6 @@ def empty_channels_last(shape: tuple[int, ...], dtype: torch.dtype, device: torc
 def empty_as(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(the memory that a kernel writes to, the same memory in the shape and memory format of a dense `y`)."""
     if is_channels_last(y):
-        return empty_channels_last(cast("tuple[int, ...]", y.shape), dtype, y.device)
+        return empty_channels_last(y.shape, dtype, y.device)
     made = torch.empty(y.shape, dtype=dtype, device=y.device)
     return made, made

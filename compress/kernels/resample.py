@@ -1,9 +1,8 @@
 """Parts of images of different sizes, resized to one size: what a GPU's JPEG decoder returns, as one batch.
 
-A window says which part of an image is resized to which size, and which part of the result is kept. Random crops keep
-all of it; evaluation resizes the whole image and keeps the centre. Resizing is bilinear with antialiasing, as Pillow's
-and torch's (a triangle as wide as the step between output pixels, normalized), and rounds to whole grey levels once at
-its end, where Pillow rounds after each of its two passes: results differ from Pillow's by at most one grey level.
+A window says which part of an image is resized to which size, and which part of the result is kept. Resizing is
+bilinear with antialiasing, as Pillow's and torch's, and rounds once at its end, where Pillow rounds after each of its
+two passes: results differ from Pillow's by at most one grey level.
 """
 
 from __future__ import annotations

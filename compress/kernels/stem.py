@@ -1,10 +1,9 @@
 """The first convolution of a network on INT8 tensor cores: space to depth, without a kernel of its own.
 
 An image has three channels, and tensor cores need 32 neighbouring bytes. So blocks of 2 x 2 pixels become one pixel of
-12 channels, padded to 16: a filter of 7 x 7 with stride 2 becomes one of 4 x 4 blocks with stride 1, and the blocks of
-a row of the filter lie side by side. A view whose pixels overlap shows each such row as the 64 channels of one pixel,
-so a filter of 4 x 1 over 64 channels remains, which `conv_int8` computes without changes. The image is surrounded by
-zeros, so the convolution has no padding. Both factors are rearranged integers: the sums are exactly the same.
+12 channels, padded to 16: a filter of 7 x 7 with stride 2 becomes one of 4 x 4 blocks with stride 1. A view whose
+pixels overlap shows each row of the filter as the 64 channels of one pixel, so `conv_int8` computes a filter of 4 x 1.
+The image is surrounded by zeros. Both factors are rearranged integers: the sums are exactly the same.
 """
 
 from __future__ import annotations

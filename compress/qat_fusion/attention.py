@@ -1,23 +1,14 @@
 """Attention in quantization-aware training without stored scores: softmax(s q k^T), quantized, times v, in one kernel.
 
-The placement quantizes q, k, v and the probabilities, so attention is opened into explicit products
-(`compress.graph.attention`), and a training step writes and reads what flash attention never stores: scores,
-probabilities, quantized probabilities and three gradients, each of (heads, tokens, tokens). `fuse_attention` finds
-matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul whose intermediate results have no other consumer, and
-replaces it by one module: Triton kernels in half precision on a GPU, the operations one by one elsewhere.
+`fuse_attention` finds matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul (attention that
+`compress.graph.attention` opened) whose intermediate results have no other consumer, and replaces it by one module:
+Triton kernels in half precision on a GPU, the operations one by one elsewhere. Queries, keys and values that are the
+three parts of a linear layer's result are read and quantized there (`attention_packed`).
 
-The result is that of the plain path up to rounding. The probabilities have the same integers; but scores and
-probabilities stay float32, where autocast writes the scores in half precision, and exponentials, sums and the division
-by the scale are those of the kernel. A probability within that precision of a tie may round to the other neighbour,
-also in the backward pass, which computes it again. The quantized probabilities enter the product as exact integers; the
-plain path writes them in half precision.
-
-Queries, keys and values that are the three parts of a linear layer's result are read there, and quantized, together
-with the result, by the same operation (`attention_packed`); others are quantized by their own chains.
-
-Attention stays plain, with the reason, if a mask is added, if the scores are multiplied by a tensor, and where the
-graph has no such chain. While the quantizer is disabled or watched, and while dropout is active, the module computes
-the operations one by one.
+The result is that of the plain path up to rounding: scores and probabilities stay float32, so a probability within that
+precision of a tie may round to the other neighbour. Attention stays plain, with the reason, if a mask is added, if the
+scores are multiplied by a tensor, and where the graph has no such chain; and while the quantizer is disabled or watched
+or dropout is active.
 """
 
 from __future__ import annotations
@@ -35,8 +26,8 @@ from compress.kernels.dispatch import Kernels, use_triton
 from compress.kernels.triton import attention_launch
 from compress.kernels.triton.attention_launch import WIDEST
 from compress.kernels.triton.attention_packed import packed_attention, packed_fits
+from compress.qat_fusion.chain import called_module, quantizer_of
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
-from compress.quantization.quantizer import Quantizer
 
 _MATMULS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
@@ -69,7 +60,7 @@ class FusedAttentionModule(nn.Module):
             key: (..., D, keys), transposed as the product takes it.
             value: (..., keys, E).
         """
-        quantizer = cast(Quantizer, self.quantize.quantizer)
+        quantizer = quantizer_of(self.quantize)
         if self.takes(query):
             dtype = weight_dtype(query)
             q, k, v = [t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value)]
@@ -81,7 +72,7 @@ class FusedAttentionModule(nn.Module):
     def takes(self, query: Tensor) -> bool:
         """Whether Triton kernels run: if asked for, or on a GPU in half precision; never with active dropout."""
         dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
-        if dropping or not is_live(cast(Quantizer, self.quantize.quantizer)):
+        if dropping or not is_live(quantizer_of(self.quantize)):
             return False
         if self.kernels is None and weight_dtype(query).itemsize != 2:
             return False
@@ -111,7 +102,7 @@ class PackedAttentionModule(nn.Module):
         """
         attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
         modules = [*self.parts, *([] if self.result is None else [self.result]), attention.quantize]
-        ours = [cast(Quantizer, module.quantizer) for module in modules]
+        ours = [module.quantizer for module in modules]
         live = all(map(is_live, ours)) and packed.dtype == weight_dtype(packed)
         if live and attention.takes(packed) and packed_fits(qkv):
             grids = [grid_of(quantizer) for quantizer in ours]
@@ -121,8 +112,8 @@ class PackedAttentionModule(nn.Module):
         q, k, v = packed.unbind(0)
         if len(self.parts):
             q, k, v = [quantize(part) for quantize, part in zip(self.parts, (q, k, v), strict=True)]
-        attended = cast(Tensor, attention(q, k.transpose(-2, -1), v)).transpose(1, 2)
-        return attended if self.result is None else cast(Tensor, self.result(attended))
+        attended = attention(q, k.transpose(-2, -1), v).transpose(1, 2)
+        return attended if self.result is None else self.result(attended)
 
 
 def fuse_attention(
@@ -143,7 +134,7 @@ def fuse_attention(
     weights = [node for node in quantizing if node_kind(node.all_input_nodes[0]) == "softmax"]
     for node in weights:
         quantize = quantizing[node]
-        quantizer = cast(nn.Module, quantize.quantizer)
+        quantizer = quantizer_of(quantize)
         try:
             names, fused = _fuse(graph_module, node, quantize, kernels)
             found[quantizer] = (names, "")
@@ -165,7 +156,7 @@ def _fuse(
     Returns:
         (names of the nodes that were replaced, in order, the node in their place)
     """
-    if cast(Quantizer, quantize.quantizer).format.axis is not None:
+    if quantizer_of(quantize).format.axis is not None:
         raise _RefusalError("the probabilities have a range for every channel")
     before, scaling = _before(node)
     dropout, product = _after(node)
@@ -227,7 +218,7 @@ def _pack(
         if old is not None and not old.users:
             graph.erase_node(old)
     absorbed = [*modules, *([] if result is None else [result])]
-    return {cast(nn.Module, m.quantizer): ((node,), "") for m, node in zip(absorbed, names, strict=True)}
+    return {quantizer_of(m): ((node,), "") for m, node in zip(absorbed, names, strict=True)}
 
 
 class _Part(NamedTuple):
@@ -265,13 +256,13 @@ def _integers(part: _Part, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[int
     """The smallest and largest integer of a part; None if it is not quantized."""
     if part.quantized is None:
         return None
-    quant_format = cast(Quantizer, quantizing[part.quantized].quantizer).format
+    quant_format = quantizer_of(quantizing[part.quantized]).format
     return quant_format.low, quant_format.high
 
 
 def _has_one_range(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> bool:
     """Whether a node quantizes a tensor with one range."""
-    return node in quantizing and cast(Quantizer, quantizing[node].quantizer).format.axis is None
+    return node in quantizing and quantizer_of(quantizing[node]).format.axis is None
 
 
 def _part_of(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Part | None:
@@ -318,7 +309,7 @@ def _after(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     if len(consumers) == 1 and node_kind(consumers[0]) == "dropout":
         dropout = last = consumers[0]
         consumers = list(dropout.users)
-        module = node_module(dropout) if dropout.op == "call_module" else None
+        module = called_module(dropout)
         if type(module) is not nn.Dropout or module.inplace or _hooked(module):
             raise _RefusalError(f"{dropout.name} is no nn.Dropout")
     if len(consumers) != 1 or not _is_matmul(consumers[0]) or consumers[0].args[0] is not last:
@@ -330,13 +321,14 @@ def _after(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
 
 def _check_softmax(node: fx.Node) -> None:
     """Refuse anything but a softmax over the last axis, in the type of its input."""
+    dim: Any
     if node.op == "call_module":
         module = node_module(node)
         if type(module) is not nn.Softmax or _hooked(module):
             raise _RefusalError(f"{node.name} is a {type(module).__name__} of its own")
         dim, dtype = module.dim, None
     elif node.target in _SOFTMAXES:
-        dim = cast(Any, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim"))
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         dtype = node.kwargs.get("dtype")
     else:
         raise _RefusalError(f"{node.name} is no softmax")

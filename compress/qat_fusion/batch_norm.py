@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from compress.graph.ops import node_module
 from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.triton.batch_norm import Running, batch_norm_again, batch_norm_quantize, fits
+from compress.qat_fusion.chain import called_module
 from compress.qat_fusion.recompute import Recipe, uses_recipes
 from compress.qat_fusion.weights import is_live
 
@@ -47,9 +48,10 @@ class FusedBatchNormModule(nn.Module):
         Args:
             x: (N, C, H, W).
         """
-        norm, chain = self.norm, cast(Any, self.chain)
+        norm = self.norm
+        chain: Any = self.chain
         if not self._takes(x):
-            y = cast(Tensor, chain(norm(x)))
+            y: Tensor = chain(norm(x))
             return (y, None) if self.gives_recipe else y
         assert norm.running_mean is not None and norm.running_var is not None
         if norm.training and norm.num_batches_tracked is not None:
@@ -64,7 +66,8 @@ class FusedBatchNormModule(nn.Module):
 
     def _takes(self, x: Tensor) -> bool:
         """Whether the kernels run: eagerly, where type and layout fit, unless torch averages all batches."""
-        norm, chain = self.norm, cast(Any, self.chain)
+        norm = self.norm
+        chain: Any = self.chain
         whole = norm.momentum is not None and norm.weight.dtype == torch.float32
         return whole and is_live(chain.quantizer) and use_triton_eager(x, self.kernels) and fits(x)
 
@@ -84,7 +87,7 @@ def fuse_batch_norms(
     """
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node, module in chains.items():
-        chain = cast(Any, module)
+        chain: Any = module
         before = node.all_input_nodes
         plain = chain.layer is None and not chain.smooth and chain.window is None and chain.epilogue.axis is None
         if len(before) != 1 or not plain or not _is_norm(before[0]):
@@ -102,7 +105,7 @@ def fuse_batch_norms(
 
 def _is_norm(node: fx.Node) -> bool:
     """Whether a node is an affine batch norm with running statistics, without hooks, that one node alone reads."""
-    module = node_module(node) if node.op == "call_module" else None
+    module = called_module(node)
     if type(module) is not nn.BatchNorm2d or len(node.users) != 1 or len(node.all_input_nodes) != 1:
         return False
     return module.affine and module.track_running_stats and not (module._forward_hooks or module._forward_pre_hooks)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any, cast
 
 from torch import fx, nn
 
 from compress.graph.ops import node_kind, node_module
 from compress.kernels.activation import SMOOTH_ACTIVATIONS
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
+from compress.quantization.quantizer import Quantizer
 
 BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 """Bounds of the activations that only clip."""
@@ -63,6 +65,16 @@ class Chain:
     def _begin(self, layer: fx.Node) -> None:
         self.layer = layer
         self.nodes.append(layer)
+
+
+def called_module(node: fx.Node) -> Any:  # Any: callers ask for attributes of many classes
+    """The module that a node calls; None for another node."""
+    return node_module(node) if node.op == "call_module" else None
+
+
+def quantizer_of(quantize: nn.Module) -> Quantizer:
+    """The quantizer of a module that only quantizes."""
+    return cast(Quantizer, quantize.quantizer)  # torch types attributes of modules as Tensor | Module
 
 
 def activation_of(node: fx.Node) -> str:

@@ -2,23 +2,14 @@
 
 `fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) whose
 intermediate results have no other consumer, and returns a second graph in which each chain is one module around
-`fused_quantize`, or `pooled_quantize` if a pool follows (`compress.kernels.fake_quantize`). The modules, and with them
-parameters and ranges, are those of the first graph, by reference: train by calling the second, and do everything else
-(state_dict, checkpoints, evaluation, deep copies, export) with the first, which is unchanged.
-
-All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
-too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
-Squeeze and excitation is two operations around its gate (`squeeze`).
-In half precision depthwise convolutions with large filters have kernels of their own (`product`). Layers after a smooth
-activation or a layer norm compute their quantized input again in the backward pass instead of keeping it (`recompute`).
+`fused_quantize`, `pooled_quantize` or `learned_quantize`. Modules, parameters and ranges are those of the first graph,
+by reference: train by calling the second, and do everything else (state_dict, checkpoints, evaluation, deep copies,
+export) with the first, which is unchanged. The other files of this package add their patterns.
 
 The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
 and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
-activation, and the fused one only at its end.
-
-A chain that ends in a learned range is one operation too (`learned`), which keeps its values in place of bits. The
-rest of the graph stays as it is, with the reason: FP8, and quantizers of another class. While a quantizer is disabled
-or watched by a calibrator, its chain runs plainly too.
+activation, and the fused one only at its end. FP8 and quantizers of another class stay as they are, with the reason;
+while a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from compress.kernels.learned_quantize import learned_quantize
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
-from compress.qat_fusion.chain import LAYERS, Chain
+from compress.qat_fusion.chain import LAYERS, Chain, called_module
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import FusedNormModule, fuse_norms
 from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
@@ -85,11 +76,12 @@ class FusedLearnedModule(nn.Module):
             x: input of the layer; without a layer, the tensor that is activated and quantized.
             residual: shape of the layer's result, added to it.
         """
-        quantizer, layer = self.quantizer, cast(Any, self.layer)
+        quantizer = self.quantizer
+        layer: Any = self.layer
         if not (quantizer.enabled and quantizer.calibrator is None and quantizer.ready):
             y = x if layer is None else layer(x)
             y = y if residual is None else y + residual
-            return cast(Tensor, quantizer(ACTIVATIONS[self.activation](y) if self.activation else y))
+            return quantizer(ACTIVATIONS[self.activation](y) if self.activation else y)
         bias = None
         if layer is not None:
             x, bias = product(layer, x, None, None, self.kernels), layer.bias
@@ -259,7 +251,8 @@ class FusedChainModule(nn.Module):
         if not is_live(quantizer):
             y = self._plain(x, residual)
             return (y, None) if self.gives_recipe else y
-        layer, bias = cast(Any, self.layer), None
+        layer: Any = self.layer
+        bias = None
         if layer is not None:
             bias = layer.bias
             with recomputed(x, recipe):
@@ -295,7 +288,7 @@ class FusedChainModule(nn.Module):
         y = x if self.layer is None else self.layer(x)
         y = y if residual is None else y + residual
         y = ACTIVATIONS[self.activation](y) if self.activation else y
-        y = cast(Tensor, self.quantizer(y))
+        y = self.quantizer(y)
         return y if self.window is None else max_pool(y, self.window)
 
 
@@ -320,7 +313,7 @@ class FusedLayerModule(nn.Module):
             weight: quantized.
             recipe: of `x`; None = the layer keeps `x` for its backward pass.
         """
-        layer = cast(Any, self.layer)
+        layer: Any = self.layer
         with recomputed(x, recipe):
             return product(layer, x, weight, layer.bias, self.kernels)
 
@@ -405,7 +398,7 @@ def _pool_after(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None
     (pool, *others) = quantizer.users or [None]
     if pool is None or others or node_kind(pool) != "max_pool":
         return None, None
-    module = node_module(pool) if pool.op == "call_module" else None
+    module = called_module(pool)
     if module is not None:
         if type(module) is not nn.MaxPool2d or module._forward_hooks or module._forward_pre_hooks:
             return None, None

@@ -1,21 +1,14 @@
 """Training on INT8 tensor cores: convolutions of a fused graph read and write codes; the gradient is the float one.
 
 `carry_codes` rewrites a fused graph. A convolution whose input and result are quantized computes its product from
-integers (`compress.kernels.triton.conv_int8`): exact sums, bias, residual, activation and quantizer in one kernel. Such
-a node has two results: the quantized value in half precision, which carries the gradient and which the weight gradient
-of the next layer reads, and the codes, which the next convolution reads. Nothing of the value is lost: divided by its
-scale it is its code, so after a max pool, a chain on the plain path and the input of the network the codes are computed
-from the values (`CodesOf`), in one pass.
-
-The backward pass is that of the float convolution with the quantized input and weight, in half precision: mask and
-bias gradient as in `compress.kernels.fake_quantize`, then cuDNN. To keep codes instead of values would save half the
-memory, but to convert them for cuDNN costs more than everything here gains (5.0 ms against 4.5 ms for ResNet-50 on an
-H200).
+integers (`compress.kernels.triton.conv_int8`), with bias, residual, activation and quantizer in one kernel. Such a node
+has two results: the quantized value in half precision, which carries the gradient, and the codes, which the next
+convolution reads. After a max pool, a chain on the plain path and the input of the network the codes are computed from
+the values (`CodesOf`), exactly. The backward pass is that of the float convolution with the quantized input and weight,
+in half precision; converting kept codes for cuDNN would cost more than everything here gains.
 
 Every module decides in each call: while a quantizer is off or watched, in double precision, in a memory format other
 than channels_last, and wherever Triton does not run, the chain is the fused one of floats, and so are the next ones.
-Under torch.compile the same kernels are launched by the compiled code; the operations around them (codes of weights,
-masks) are torch's, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -83,7 +76,7 @@ class CodesChain(nn.Module):
             residual_codes: of `residual`.
             weight_codes: of `weight`.
         """
-        chain = cast(Any, self.chain)
+        chain: Any = self.chain
         layer, quantizer = chain.layer, chain.quantizer
         by_weight = layer.weight_quantizer
         if codes is None or not (_runs_on(x) and self._counts(x) and is_live(quantizer) and is_live(by_weight)):
@@ -121,7 +114,7 @@ class CodesChain(nn.Module):
 
     def _counts(self, x: Tensor) -> bool:
         """Whether indices of 32 bits suffice for the tensor that is pooled."""
-        chain = cast(Any, self.chain)
+        chain: Any = self.chain
         pixels = x.numel() // x.shape[1] // math.prod(chain.layer.stride)
         return chain.window is None or pixels * int(chain.layer.out_channels) < _LARGEST
 

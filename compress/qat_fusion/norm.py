@@ -1,13 +1,8 @@
 """(Residual add ->) layer norm -> quantizer as one operation: most of the backward time of a transformer.
 
-The residual stream is float32 under autocast, so the backward pass of each layer norm moves more memory than any other
-operation of the network: the gradient of the quantized result is masked and written, read for the three sums of the
-norm, added to the gradient that bypasses the norm, and written once more in half precision for the added layer. One
-kernel (`compress.kernels.triton.layer_norm`) reads its inputs once and writes both gradients: from the sum, its mean
-and its deviation it computes the normalized values and their mask again, and sums the gradients of weight and bias.
-
-Forward, one kernel adds, normalizes and quantizes: torch's own norm takes several times as long on rows as narrow as
-ConvNeXt's and Swin's 96 channels. In a compiled graph the forward pass is torch's, whose compiler fuses it well.
+One kernel (`compress.kernels.triton.layer_norm`) reads its inputs once and writes both gradients: from the sum, its
+mean and its deviation it computes the normalized values and their mask again, and sums the gradients of weight and
+bias. In a compiled graph the forward pass is torch's, whose compiler fuses it well.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +19,9 @@ from torch import Tensor, fx, nn
 from compress.graph.ops import node_kind, node_module
 from compress.kernels.dispatch import Kernels, use_triton
 from compress.kernels.triton.layer_norm import WIDEST, norm_again, norm_quantize
-from compress.qat_fusion.chain import adds_alike
+from compress.qat_fusion.chain import adds_alike, called_module, quantizer_of
 from compress.qat_fusion.recompute import Recipe, uses_recipes
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
-from compress.quantization.quantizer import Quantizer
 
 
 class FusedNormModule(nn.Module):
@@ -67,7 +61,7 @@ class FusedNormModule(nn.Module):
             bias: (C,); None = there is none.
             added: shape of `x`; None = nothing is added.
         """
-        quantizer = cast(Quantizer, self.quantize.quantizer)
+        quantizer = quantizer_of(self.quantize)
         if is_live(quantizer) and self._takes(x, added):
             grid, dtype = grid_of(quantizer), self._dtype(x, added)
             again = self.gives_recipe and (added is None or self.keep_sum) and uses_recipes(x, self.kernels)
@@ -79,7 +73,7 @@ class FusedNormModule(nn.Module):
             recipe = Recipe.of(y, compute, total, *statistics, weight, grid.amax, bias) if again else None
             return self._results(y, total, recipe)
         x = x if added is None else x + added
-        y = cast(Tensor, self.quantize(F.layer_norm(x, weight.shape, weight, bias, self.eps)))
+        y = self.quantize(F.layer_norm(x, weight.shape, weight, bias, self.eps))
         return self._results(y, x, None)
 
     def _results(self, y: Tensor, total: Tensor, recipe: Recipe | None) -> Tensor | tuple[Tensor | Recipe | None, ...]:
@@ -117,7 +111,7 @@ def fuse_norms(
     """
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node, quantize in quantizing.items():
-        quantizer = cast(Quantizer, quantize.quantizer)
+        quantizer = quantizer_of(quantize)
         norm = _norm_of(node)
         if norm is not None and quantizer.format.axis is None:
             found[quantizer] = _fuse(graph_module, node, norm, quantize, kernels)
@@ -182,7 +176,7 @@ def _fuse(
     if adds_alike(source):
         first, inputs = source, tuple(source.all_input_nodes)
     keep_sum = first is source and len(source.users) > 1
-    matmuls = all(getattr(_module(consumer), "layer", None) is not None for consumer in node.users)
+    matmuls = all(getattr(called_module(consumer), "layer", None) is not None for consumer in node.users)
     name = f"fused_norms.{node.name}"
     graph_module.add_submodule(name, FusedNormModule(norm.eps, quantize, keep_sum, matmuls, kernels))
     with graph.inserting_before(first):
@@ -210,7 +204,3 @@ def _fuse(
 def _asks_shape(node: fx.Node) -> bool:
     """Whether a node reads the shape of its input, and not its values."""
     return (node.target is getattr and node.args[1:] == ("shape",)) or node.target in {"size", "dim"}
-
-
-def _module(node: fx.Node) -> Any:
-    return node_module(node) if node.op == "call_module" else None

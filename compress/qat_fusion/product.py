@@ -8,7 +8,7 @@ filter holds zeros between them: the same sums, with terms of zero.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
         if count > 1 and dtype in (torch.float16, torch.bfloat16) and is_channels_last(x):
             wide = merged_groups(weight.to(dtype), layer.groups, count)
             return F.conv2d(x, wide, bias, layer.stride, padding, layer.dilation, layer.groups // count)
-    return cast(Tensor, layer._conv_forward(x, weight, bias))
+    return layer._conv_forward(x, weight, bias)
 
 
 def groups_together(groups: int, width: int) -> int:

@@ -1,14 +1,11 @@
 """Layers that compute their quantized input again in the backward pass, from what is kept for it anyway.
 
-The gradient of a layer's weight needs the layer's input. After GELU, a layer norm or a batch norm that input is the
-result of a few operations on each element, or on each row, whose own backward pass keeps their input too: the same
-values twice, in transformers most of the memory of a training step. So those operations say how their result is
-computed (`Recipe`), and the layer keeps the recipe in place of the tensor: in the backward pass one kernel, the one of
-the forward pass, writes the same bits again right before the layer's gradient is computed.
+After GELU, a layer norm or a batch norm a layer's input is the result of a few operations whose own backward pass keeps
+their input too: the same values twice. So those operations say how their result is computed (`Recipe`), and the layer
+keeps the recipe in place of the tensor: in the backward pass the kernel of the forward pass writes the same bits again.
 
-It is done where Triton kernels run, if every consumer of the result is a layer. A compiler decides for itself what it
-keeps, so a compiled graph has no recipes. Hooks on saved tensors that surround the network, such as those of gradient
-checkpointing, see what is kept in place of the input.
+It is done where Triton kernels run, if every consumer of the result is a layer; not in a compiled graph. Hooks on saved
+tensors that surround the network, such as those of gradient checkpointing, see what is kept in place of the input.
 """
 
 from __future__ import annotations
@@ -16,13 +13,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import node_kind
 from compress.kernels.dispatch import Kernels, use_triton_eager
+from compress.qat_fusion.chain import called_module
 
 
 class Recipe(NamedTuple):
@@ -113,10 +111,10 @@ def recompute_inputs(graph_module: fx.GraphModule, producers: tuple[type, ...], 
         layers: classes of modules that compute a layer's product of their first argument, if their `layer` is one.
     """
     for node in list(graph_module.graph.nodes):
-        module = node_module(node) if node.op == "call_module" else None
+        module = called_module(node)
         if not isinstance(module, producers):
             continue
-        producer = cast(Any, module)
+        producer: Any = module
         if not producer.can_recompute:
             continue
         results = [user for user in node.users if user.target is operator.getitem]
@@ -155,7 +153,7 @@ def _layers_after(value: fx.Node, layers: tuple[type, ...]) -> list[fx.Node]:
 
 def _reads_input(node: fx.Node, value: fx.Node, layers: tuple[type, ...]) -> bool:
     """Whether a node computes a layer's product of a value, and reads it nowhere else."""
-    module: nn.Module | None = node_module(node) if node.op == "call_module" else None
+    module: nn.Module | None = called_module(node)
     if not isinstance(module, layers) or getattr(module, "layer", None) is None:
         return False
     read = [arg for arg in (*node.args, *node.kwargs.values()) if arg is value]

@@ -1,14 +1,9 @@
 """Regional compilation: repeated parts of a network are compiled once.
 
-`torch.compile` of a whole network compiles each of its blocks, though most are alike: minutes for a deep one. Here a
-graph is cut wherever a single tensor connects the nodes before with those after it, which is between the blocks of
+A graph is cut wherever a single tensor connects the nodes before with those after it, which is between the blocks of
 residual networks and of transformers. Parts with the same operations, settings and sizes become modules that call one
-compiled function; the compiler then meets each kind of part once, with its weights as inputs. Neighbouring parts that
-nothing repeats are one part.
-
-Paths that training leaves out at random (stochastic depth) have another rate in each block; they stay outside as they
-are, and the parts end there. What does not depend on the network's input, such as weights that are quantized in groups,
-stays outside too and is computed eagerly, where Triton kernels take many weights in one launch.
+compiled function, with their weights as inputs. Neighbouring parts that nothing repeats are one part. Stochastic depth,
+whose rate differs in each block, and what does not depend on the network's input stay outside.
 """
 
 from __future__ import annotations

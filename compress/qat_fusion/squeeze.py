@@ -3,9 +3,8 @@
     a = activation(layer(x));  gate = ...(mean of a, quantized, over the pixels)...;  quantizer(a * gate)
 
 Everything but the gate's small products becomes two modules: the first one ends in the mean, the second one is the
-product with its quantizer (`compress.kernels.triton.squeeze`). For the backward pass they keep the layer's result, from
-which the next layer computes its input again (`recompute`); one by one, the operations keep the activation's result and
-two masks beside these two.
+product with its quantizer (`compress.kernels.triton.squeeze`). For the backward pass they keep the layer's result
+alone, from which the next layer computes its input again (`recompute`).
 """
 
 from __future__ import annotations
@@ -13,21 +12,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import node_kind
 from compress.graph.traits import AVERAGES
 from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze
-from compress.qat_fusion.chain import activation_of, has_one_consumer
+from compress.qat_fusion.chain import activation_of, called_module, has_one_consumer, quantizer_of
 from compress.qat_fusion.product import ACTIVATIONS, product
 from compress.qat_fusion.recompute import Recipe
 from compress.qat_fusion.weights import grid_of, is_live
-from compress.quantization.quantizer import Quantizer
 
 
 class FusedSqueezeModule(nn.Module):
@@ -60,20 +58,23 @@ class FusedSqueezeModule(nn.Module):
             x: input of the layer; without a layer, the tensor that is activated and averaged.
             weight: quantized weight of the layer; None = the layer computes it.
         """
-        layer, bias = cast(Any, self.layer), None
+        layer: Any = self.layer
+        bias = None
         fused = use_triton_eager(x, self.kernels) and self._live()
         if layer is not None:
             bias = layer.bias
             x = product(layer, x, weight, None if fused else bias, self.kernels)
         if fused and fits(x):
-            return squeeze(x, bias, self.activation, None if self.quantize is None else grid_of(_of(self.quantize)))
+            return squeeze(
+                x, bias, self.activation, None if self.quantize is None else grid_of(quantizer_of(self.quantize))
+            )
         if fused and bias is not None:
             x = x + along_axis(bias.to(x.dtype), x, 1)
         x = ACTIVATIONS[self.activation](x) if self.activation else x
         return (x if self.quantize is None else self.quantize(x)).mean((2, 3), keepdim=True), x, None
 
     def _live(self) -> bool:
-        return all(is_live(_of(module)) for module in (self.quantize, self.excited) if module is not None)
+        return all(is_live(quantizer_of(module)) for module in (self.quantize, self.excited) if module is not None)
 
 
 class FusedExciteModule(nn.Module):
@@ -100,9 +101,9 @@ class FusedExciteModule(nn.Module):
             link: its third result.
         """
         if link is None:
-            y = cast(Tensor, self.quantize(gate * kept))
+            y: Tensor = self.quantize(gate * kept)
             return (y, None) if self.gives_recipe else y
-        grid = grid_of(_of(self.quantize))
+        grid = grid_of(quantizer_of(self.quantize))
         y = excite(kept, gate, grid, link)
         if not self.gives_recipe:
             return y
@@ -173,7 +174,9 @@ def _block_of(quantize: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Bl
             averaged, (pool,) = pool, pool.users
         if not _averages_pixels(pool) or not _leads_to(pool, gate):
             continue
-        if any(_of(quantizing[node]).format.axis is not None for node in (quantize, averaged) if node is not None):
+        if any(
+            quantizer_of(quantizing[node]).format.axis is not None for node in (quantize, averaged) if node is not None
+        ):
             continue
         activation = activation_of(scaled)
         source = scaled.all_input_nodes[0] if activation else scaled
@@ -195,7 +198,7 @@ def _averages_pixels(node: fx.Node) -> bool:
     if kind not in AVERAGES or kind == "avg_pool":
         return False
     if kind == "adaptive_avg_pool":
-        module = _module(node)
+        module = called_module(node)
         if module is not None and (module._forward_hooks or module._forward_pre_hooks):
             return False
         size = node.args[1] if module is None and len(node.args) > 1 else getattr(module, "output_size", None)
@@ -225,7 +228,7 @@ def _leads_to(start: fx.Node, end: fx.Node) -> bool:
 
 def _is_convolution(node: fx.Node) -> bool:
     """Whether a node is a convolution without a chain, whose weight is quantized with others."""
-    module = _module(node)
+    module = called_module(node)
     return isinstance(getattr(module, "layer", None), nn.Conv2d) and not getattr(module, "is_quantizer", False)
 
 
@@ -235,7 +238,7 @@ def _fuse(
     """Replace the nodes of a block; the names of `fuse_squeezes`."""
     graph, inner = graph_module.graph, block.inner
     averaged = None if block.averaged is None else quantizing[block.averaged]
-    layer = None if block.layer is None else _module(block.layer).layer
+    layer = None if block.layer is None else called_module(block.layer).layer
     excite = FusedExciteModule(quantizing[block.quantize])
     squeeze = FusedSqueezeModule(layer, block.activation, averaged, excite.quantize, kernels)
     names = [f"fused_squeezes.{block.quantize.name}.{part}" for part in ("squeeze", "excite")]
@@ -254,16 +257,7 @@ def _fuse(
     for node in (block.quantize, block.product, block.pool, block.averaged, *inner):
         if node is not None:
             graph.erase_node(node)
-    found: dict[nn.Module, tuple[str, ...]] = {_of(excite.quantize): (block.product.name,)}
+    found: dict[nn.Module, tuple[str, ...]] = {quantizer_of(excite.quantize): (block.product.name,)}
     if averaged is not None:
-        found[_of(averaged)] = (*(node.name for node in inner[::-1]), block.pool.name)
+        found[quantizer_of(averaged)] = (*(node.name for node in inner[::-1]), block.pool.name)
     return found
-
-
-def _of(quantize: nn.Module) -> Quantizer:
-    """The quantizer of a module that only quantizes."""
-    return cast(Quantizer, quantize.quantizer)
-
-
-def _module(node: fx.Node) -> Any:
-    return node_module(node) if node.op == "call_module" else None

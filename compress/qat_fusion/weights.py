@@ -1,20 +1,12 @@
 """Quantize the weights of many layers in one launch, and mask their gradients in one.
 
-Weights are small, and a launch is expensive: to quantize the 54 weights of ResNet-50 one by one takes 54 launches
-forward and 54 backward, each a few microseconds on the GPU and fifty on the CPU that starts them. So the fused graph
-quantizes weights in groups. One node reads the weights of a group through a table of pointers, writes them into one
-buffer in the type that autocast would cast them to, and keeps one bit per weight. Its backward pass reads the gradients
-through a table too and writes them, masked, into one buffer, of which the gradient of each parameter is a view.
+One node reads the weights of a group through a table of pointers, writes them into one buffer in the type that autocast
+would cast them to, and keeps one bit per weight (ranges stay fixed, so a weight can leave its range). Its backward pass
+writes the masked gradients into one buffer, of which the gradient of each parameter is a view.
 
-The masks are needed: ranges stay fixed while weights are trained, so a weight can leave its range.
-
-A group ends at 25 MiB of weights, the size of the buckets in which DistributedDataParallel sums gradients: the
-gradients of a group are complete when that of its first layer is, so with one group for the whole network no sum would
-overlap with the backward pass. Groups follow the order of the graph, and each is computed right before its first layer.
-Gradient checkpointing around the model computes them again with everything else; without gradients nothing is kept.
-
-Where Triton kernels do not run (CPUs, torch.compile, learned or disabled quantizers, weights that are not dense), each
-weight passes through its own quantizer.
+A group ends at 25 MiB, the size of DistributedDataParallel's buckets, so that its sums overlap with the backward pass.
+Each group is computed right before its first layer. Where Triton kernels do not run (CPUs, torch.compile, learned or
+disabled quantizers, weights that are not dense), each weight passes through its own quantizer.
 """
 
 from __future__ import annotations

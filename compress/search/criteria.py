@@ -1,13 +1,13 @@
 """Importance of channels by which they are removed: magnitude, BatchNorm scale, Taylor, Fisher, reconstruction.
 
-Pictures are enough. Where a loss is needed, it is the cross entropy against the network's own decision (classifiers) or
+Images are enough. Where a loss is needed, it is the cross entropy against the network's own decision (classifiers) or
 a random projection of its outputs; the gradient of a distance to its own outputs would be zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -157,7 +157,7 @@ def _is_scale(structure: Structure, use: Axis) -> bool:
 
 def _tensor(structure: Structure, use: Axis) -> Tensor:
     path, _, name = use.path.rpartition(".")
-    return cast(Tensor, getattr(structure.graph.get_submodule(path), name)).detach().cpu()
+    return getattr(structure.graph.get_submodule(path), name).detach().cpu()
 
 
 def _power(tensor: Tensor, use: Axis) -> Tensor:

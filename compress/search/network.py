@@ -7,7 +7,7 @@ from pictures alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -151,6 +151,6 @@ def distance(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     shares = []
     for value, target in zip(outputs, reference, strict=True):
         target = target.double()
-        power = cast(float, (target - target.mean(0, keepdim=True)).square().mean().item())
+        power: float = (target - target.mean(0, keepdim=True)).square().mean().item()
         shares.append((value.double() - target).square().mean().item() / max(power, 1e-12))
     return sum(shares) / max(len(shares), 1)

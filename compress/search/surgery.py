@@ -78,7 +78,7 @@ def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequen
             continue
         path, _, name = axis.path.rpartition(".")
         module = small.get_submodule(path)
-        value = cast(Tensor, getattr(module, name)).detach()
+        value = getattr(module, name).detach()
         _set(module, name, value.index_select(axis.axis, keep.to(value.device)))
         changed[path] = module
     for module in changed.values():
@@ -102,7 +102,7 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _count_again(module: nn.Module) -> None:
     """Take a layer's numbers of channels from its tensors."""
-    layer = cast(Any, module)
+    layer: Any = module
     if isinstance(module, _CONVOLUTIONS):
         depthwise = module.groups == module.in_channels == module.out_channels and module.groups > 1
         layer.out_channels = layer.weight.shape[0]

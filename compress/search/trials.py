@@ -75,7 +75,7 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
             directions=["minimize", "minimize"],
             load_if_exists=True,
         )
-    except Exception as error:
+    except Exception as error:  # each kind of storage raises classes of its own
         raise SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}") from error
 
 

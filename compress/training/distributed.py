@@ -1,15 +1,13 @@
 """The processes of one training, and the exchanges between them for training, evaluation and calibration.
 
-`torchrun --nproc-per-node N` starts N processes and sets environment variables with the rank of each. Every process
-holds the whole model and a share of every batch; gradients are averaged by DistributedDataParallel, sums go through
-`Processes.all_reduce_sum`. A single process has no process group: its exchanges return their argument, so that callers
-need no second code path.
+Every process of `torchrun` holds the whole model and a share of every batch; gradients are averaged by
+DistributedDataParallel, sums go through `Processes.all_reduce_sum`. A single process has no process group: its
+exchanges return their argument.
 
 Results do not depend on how a batch is divided, except for BatchNorm, which normalizes by the share of its own process
-(as DistributedDataParallel users expect) unless `sync_batchnorm` is set (synchronized.py). Checkpoints,
-evaluation and export use the running statistics, and those are averaged over the processes
-(`average_running_statistics`). Each is an exponential average, thus linear in the shares' statistics, so averaging
-now or later is the same, and no process's share is lost.
+unless `sync_batchnorm` is set (synchronized.py). Checkpoints, evaluation and export use the running statistics, and
+those are averaged over the processes (`average_running_statistics`): they are linear in the shares' statistics, so no
+process's share is lost.
 """
 
 from __future__ import annotations

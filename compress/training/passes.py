@@ -1,9 +1,8 @@
-"""The forward and the backward pass of a batch, as launches or as one CUDA graph.
+"""The loss, and the forward and the backward pass of a batch, as launches or as one CUDA graph.
 
 A step of a small network takes the GPU less time than its launches take the host. `Recorder` records the two passes
-once and replays them: one launch, whatever the network. Gradients then lie where they lay when they were
-recorded; the optimizer, clipping, schedules and everything else around the passes stay as they are. The numbers are
-those of the passes one by one, random ones too: torch's generator counts on in a replay as it would without.
+once and replays them. Gradients then lie where they lay when they were recorded; everything else stays as it is. The
+numbers are those of the passes one by one, random ones too: torch's generator counts on in a replay.
 """
 
 from __future__ import annotations

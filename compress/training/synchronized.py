@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import torch.distributed
@@ -39,7 +38,7 @@ def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Ite
         yield
     finally:
         for parent, name, child in swapped:
-            child.train(cast(nn.Module, getattr(parent, name)).training)
+            child.train(getattr(parent, name).training)
             setattr(parent, name, child)
 
 

@@ -1,10 +1,8 @@
 """Runs a built TensorRT engine: arrays or torch tensors in and out, streams, CUDA graphs, overlapping batches.
 
-One execution context runs one batch at a time. An `ExecutionContext` has a stream of its own, pinned memory for inputs
-and outputs, and buffers on the GPU; while one context computes, the next one copies. `run_tensors` takes tensors that
-are on the GPU already, runs on torch's current stream and copies nothing.
-
-An engine file that cannot run here (another GPU, version or model, a truncated file) is refused before it is loaded.
+An `ExecutionContext` runs one batch at a time; while one computes, the next one copies. `run_tensors` takes tensors on
+the GPU, runs on torch's current stream and copies nothing. An engine file that cannot run here (another GPU, version or
+model, a truncated file) is refused before it is loaded.
 """
 
 from __future__ import annotations

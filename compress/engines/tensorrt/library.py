@@ -1,10 +1,8 @@
 """Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX, libraries with one Python API; no other file does.
 
-`Flavour` holds their differences as data. All three are strongly typed as compress uses them: the types are those of
-the ONNX file. TensorRT 10 needs a flag for that (`STRONGLY_TYPED`); TensorRT 11 and RTX accept the flag and ignore it.
-
-A library that is installed can still fail: package indexes hold placeholders of these names, two versions may overwrite
-each other's files, and a driver may be older than the library's CUDA. Each case is reported with what to do.
+`Flavour` holds their differences. All are strongly typed as compress uses them (TensorRT 10 needs a flag for that). A
+library that is installed can still fail (placeholders of these names, files overwritten by another version, an old
+driver): each case is reported with what to do.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """CUDA kernels that watch a tensor at the speed at which memory is read: its largest magnitude, and its histogram.
 
-`Watch` keeps what `Histogram.add` keeps, bin for bin, and never asks the host. How wide bins must be is known only
-after a batch was read; but it rarely changes. So a launch counts with the present width while it takes the maximum.
-Then its blocks wait for each other, and all know what was seen. If every value had a bin, each block adds its counts to
-the histogram. If not (the first batch; a value beyond the last bin), they are dropped, the width is chosen, neighbours
-are merged and the batch is counted again, in the same launch.
-
-Each block counts in shared memory: atomic additions to it are far faster than those to global memory, and the 8,192
-bins of a histogram fit. Bin 0, which the zeros after a ReLU fill, is the batch minus all other bins.
+`Watch` keeps what `Histogram.add` keeps, bin for bin, and never asks the host. A launch counts with the present width
+of bins while it takes the maximum; then its blocks wait for each other. If a value had no bin, the counts are dropped,
+the width is chosen, neighbours are merged and the batch is counted again, in the same launch. Blocks count in shared
+memory; bin 0, which the zeros after a ReLU fill, is the batch minus all other bins.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ and one multiplication instead of a correct division there.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ def backward_kernel(
 def smooth_quantize(y: Tensor, amax: Tensor, epilogue: Epilogue, activation: str, bias: Tensor | None) -> Tensor:
     """As `compress.kernels.activation.smooth_quantize`, of a `y` and a bias that fit."""
     e = epilogue
-    return cast(Tensor, _SmoothQuantize.apply(y, bias, amax, activation, e.low, e.high, e.bias_dim))
+    return _SmoothQuantize.apply(y, bias, amax, activation, e.low, e.high, e.bias_dim)
 
 
 class _SmoothQuantize(torch.autograd.Function):

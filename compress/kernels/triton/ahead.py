@@ -1,11 +1,8 @@
 """Compile Triton kernels before they are needed: in many processes at once, and for GPUs that are not there.
 
-Choosing among a hundred tiles costs mostly the compiler's time. So the launches are made once without launching
-anything (`recorded`), which leaves one request for each kernel with its types and constants, and processes that need
-no GPU compile them into Triton's cache on disk, where the process that launches them finds them.
-
-One process is started, which imports torch and Triton once and forks those that compile: a compiler that dies takes
-one kernel with it. It does not import the caller's main module, as those of `multiprocessing` do, so that a
+The launches are made once without launching anything (`recorded`), which leaves one request for each kernel; processes
+that need no GPU compile them into Triton's cache on disk. One process imports torch and Triton once and forks those
+that compile, so that a compiler that dies takes one kernel with it. It does not import the caller's main module, so a
 script needs no `if __name__ == "__main__"`.
 """
 
@@ -308,7 +305,7 @@ def _compile(request: Request, resources: bool) -> Compiled:
         compiled = kernel.warmup(*arguments, grid=(1,), **dict(request.options))
         shared = int(compiled.metadata.shared)
         registers, spilled = _resources(compiled.asm["cubin"]) if resources else (0, 0)
-    except Exception as error:
+    except Exception as error:  # a compiler may raise anything
         return Compiled(error=f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}")
     return Compiled(registers=registers, spilled=spilled, shared=shared)
 

@@ -1,20 +1,17 @@
 """The kernels of attention with quantized probabilities: softmax(s q k^T), quantized, times v; no score is stored.
 
-A program takes a block of queries of one head. A probability must be complete before it is quantized, so the sum of a
-row is computed before the first probability: either one block holds all keys (up to 256), or the keys are read twice,
-first for maximum and sum (Milakov and Gimelshein, arXiv 1805.02867), then for the products. For the backward pass it
-keeps q, k, v and one number per row, the logarithm of its sum, and computes the probabilities again (Dao et al.,
-"FlashAttention", arXiv 2205.14135, section 3 and appendix B).
-
-The gradient of a row's softmax needs sum(dP * P) of the row. Flash attention takes it from the output, sum(dO * O).
-With a quantizer between P and O the two differ, so the kernel of dq computes it, and that of dk and dv reads it.
+A program takes a block of queries of one head. The sum of a row is needed before its first probability is quantized:
+either one block holds all keys (up to 256), or the keys are read twice (Milakov and Gimelshein, arXiv 1805.02867). The
+backward pass keeps q, k, v and the logarithm of each row's sum, and computes the probabilities again (Dao et al.,
+"FlashAttention", arXiv 2205.14135, section 3 and appendix B). Flash attention takes sum(dP * P) of a row from the
+output; with a quantizer between P and O the two differ, so the kernel of dq computes it, and that of dk and dv reads
+it.
 
 Heads lie one after the other, or side by side in the rows of one matrix, as a linear layer writes them: row `token` of
 a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` elements after q.
 
-The second product is one of integers, which half precision holds exactly up to 256; their scale is applied to the sum.
-The time depends on the instructions per score: hence there is no mask where elements past the last key or query meet
-zeros, and a product with the reciprocal of the scale, as an exponential is not correctly rounded anyway.
+The second product is one of integers, exact in half precision up to 256; their scale is applied to the sum. The time
+depends on the instructions per score: hence no mask where elements past the last key or query meet zeros.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def attention(
     """
     if tiles is None:
         tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
-    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, high, *flat(tiles)))
+    return _Attention.apply(q, k, v, amax, scaling, high, *flat(tiles))
 
 
 class _Attention(torch.autograd.Function):

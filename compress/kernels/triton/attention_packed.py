@@ -1,19 +1,14 @@
 """Attention of queries, keys and values as a linear layer writes them: side by side in the rows of one matrix.
 
-The kernels read them there, write one gradient in the same layout, and write the result as the next linear layer reads
-it: nothing is copied. The quantizers on the way are applied here too:
-
-- Queries, keys and values are quantized in one pass over that matrix, not in the attention kernels: each program of
-  those reads the keys and values of a whole head, so they would be quantized once for every block of queries, in more
-  instructions than a pass over memory takes. Their gradients are masked where they are written, by the bits of that
-  pass.
-- The result is quantized where it is written. Its gradient is masked by the kernel that reads each element of it once,
-  which writes the masked gradient for the other kernel.
+The kernels read them there and write gradient and result in the layouts of their neighbours: nothing is copied.
+Queries, keys and values are quantized in one pass over that matrix (in the attention kernels keys and values would be
+quantized once for every block of queries), and its bits mask their gradients. The result is quantized where it is
+written; its gradient is masked by the kernel that reads each element of it once.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +70,7 @@ def packed_attention(
     out_amax, *out_bounds = (None, 0, 0) if result is None else result[:3]
     ranges = (weights.amax, q_amax, k_amax, v_amax, out_amax)
     numbers = (scaling, weights.high, *bounds, *out_bounds)
-    return cast(Tensor, _PackedAttention.apply(qkv, *ranges, *numbers, *flat(tiles)))
+    return _PackedAttention.apply(qkv, *ranges, *numbers, *flat(tiles))
 
 
 class _PackedAttention(torch.autograd.Function):

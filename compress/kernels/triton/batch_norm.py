@@ -1,10 +1,7 @@
 """Batch norm, a clipping activation and fake quantization as one operation, for images in channels_last.
 
-cuDNN's batch norm writes its result, which the quantizer reads, and both keep something for the backward pass. Here the
-images are read for the statistics and once more for the quantized result, and the backward pass computes normalized
-values and mask again from the images: they are all that is kept.
-
-A program goes down a strip of columns, one column for each channel. Sums are of differences from the first row, so that
+The images are read for the statistics and once more for the quantized result; the backward pass computes normalized
+values and mask again from the images, which are all that is kept. Sums are of differences from the first row, so that
 a mean that is large beside the deviation costs no precision.
 """
 
@@ -12,7 +9,7 @@ a mean that is large beside the deviation costs no precision.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,7 +236,7 @@ def batch_norm_quantize(
         QuantizationError: in the backward pass, if a second derivative is asked for.
     """
     found = _BatchNormQuantize.apply(x, weight, bias, amax, *running, eps, epilogue)
-    return cast("tuple[Tensor, Tensor, Tensor]", found)
+    return found
 
 
 def batch_norm_again(

@@ -1,17 +1,12 @@
 """The kernel of `conv_int8`: an implicit matrix product of codes on INT8 tensor cores, and its epilogue.
 
-A convolution of codes is summed in INT32, so it is exact. The kernel turns the sum into steps of the output's scale
-(one multiplication and addition per channel), adds bias and residual, applies the activation, rounds and saturates. It
-reads one byte per element and writes one, which the next convolution reads. For the backward pass it writes one bit
-per element, and, if asked, the quantized value in half precision: two bytes more, but the weight gradient reads them.
+The sum in INT32 is exact. The kernel turns it into steps of the output's scale, adds bias and residual, applies the
+activation, rounds and saturates; it reads one byte per element and writes one, and for the backward pass one bit per
+element and, if asked, the quantized value in half precision. Each tap is a shifted view of the image (implicit GEMM).
 
-The convolution is a matrix product of (pixels, taps x channels) and (taps x channels, output channels) whose first
-factor is never stored: each tap is a shifted view of the image (implicit GEMM). In channels_last the channels of a
-pixel lie together, as tensor cores take both factors of 8 bits.
-
-The result is that of the plain path up to rounding: a float32 product replaces a float32 sum of rounded products and a
-division, so a value within float32's precision of a tie may round to the other neighbour. Codes hold no NaN: a training
-that diverges shows it in the values, in the gradients and in the layers that stay in floating point.
+A float32 product replaces a float32 sum of rounded products and a division, so a value within float32's precision of a
+tie may round to the other neighbour than on the plain path. Codes hold no NaN: a training that diverges shows it in the
+values, in the gradients and in the layers that stay in floating point.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)

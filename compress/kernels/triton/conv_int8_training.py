@@ -94,10 +94,7 @@ def convolve(
         layer.window and tuple(layer.window),
         layer.emits,
     )
-    return cast(
-        "tuple[Tensor, Tensor]",
-        _Convolve.apply(x, weight, bias, residual, codes, weight_codes, added, *ranges, numbers),
-    )
+    return _Convolve.apply(x, weight, bias, residual, codes, weight_codes, added, *ranges, numbers)
 
 
 class _Convolve(torch.autograd.Function):

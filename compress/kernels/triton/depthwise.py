@@ -1,18 +1,15 @@
 """Depthwise convolutions of training with filters of 7 x 7 and more, moved by one pixel, in half precision.
 
-Such a filter reads each pixel 49 to 81 times, so that it is limited by the multiplications of ordinary cores and not by
-the memory. A program computes STRIP neighbouring results of each of its positions, so that a pixel is read and widened
-once for all of them. The gradient of the input is the same convolution with the filter turned round; that of the filter
-has a program for each row of taps, which keeps its sums in registers while it goes through many positions.
-
-Sums are float32. Each program writes its own partial sums, so the result does not depend on the order of programs.
+They are limited by the multiplications of ordinary cores. A program computes STRIP neighbouring results of each of its
+positions, so that a pixel is read and widened once for all of them. Sums are float32. Each program writes its own
+partial sums, so the result does not depend on the order of programs.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,7 +231,7 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked for.
     """
-    return cast(Tensor, _Depthwise.apply(x.contiguous(memory_format=_LAST), weight, bias))
+    return _Depthwise.apply(x.contiguous(memory_format=_LAST), weight, bias)
 
 
 class _Depthwise(torch.autograd.Function):
@@ -272,7 +269,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, *, turned: bool) -> Tensor:
-    to_out, out = empty_channels_last(cast("tuple[int, ...]", tuple(x.shape)), x.dtype, x.device)
+    to_out, out = empty_channels_last(tuple(x.shape), x.dtype, x.device)
     taps_y, taps_x = weight.shape[2:]
     rows = weight.reshape(weight.shape[0], taps_y * taps_x).t().contiguous()
     g = Grid.of(tuple(x.shape))

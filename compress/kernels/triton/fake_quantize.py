@@ -1,13 +1,9 @@
 """Fake quantization of a layer's result with its epilogue, in one pass over memory: kernels and their launches.
 
-The innermost axis of a tile is a group of eight neighbours in memory: a thread loads one group of half-precision values
-in one 16-byte access and packs their bits without communication. If each column of a row-major matrix has one bias
-(channels_last convolutions, linear layers), the backward kernel goes down a strip of columns, so that it sums the
-bias's gradient while it masks. Each program writes its own partial sums, so the result does not depend on the order of
-programs.
-
-NaN passes through as in torch, so that a training that diverges is noticed. Division is rounded correctly (Triton's `/`
-is not), because a value on a tie must round as it does in the engine (`compress.kernels.triton.rounding`).
+The innermost axis of a tile is a group of eight neighbours in memory: one 16-byte access of half-precision values,
+whose bits a thread packs alone. Where each column of a row-major matrix has one bias, the backward kernel goes down a
+strip of columns and sums the bias's gradient while it masks; partial sums do not depend on the order of programs. NaN
+passes through as in torch. Division is rounded correctly, because a value on a tie must round as it does in the engine.
 """
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
@@ -15,7 +11,7 @@ is not), because a value on a tie must round as it does in the engine (`compress
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -197,7 +193,7 @@ def plan_of(
     key = (y.shape, y.stride(), y.dtype, y.get_device(), bias_dtype, residual_dtype, amax.dtype, epilogue, dtype)
     if key not in _PLANS:
         _PLANS[key] = Plan(y, bias_dtype, residual_dtype, epilogue, dtype) if fits(y, epilogue, bias) else None
-    return cast("Plan | None", _PLANS[key])
+    return _PLANS[key]
 
 
 _PLANS = BoundedCache()

@@ -1,10 +1,8 @@
 """Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel.
 
 The quantizer after the softmax needs the whole row's sum before it can round. Where one step holds all keys, scores
-stay in registers meanwhile; else keys are read twice: once for the largest score and the sum, once for the rounded
-probabilities and their product with the values. Scores never reach memory. Products with values are computed by the
-half-precision tensor cores, which hold codes exactly, and are summed in float32: exact below 2^24, which 1,000 keys do
-not reach.
+stay in registers; else keys are read twice. Products with values are computed by the half-precision tensor cores, which
+hold codes exactly, and are summed in float32: exact below 2^24, which 1,000 keys do not reach.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)

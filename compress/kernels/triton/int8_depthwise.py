@@ -1,10 +1,8 @@
 """Depthwise convolutions of codes for inference, with all that follows them in the same kernel.
 
-Each output channel reads one input channel, so there is no matrix product: tensor cores would compute 16 times as
-much as needed. A program computes STRIP neighbouring outputs of each of its positions, so that a pixel is read and
-widened once for all of them, and a weight is read once for all of them. Sums are int32; or float32, whose products
-are twice as fast, but pixels take longer to widen: worth it for filters of many taps. Both are exact: sums stay below
-2^24, where every integer is a float32.
+A program computes STRIP neighbouring outputs of each of its positions, so that a pixel and a weight are read once for
+all of them. Sums are int32, or float32 for filters of many taps (twice as fast, but pixels take longer to widen). Both
+are exact: sums stay below 2^24, where every integer is a float32.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)

@@ -1,12 +1,9 @@
 """Depthwise convolutions of codes by products of four bytes (dp4a), several rows of results at a time, for inference.
 
-Ordinary cores multiply four pairs of bytes and add the products in one instruction, but the four must be neighbours in
-a register, and neighbours in memory are channels, not pixels. So a thread reads the same four channels of four pixels
-of a row and transposes these 16 bytes by eight instructions; a word then holds four pixels of one channel, and meets a
-word of the filter that the host has packed for each shift of the filter against the word. A thread computes HIGH rows
-of four channels: each row of pixels, and each word of the filter, is read once for all of them.
-
-A program computes UNITS words of channels, CHUNK neighbouring ones of a position before those of the next position.
+The four bytes must be neighbours in a register, and neighbours in memory are channels. So a thread transposes 16 bytes
+(four channels of four pixels) by eight instructions; a word then holds four pixels of one channel, and meets a word of
+the filter that the host has packed for each shift. A thread computes HIGH rows of four channels. A program computes
+UNITS words of channels, CHUNK neighbouring ones of a position before those of the next position.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, N806  (kernels: Triton types parameters, and constants are in capitals)

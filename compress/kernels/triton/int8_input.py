@@ -1,10 +1,9 @@
 """The network's input as codes, packed for a first convolution of few channels: space to depth.
 
-An image has three channels, and tensor cores want 32 neighbouring bytes. So blocks of as many pixels as the filter
-moves become one pixel of a vector: a filter of 7 x 7 that moves by 2 becomes one of 4 x 4 blocks that moves by 1, and
-patches of 16 x 16 become a plain matrix product. The vectors of a filter's row lie side by side, so a view whose
-pixels overlap shows each such row as the channels of one pixel. A small filter that moves by one pixel is packed whole,
-in blocks that overlap: 3 x 3 x 3 numbers become a vector of 32. Padding is part of the packed image.
+Tensor cores want 32 neighbouring bytes. So blocks of as many pixels as the filter moves become one pixel of a vector:
+7 x 7 moved by 2 becomes 4 x 4 blocks moved by 1, and patches of 16 x 16 a plain matrix product. A view whose pixels
+overlap shows each row of the filter as the channels of one pixel. A small filter that moves by one pixel is packed
+whole, in blocks that overlap. Padding is part of the packed image.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)

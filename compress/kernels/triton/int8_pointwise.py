@@ -1,9 +1,8 @@
 """Matrix products of codes whose time is that of their memory: persistent programs that load by tensor descriptors.
 
-The expanding 1 x 1 convolutions of a residual network read little, multiply little and write much, so a program that
-computes one tile spends its time waiting for its first load and its last store. Here a program computes many tiles, and
-the loads of the next one, its residual among them, are under way while one is finished. A descriptor loads a whole tile
-with one instruction of Hopper's copy engine (TMA), which also leaves out what lies beyond the matrix.
+A program computes many tiles, and the loads of the next one, its residual among them, are under way while one is
+finished. A descriptor loads a whole tile with one instruction of Hopper's copy engine (TMA), which also leaves out what
+lies beyond the matrix.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)

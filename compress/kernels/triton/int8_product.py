@@ -1,12 +1,9 @@
 """Convolutions and matrix products of codes for inference, in one kernel with all that follows them.
 
-The convolution is a matrix product of (pixels, taps x channels) and (taps x channels, output channels) whose first
-factor is never stored: each tap is a shifted view of the image (implicit GEMM). Images lie channels last; a pixel's
-channels take a multiple of 16 bytes, and weights of the channels that fill it up are 0, so that what is read there
-does not matter.
-
-Where there are too few tiles to fill the GPU (small batches), the sum is split: several programs add their parts to a
-workspace of INT32, exactly and in any order, and the last one finishes the tile and leaves zeros for the next run.
+Each tap is a shifted view of the image (implicit GEMM). Images lie channels last; a pixel's channels take a multiple of
+16 bytes, and weights of the channels that fill it up are 0, so that what is read there does not matter. Where there are
+too few tiles to fill the GPU, the sum is split: programs add their parts to a workspace of INT32, exactly and in any
+order, and the last one finishes the tile and leaves zeros for the next run.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)

@@ -1,10 +1,9 @@
 """Launches of Triton kernels that look the compiled kernel up only once.
 
-Triton's own `kernel[grid](...)` inspects every argument of every call, builds a key and looks the compiled kernel up:
-30 to 60 us of Python per launch, which a training step with two hundred launches cannot hide on a fast GPU. A `Launch`
-belongs to one kind of arguments (types, sizes and constants): its first call goes through Triton, and all others call
-the compiled kernel. The key under which the caller keeps its launches must therefore hold everything that Triton
-specializes on. The compiled kernel assumes pointers at multiples of 16 bytes; a call with another goes through Triton.
+Triton's own `kernel[grid](...)` inspects every argument of every call: 30 to 60 us of Python. A `Launch` belongs to one
+kind of arguments (types, sizes and constants): its first call goes through Triton, all others call the compiled kernel.
+The key under which the caller keeps its launches must hold everything that Triton specializes on. The compiled kernel
+assumes pointers at multiples of 16 bytes; a call with another goes through Triton.
 """
 
 from __future__ import annotations

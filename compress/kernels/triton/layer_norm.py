@@ -9,7 +9,7 @@ graph the forward pass is torch's, whose compiler fuses it with its neighbours.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def norm_quantize(
     """
     numbers = (eps, grid.low, grid.high, dtype, keep_sum, keep_statistics)
     results = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)
-    return results if keep_sum or keep_statistics else (cast(Tensor, results),)
+    return results if keep_sum or keep_statistics else (results,)
 
 
 def norm_again(

@@ -8,8 +8,6 @@ the order of programs.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -110,7 +108,7 @@ def learned_plan_of(
         outermost = epilogue.axis is None or epilogue.axis % y.dim() == 0
         fits = y.dtype != torch.float64 and outermost and 0 < y.numel() < 2**31 and rows <= _MOST_ROWS
         _PLANS[key] = LearnedPlan(y, bias is not None, residual is not None, rows, epilogue) if fits else None
-    return cast("LearnedPlan | None", _PLANS[key])
+    return _PLANS[key]
 
 
 _PLANS = BoundedCache()

@@ -1,23 +1,17 @@
 """Max pooling after a fused chain, in the kernel of the chain: layer -> bias -> activation -> quantizer -> max pool.
 
-The tensor that a network pools is its largest: ResNet-50's stem writes 205 MB in half precision for 128 images, and a
-pool keeps a quarter of it. Operation by operation, the quantized tensor is written and read by the pool, and its
-gradient, four times as large as the pooled one and mostly zero, is written, read and masked. In one kernel the
-quantized tensor is never stored. One byte per pooled value holds where in its window the value came from, or that no
-gradient passes (the activation or the quantizer clipped it). Backward reads gradient and byte, and writes the gradient
-of the layer's result directly.
-
-The result is that of the operations one by one: of equal values the first in the window passes the gradient, as in
-torch. Values are quantized before they are compared, because quantization makes values equal.
-
-On INT8 tensor cores (`conv_int8_training`) the convolution has written codes and bits, and the pool reads those.
+The tensor that a network pools is its largest; here its quantized form is never stored. One byte per pooled value holds
+where in its window the value came from, or that no gradient passes; the backward pass writes the gradient of the
+layer's result from it. As in torch the first of equal values passes the gradient; values are quantized before they are
+compared, because that makes values equal. On INT8 tensor cores (`conv_int8_training`) the convolution has written codes
+and bits, and the pool reads those.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,7 +215,7 @@ def pooled_quantize(
     y: Tensor, amax: Tensor, epilogue: Epilogue, window: Window, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Max pooling of `compress.kernels.fake_quantize.fused_quantize`; `y` `fits`."""
-    return cast(Tensor, _Pooled.apply(y, bias, amax, tuple(epilogue), tuple(window), dtype))
+    return _Pooled.apply(y, bias, amax, tuple(epilogue), tuple(window), dtype)
 
 
 class _Pooled(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Antialiased bilinear resizing of windows of many images in one launch (see `compress.kernels.resample`).
 
-Images of different sizes have no common tensor, so that the kernel gets their addresses. Each program computes a block
-of a picture's pixels, all three colours of each, from the few pixels of the image under its triangle.
+Images of different sizes have no common tensor, so the kernel gets their addresses. Each program computes a block of an
+image's pixels, all three colours of each.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)

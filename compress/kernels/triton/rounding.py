@@ -1,8 +1,7 @@
 """Rounding to a quantizer's integers inside Triton kernels, to the last bit as `fake_quantize`, in few instructions.
 
-A kernel over the activations of a network has time for some twenty instructions per element before it is slower than
-the memory. Triton's correct division (`div_rn`) alone takes more, and several times as many for a numerator of 0, which
-is half of the values after a ReLU. `divide` takes the reciprocal, once for all elements, and three instructions each.
+A kernel has time for some twenty instructions per element before it is slower than the memory, and Triton's correct
+division (`div_rn`) alone takes more. `divide` takes the reciprocal once for all elements, and three instructions each.
 """
 
 # ruff: noqa: ANN001, ANN201  (kernels: Triton gives their parameters types)

@@ -4,15 +4,11 @@ The block computes, of the result `y` of a layer, with `act` an activation and `
 
     a = act(y + bias);  pooled = mean of q1(a) over the pixels;  gate = what the network makes of pooled;  q2(a * gate)
 
-One by one, its operations read and write the whole tensor some thirty times in a training step, and keep `y`, `a` and
-two masks for the backward pass. Here the first pass (`squeeze`) reads `y` and writes the means alone; the second one
-(`excite`) reads `y` again and writes the quantized product. Everything between is computed again from `y`, which is all
-that is kept.
-
-The gradient of `a` is a sum of the product's and of the mean's, and the latter is known only after the gate's. So the
-two operations share a `Link`: backward, `excite` computes the gate's gradient, hands the gradient of its result on as
-it is, and notes its tensors in the link; `squeeze`, which is next, does the rest. What `squeeze` returns as `kept` is
-therefore for `excite` alone. Sums are computed by one program each, or in parts that are added in a fixed order.
+The first pass (`squeeze`) reads `y` and writes the means alone; the second one (`excite`) reads `y` again and writes
+the quantized product. Only `y` is kept. The gradient of the mean is known only after the gate's, so the two operations
+share a `Link`: backward, `excite` computes the gate's gradient, hands the gradient of its result on as it is, and notes
+its tensors in the link; `squeeze`, which is next, does the rest. What `squeeze` returns as `kept` is therefore for
+`excite` alone. Sums are computed by one program each, or in parts that are added in a fixed order.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
@@ -20,7 +16,7 @@ therefore for `excite` alone. Sums are computed by one program each, or in parts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -340,7 +336,7 @@ def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked for.
     """
-    return cast(Tensor, _Excite.apply(kept, _rows(gate, kept), grid, link))
+    return _Excite.apply(kept, _rows(gate, kept), grid, link)
 
 
 def excite_again(

@@ -1,9 +1,8 @@
 """Quantization of a group of weights in one launch, through a table of pointers.
 
-A program computes one tile of one weight; two tables say which: `tiles` (weight, tile within it), and `about`, a row
-per weight with sizes, integers and its place in the buffer. Both depend on shapes alone and stay on the GPU. `pointers`
-(of the weight and its range; of the gradient in the backward pass) is copied there when it has changed: for parameters
-never, for gradients whenever the allocator has placed them elsewhere.
+A program computes one tile of one weight; two tables, which depend on shapes alone, say which: `tiles` (weight, tile
+within it), and `about`, a row per weight with sizes, integers and its place in the buffer. `pointers` (of the weight
+and its range; of the gradient in the backward pass) is copied to the GPU when it has changed.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)

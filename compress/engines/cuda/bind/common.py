@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Bindings:
 
     def finish(self, step: Step, **arguments: Any) -> Finish:
         """The epilogue of a step on the device."""
-        return cast(Finish, self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device)))
+        return self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device))
 
 
 def function_of(activation: Activation) -> Function:

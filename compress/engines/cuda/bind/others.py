@@ -61,7 +61,7 @@ def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Can
     def candidate(each: int) -> Candidate:
         def run(tensors: Tensors) -> None:
             results = Results(step.out, "", tensors, 1)
-            out, pitch = cast(Tensor, results.outputs.codes), results.outputs.codes_pitch
+            out, pitch = results.outputs.codes, results.outputs.codes_pitch
             x = channels_last(tensors[step.x.name])
             max_pool(x, out, pitch, step.kernel, geometry, (height, width), each=each)
             results.finish()
@@ -143,7 +143,7 @@ def _table(step: Elementwise, bindings: Bindings) -> Tensor:
         results = reference.compute(step, {step.x.name: codes})
         return results[step.out.codes].reshape(256).to(bindings.device)
 
-    return cast(Tensor, bindings.keep((step.name, "table"), make))
+    return bindings.keep((step.name, "table"), make)
 
 
 def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list[Candidate]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +145,7 @@ def _selu(attributes: Attributes, inputs: Inputs) -> Tensor:
 
 OPERATIONS: dict[str, Operation] = {
     **{
-        name: _unary(cast("Callable[[Tensor], Tensor]", getattr(torch, name.lower())))
+        name: _unary(getattr(torch, name.lower()))
         for name in (
             "Abs",
             "Acos",

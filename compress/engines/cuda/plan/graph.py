@@ -103,7 +103,7 @@ def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = Non
     outside = read_onnx(path)
     try:
         proto = onnx.load(str(outside.path))
-    except Exception as error:
+    except Exception as error:  # protobuf and torch raise classes of their own
         raise EngineError(f"{path}: its weights cannot be read ({type(error).__name__}: {error})") from error
     shapes = _input_shapes(outside, sizes or {}, batch_size)
     nodes = tuple(_nodes(proto, path))
@@ -296,7 +296,7 @@ def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -
             results = apply(node.op, node.attributes, inputs if constant else _on_meta(node.op, inputs))
         except EngineError as error:
             raise EngineError(f"{path}: {node.name}: {error}") from error
-        except Exception as error:
+        except Exception as error:  # protobuf and torch raise classes of their own
             raise EngineError(f"{path}: {node.name} ({node.op}) cannot be run on the given shapes: {error}") from error
         values.update(zip(node.outputs, results, strict=False))
         if any(value.is_meta for value in results):

@@ -1,10 +1,8 @@
 """The memory layout of a plan: buffer, offset and strides of every tensor; and which moves are copies.
 
-Images lie channels last, so that a pixel's channels are neighbours, and a row of channels takes a multiple of 16
-bytes, so that every pixel can be read in wide accesses. A reshape, a transpose or a slice is then mostly a view and
-costs nothing; the rest become copies. The parts of a concatenation are written where the whole lies.
-
-Results of operations that torch computes are allocated by torch; they and their views are called loose here.
+Images lie channels last, and a row of channels takes a multiple of 16 bytes, so that every pixel can be read in wide
+accesses. A reshape, a transpose or a slice is then mostly a view; the rest become copies. The parts of a concatenation
+are written where the whole lies. Results that torch allocates, and their views, are called loose here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """From a graph with quantizers to the steps of a plan: which operations one kernel computes together.
 
-Nodes are taken in order. A product of codes with a weight takes along what follows it as long as nothing else reads the
-values in between: factors and sums of channels, an activation, the rounding of a branch, the residual add, another
-activation, and the quantizer. What is left over becomes an elementwise step, a normalization, attention, a move, or an
-operation in floating point.
+A product of codes with a weight takes along what follows it as long as nothing else reads the values in between. What
+is left over becomes an elementwise step, a normalization, attention, a move, or an operation in floating point.
 """
 
 from __future__ import annotations
