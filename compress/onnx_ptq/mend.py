@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from compress.engines.base import Arrays
 from compress.errors import CalibrationError
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.improve import file_names, for_network
 from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.quantize import looks_at_layers, scale_channels
 from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, converted
@@ -46,10 +47,7 @@ def mend_onnx(
         batches: calibration data, as for `quantize_onnx`.
         images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
         spec: target, rules and methods to begin with; rules match the names of nodes.
-        drop: as for `compress.mend`.
-        sqnr_db: as for `compress.mend`.
-        metric: as for `compress.mend`.
-        progress: is informed of each network that is tried.
+        drop, sqnr_db, metric, progress: as for `compress.mend`.
 
     Returns:
         The diagnosis, and a specification for `quantize_onnx`.
@@ -73,10 +71,8 @@ def mend_onnx(
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
     source, _ = canonical(original, opset=OPSET)
-    rules: tuple[Rule, ...] = ()
-    if scaled := looks_at_layers(spec):
-        step = -(-len(data) // IMAGES)
-        rules, _ = scale_channels(source, first, list(feeds(iter(data[::step]), inputs)), spec)
+    scaled = looks_at_layers(spec)
+    rules = _scaling(source, first, data[:: -(-len(data) // IMAGES)], spec) if scaled else ()
     made, index = converted(source, first), Index(source)
     own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
     found = mend(
@@ -93,6 +89,11 @@ def mend_onnx(
     names = file_names(made, index)
     found = replace(found, diagnosis=renamed_diagnosis(found.diagnosis, names, made.origin))
     return _renamed(found, names, spec, len(own.rules), scaled)
+
+
+def _scaling(source: SourceFile, first: Arrays, batches: list[Any], spec: QuantSpec) -> tuple[Rule, ...]:
+    """Scale the channels of a file as `quantize_onnx` does, in place, and return the rules that it adds."""
+    return scale_channels(source, first, list(feeds(iter(batches), inputs_of_file(source))), spec)[0]
 
 
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import pytest
 
 import compress.engines.tensorrt as package
 
-FILES = ("library", "builder", "timing_cache", "engine", "context", "build")
+FILES = ("library", "builder", "engine", "context", "build")
 SETTINGS = """[mypy]
 ignore_missing_imports = True
 disallow_any_unimported = False
