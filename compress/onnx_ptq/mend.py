@@ -19,10 +19,10 @@ from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.improve import file_names, for_network
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source
-from compress.onnx_ptq.quantize import looks_at_layers, scale_channels
+from compress.onnx_ptq.quantize import scale_channels
 from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
-from compress.onnx_ptq.to_torch.network import OPSET, converted
-from compress.quantization.ptq.channel_scales import IMAGES
+from compress.onnx_ptq.to_torch.network import OPSET, Converted, converted
+from compress.quantization.ptq.channel_scales import IMAGES, looks_at_layers
 from compress.quantization.sensitivity.diagnose import Diagnosis
 from compress.quantization.sensitivity.mend import Change, Mended, mend
 from compress.quantization.spec import QuantSpec, Rule
@@ -47,7 +47,10 @@ def mend_onnx(
         batches: calibration data, as for `quantize_onnx`.
         images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
         spec: target, rules and methods to begin with; rules match the names of nodes.
-        drop, sqnr_db, metric, progress: as for `compress.mend`.
+        drop: as for `compress.mend`.
+        sqnr_db: as for `compress.mend`.
+        metric: as for `compress.mend`.
+        progress: as for `compress.mend`.
 
     Returns:
         The diagnosis, and a specification for `quantize_onnx`.
@@ -64,36 +67,42 @@ def mend_onnx(
     """
     spec = spec or QuantSpec()
     original = load_source(path)
-    inputs = inputs_of_file(original)
-    order = [tensor.name for tensor in inputs]
+    order = [tensor.name for tensor in inputs_of_file(original)]
     data = [_in_order(batch, order) for batch in batches]
-    first = next(feeds(iter(data), inputs), None)
+    first = next(feeds(iter(data), inputs_of_file(original)), None)
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
-    source, _ = canonical(original, opset=OPSET)
-    scaled = looks_at_layers(spec)
-    rules = _scaling(source, first, data[:: -(-len(data) // IMAGES)], spec) if scaled else ()
-    made, index = converted(source, first), Index(source)
-    own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
+    made, index, own = _network(original, first, data, spec)
+    judged = data if images is None else [_in_order(batch, order) for batch in images]
     found = mend(
         made.network,
         data[0][: len(order)],
         data,
-        data if images is None else [_in_order(batch, order) for batch in images],
-        spec=replace(own, smooth=None) if scaled else own,  # the network's channels are scaled already
+        judged,
+        spec=own,
         drop=drop,
         sqnr_db=sqnr_db,
         metric=metric,
+        fixed=() if own.smooth == spec.smooth else ("smooth",),  # `auto` has scaled the file already
         progress=progress,
     )
     names = file_names(made, index)
     found = replace(found, diagnosis=renamed_diagnosis(found.diagnosis, names, made.origin))
-    return _renamed(found, names, spec, len(own.rules), scaled)
+    return _renamed(found, names, spec, len(own.rules))
 
 
-def _scaling(source: SourceFile, first: Arrays, batches: list[Any], spec: QuantSpec) -> tuple[Rule, ...]:
-    """Scale the channels of a file as `quantize_onnx` does, in place, and return the rules that it adds."""
-    return scale_channels(source, first, list(feeds(iter(batches), inputs_of_file(source))), spec)[0]
+def _network(
+    original: SourceFile, first: Arrays, data: list[Any], spec: QuantSpec
+) -> tuple[Converted, Index, QuantSpec]:
+    """Return a file as a torch network, its channels scaled as `quantize_onnx` does, and the specification for it."""
+    source, _ = canonical(original, opset=OPSET)
+    rules: tuple[Rule, ...] = ()
+    if scaled := looks_at_layers(spec):
+        some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
+        rules, _ = scale_channels(source, first, list(some), spec)
+    made, index = converted(source, first), Index(source)
+    own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
+    return made, index, replace(own, smooth=None) if scaled else own
 
 
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
@@ -105,12 +114,12 @@ def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
     return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x for x in map(as_tensors, parts))
 
 
-def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int, scaled: bool) -> Mended:
+def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int) -> Mended:
     """Return a result that names the file's nodes, and begins with the caller's own rules."""
 
     def mended_spec(own: QuantSpec) -> QuantSpec:
         added = tuple(replace(rule, match=names.get(rule.match, rule.match)) for rule in own.rules[count:])
-        return replace(own, rules=(*spec.rules, *added), smooth=spec.smooth if scaled else own.smooth)
+        return replace(own, rules=(*spec.rules, *added), smooth=spec.smooth if own.smooth is None else own.smooth)
 
     def change(one: Change) -> Change:
         name = names.get(one.layer, one.layer)

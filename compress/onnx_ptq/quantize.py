@@ -41,7 +41,7 @@ from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
-from compress.quantization.ptq.channel_scales import IMAGES
+from compress.quantization.ptq.channel_scales import IMAGES, looks_at_layers
 from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, Rule, check_quant_spec
@@ -193,12 +193,6 @@ def scale_channels(
     """Do what `smooth: auto` is in a float file, in place; see `smooth_file`, which says what is returned."""
     _, _, reading = _read(source, first)
     return smooth_file(source, reading, place(reading.view, spec), batches, spec)
-
-
-def looks_at_layers(spec: QuantSpec) -> bool:
-    """Return True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
-    both = (spec.weights, spec.activations)
-    return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)
 
 
 def _some_of(

@@ -7,21 +7,21 @@ constant, through activations without bounds), and is a Mul of its own elsewhere
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import helper
+from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
 from compress.export.onnx_graph import attribute, tensor_names
-from compress.onnx_ptq.index import Index, constant_tensor, elements, renamed
+from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading
@@ -29,37 +29,24 @@ from compress.onnx_ptq.run import FloatSession
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.view import Node
 from compress.quantization.ptq.channel_scales import (
-    FLOAT_DB,
     IMAGES,
     ChannelScale,
     Consumer,
-    Sample,
-    channel_scale,
+    Group,
+    choose_scales,
     convolve,
-    product_db,
-    sample_of,
+    groups_of,
+    poor_products,
+    products_of,
+    scaling_note,
     with_scale,
 )
 from compress.quantization.spec import QuantSpec, Rule
 
-T = TypeVar("T")
-_PRODUCT_IMAGES = 8
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
 """Operators that a positive factor for each channel passes."""
-_BYTES = 1 << 30
-"""Bytes of the tensors of one image that are in memory at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """The quantized layers with weights that consume a tensor."""
-
-    tensor: str
-    layers: tuple[Node, ...]
-
-    @property
-    def convolution(self) -> bool:
-        return self.layers[0].kind == "conv"
+_BATCHES = 8
+"""Batches that are looked at where they cannot be split into images."""
 
 
 def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
@@ -90,125 +77,58 @@ def smooth_file(
     Raises:
         CalibrationError: the network fails on an image.
     """
-    groups, products = _groups(source, reading, placement), _products(reading, placement)
+    choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
     try:
-        scales, poor = _chosen(source, reading, (groups, products), images_of(source, batches), spec)
+        scales, rules = choose(images_of(source, batches))
     except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
-        scales, poor = _chosen(source, reading, (groups, products), batches[:_PRODUCT_IMAGES], spec)
-    index, taken = Index(source), set(tensor_names(source.proto.graph))
-    used = []
-    for group in groups:
-        scale = scales.get(group.tensor)
-        if scale is not None and _write(index, reading, group, scale, taken, spec.only_target):
+        scales, rules = choose(batches[:_BATCHES])
+    index, taken, used = Index(source), set(tensor_names(source.proto.graph)), list[ChannelScale]()
+    for group, scale in scales:
+        if _write(index, reading, group, scale, taken, spec.only_target):
             used.append(scale)
             index = Index(source)
-    rules = tuple(
-        Rule(
-            match=glob.escape(name), enable=False, reason=f"in 8 bits its result has {db:.0f} dB on calibration images"
-        )
-        for name, db in poor.items()
-    )
-    notes = []
-    if used:
-        worst = min(used, key=lambda scale: scale.before_db)
-        notes.append(
-            f"channels with outliers are scaled before {len(used)} layers (smooth: auto); the poorest went from "
-            f"{worst.before_db:.0f} to {worst.after_db:.0f} dB"
-        )
-    return rules, tuple(notes)
+    return rules, scaling_note(used)
 
 
 def _chosen(
     source: SourceFile,
     reading: Reading,
-    what: tuple[Sequence[_Group], Sequence[Node]],
-    images: Sequence[Arrays],
+    groups: Sequence[Group],
+    products: Sequence[Node],
     spec: QuantSpec,
-) -> tuple[dict[str, ChannelScale], dict[str, float]]:
-    """Return the scales by tensor, and the poor products with their signal to noise."""
-    scales = {group.tensor: scale for group, scale in _scales(source, reading, what[0], images, spec)}
-    return scales, dict(_poor(source, what[1], images[1::2][:_PRODUCT_IMAGES] or images, spec))
+    images: Sequence[Arrays],
+) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
+    """Return the scales of groups of layers, and rules for products that stay float."""
+
+    def watch(names: Sequence[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
+        session = FloatSession(source, names)
+        return lambda feed: {
+            name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
+        }
+
+    scales = choose_scales(groups, images, spec, watch=watch, consumer=partial(_consumer, reading))
+    return list(scales), poor_products(products, images, spec, watch=watch)
 
 
-def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[_Group]:
-    index, paths = Index(source), {site.path for site in placement.weights}
+def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
+    index = Index(source)
 
     def plain(node: Node) -> bool:
         """True for a layer of float32 that reads the tensor and its weight as they are in the file."""
+        if node.path not in reading.weights:
+            return False
         own = reading.weights[node.path].node
         weight = index.value(own.input[1])
         return own.input[0] == node.inputs[0].name and weight is not None and weight.dtype == np.float32
 
-    found: dict[str, list[Node]] = {}
-    for node in reading.view.nodes:
-        weighted = node.kind in ("linear", "conv") and node.path in paths and node.path in reading.weights
-        if weighted and node.inputs[0].kind != "input" and len(node.inputs[0].shape or ()) > 1 and plain(node):
-            found.setdefault(node.inputs[0].name, []).append(node)
-    groups = [_Group(tensor=name, layers=tuple(layers)) for name, layers in found.items()]
-    return [group for group in groups if len({layer.kind for layer in group.layers}) == 1]
+    return groups_of(reading.view, placement, plain)
 
 
 def _products(reading: Reading, placement: Placement) -> list[Node]:
-    stays = {row.layer for row in placement.decisions if row.decision == "float"}
-    nodes = [node for node in reading.view.nodes if node.kind == "matmul" and node.path and node.layer not in stays]
-    found = [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
+    found = [node for node in products_of(reading.view, placement) if node.path]
     made = {node.name: reading.nodes[node.name][0] for node in found}
     plain = {name for name, node in made.items() if node.op_type == "MatMul"}
     return [n for n in found if n.name in plain and [each.name for each in n.inputs] == list(made[n.name].input)]
-
-
-def _scales(
-    source: SourceFile, reading: Reading, groups: Sequence[_Group], images: Sequence[Arrays], spec: QuantSpec
-) -> Iterator[tuple[_Group, ChannelScale]]:
-    """Yield the groups that get a scale; the tensors of a part of them are computed at a time."""
-    sizes = {node.name: 4 * elements(node.shape) for node in reading.view.nodes}
-    for part in _parts(groups, lambda group: sizes[group.tensor]):
-        session, generator = FloatSession(source, [group.tensor for group in part]), torch.Generator().manual_seed(0)
-        samples: dict[str, list[Sample]] = {group.tensor: [] for group in part}
-        for feed in images:
-            found = session.run(feed)
-            for group in part:
-                x = torch.from_numpy(np.asarray(found[group.tensor], np.float32))
-                taken = sample_of(x, convolution=group.convolution, images=len(images), generator=generator)
-                samples[group.tensor].append(taken)
-        for group in part:
-            consumers = [_consumer(reading, layer) for layer in group.layers]
-            if all(consumer is not None for consumer in consumers):
-                known = [consumer for consumer in consumers if consumer is not None]
-                scale = channel_scale(samples[group.tensor], known, spec.activations)
-                if scale is not None:
-                    yield group, scale
-
-
-def _poor(
-    source: SourceFile, products: Sequence[Node], images: Sequence[Arrays], spec: QuantSpec
-) -> Iterator[tuple[str, float]]:
-    """Yield the products whose results are poor in 8 bits, with the signal to noise, dB."""
-    for part in _parts(products, lambda node: sum(4 * elements(each.shape) for each in node.inputs)):
-        names = dict.fromkeys(each.name for node in part for each in node.inputs)
-        session = FloatSession(source, names)
-        found = [session.run(feed) for feed in images]
-        for node in part:
-            pairs = [
-                tuple(torch.from_numpy(np.asarray(values[each.name], np.float32)) for each in node.inputs)
-                for values in found
-            ]
-            db = product_db([(left, right) for left, right in pairs], spec.activations)
-            if db < FLOAT_DB:
-                yield node.layer, db
-
-
-def _parts(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    part: list[T] = []
-    total = 0
-    for item in items:
-        if part and total + size(item) > _BYTES:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size(item)
-    if part:
-        yield part
 
 
 def _consumer(reading: Reading, layer: Node) -> Consumer | None:
@@ -224,7 +144,7 @@ def _consumer(reading: Reading, layer: Node) -> Consumer | None:
     return Consumer(weight=weight, groups=groups, compute=convolve(strides, dilations, groups))
 
 
-def _write(index: Index, reading: Reading, group: _Group, scale: ChannelScale, taken: set[str], target: str) -> bool:
+def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, taken: set[str], target: str) -> bool:
     """Write a scale into the graph of an index; False if the target would compute a Mul before a convolution."""
     factor = (1 / scale.scale).numpy().astype(np.float32)
     nodes = [reading.weights[layer.path].node for layer in group.layers]
@@ -260,7 +180,7 @@ def _write(index: Index, reading: Reading, group: _Group, scale: ChannelScale, t
 _Change = tuple[onnx.NodeProto, int, NDArray[np.float32]]
 
 
-def _absorbed(index: Index, reading: Reading, group: _Group, factor: NDArray[np.float32]) -> list[_Change] | None:
+def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.float32]) -> list[_Change] | None:
     """Return the new constants of the operations before, which make the tensor times a factor; None if none do."""
     compound = {id(node): name for name, members in reading.nodes.items() if len(members) > 1 for node in members}
     kinds = {node.name: node.kind for node in reading.view.nodes}
@@ -290,7 +210,7 @@ def _scaled(
     node: onnx.NodeProto,
     values: Mapping[int, NDArray[np.float32]],
     factor: NDArray[np.float32],
-    group: _Group,
+    group: Group,
 ) -> list[_Change] | None:
     """Return the new constants of an operation whose result is to be times a factor; None if it has none."""
     if (node.op_type == "Mul" and len(values) == 1) or (node.op_type == "Div" and list(values) == [1]):
@@ -332,7 +252,7 @@ def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float
     return found
 
 
-def _times(old: NDArray[np.float32], factor: NDArray[Any], group: _Group) -> NDArray[np.float32]:
+def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDArray[np.float32]:
     """Return a constant of an elementwise operation times the factor of each channel."""
     rank = len(group.layers[0].inputs[0].shape or ())
     return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)

@@ -13,7 +13,7 @@ from compress.data.classes import class_count
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.engines.onnx_file import read_onnx
-from compress.errors import CheckpointError, RunError
+from compress.errors import CheckpointError, RunError, first_few
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import expand_user
 from compress.graph.trace import check_module
@@ -21,11 +21,13 @@ from compress.pipeline.again import chosen_variant, network
 from compress.pipeline.folder import read_state, recipe_of
 from compress.pipeline.run import Run
 from compress.pipeline.state import read_state_file
+from compress.quantization.placement.decisions import Placement
 from compress.quantization.spec import Target
 from compress.training.checkpoint import load_model, save_model
+from compress.training.tensor_file import read_tensors
 from compress.variants import Variant
 
-_GREY = (0.5, 0.5, 0.5)
+_GREY, _MEASURED = (0.5, 0.5, 0.5), "measured"
 
 
 def load(
@@ -63,7 +65,10 @@ def load(
         return network(run_without_data(path), chosen, target).cpu().eval()
     if into is None:
         raise CheckpointError(f"{path} is no run folder; weights in a file need the module that takes them: into=model")
-    load_model(into, path)
+    try:
+        load_model(into, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_measured_hint(path)}") from error
     return into.eval()
 
 
@@ -89,7 +94,20 @@ def save(model: nn.Module, path: Path | str) -> Path:
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} must end in .safetensors, which is the form that is written")
     check_module(model)
-    return save_model(model, path)
+    placement = getattr(model, "placement", None)
+    rules = placement.measured_rules if isinstance(placement, Placement) else ()
+    return save_model(model, path, {_MEASURED: [rule.match for rule in rules]} if rules else None)
+
+
+def _measured_hint(path: Path) -> str:
+    """Return what to do where calibration images left layers float in the network that was saved."""
+    layers = read_tensors(path, "model").data.get(_MEASURED) or []
+    if not layers:
+        return ""
+    return (
+        f". Calibration images left {len(layers)} layers float in it ({first_few(layers)}): give their rules, "
+        "qmodel.placement.measured_rules of the network that was saved, to insert_quantizers in spec.rules"
+    )
 
 
 def run_without_data(folder: Path) -> Run:

@@ -227,6 +227,7 @@ class QuantizationReport(GraphReport):
         prepared: changes to the float graph; None if another library placed the quantizers (`interop`).
         calibration: ranges and histograms; None before `calibrate`.
         smoothing: SmoothQuant; None if it was not asked for.
+        scaling: what `smooth: auto` did; () if nothing.
         rounding: AdaRound, a row for each layer.
         reconstruction: blocks with learned roundings and ranges, a row for each.
         corrections: bias correction, a row for each layer.
@@ -237,6 +238,7 @@ class QuantizationReport(GraphReport):
     prepared: Prepared | None = None
     calibration: CalibrationReport | None = field(default=None, compare=False)  # tensors have no single truth value
     smoothing: Smoothing | None = None
+    scaling: tuple[str, ...] = ()
     rounding: tuple[Rounding, ...] = ()
     reconstruction: tuple[Reconstruction, ...] = ()
     corrections: tuple[Correction, ...] = ()
@@ -252,6 +254,7 @@ class QuantizationReport(GraphReport):
             found.append(f"equalized {len(done.pairs)} pairs of layers{_left(len(done.refused))}")
         if self.smoothing is not None:
             found.append(f"smoothed {len(self.smoothing.norms)} norms{_left(len(self.smoothing.refused))}")
+        found += self.scaling
         for rows, text in (
             (self.rounding, "AdaRound learned {} layers"),
             (self.reconstruction, "reconstructed {} blocks"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.block_graph import typical_block
-from compress.quantization.placement.decisions import MEASURED
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
@@ -98,7 +96,7 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
     calibration = _calibration(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
     further = target in run.further_targets
-    measured = {row.layer: row.reason for row in report.placement.decisions if row.reason.startswith(MEASURED)}
+    measured = {rule.match: rule.reason for rule in report.placement.measured_rules}
     if measured:
         run.processes.on_main(lambda: write_json(run.path(_measured_file(run, variant, target)), measured))
     run.notes += [f"{stem(variant, target) if further else variant}: {note}" for note in notes]
@@ -130,7 +128,7 @@ def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
         raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
     if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
         raise RunError(f"{path} holds {found!r:.80}: it must name layers and reasons; begin the run anew (--out)")
-    return [Rule(match=glob.escape(name), enable=False, reason=reason) for name, reason in found.items()]
+    return [Rule(match=match, enable=False, reason=reason) for match, reason in found.items()]
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:

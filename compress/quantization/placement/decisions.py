@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 from dataclasses import asdict, dataclass
 
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.spec import ActivationSpec, Target, WeightSpec
+from compress.quantization.spec import ActivationSpec, Rule, Target, WeightSpec
 
 FAR_APART = "its inputs have scales of their own: on calibration images their ranges are far apart"
 """Beginning of the reason of a concat whose inputs do not share a scale."""
 CLOSED = "its branch is zero on every calibration image"
 """Reason of a layer that stays float for that."""
-MEASURED = (CLOSED, FAR_APART)
+POOR_PRODUCT = "in 8 bits its result has"
+"""Beginning of the reason of a product that stays float for that."""
+MEASURED = (CLOSED, FAR_APART, POOR_PRODUCT)
 """Beginnings of the reasons of what calibration images decided, beyond the rules of a specification."""
 
 
@@ -87,6 +90,12 @@ class Placement:
     decisions: tuple[Decision, ...]
     activations: tuple[ActivationSite, ...]
     weights: tuple[WeightSite, ...]
+
+    @property
+    def measured_rules(self) -> tuple[Rule, ...]:
+        """Rules for what calibration images left float; with them `insert_quantizers` makes the same network."""
+        found = {row.layer: row.reason for row in self.decisions if row.reason.startswith(MEASURED)}
+        return tuple(Rule(match=glob.escape(name), enable=False, reason=reason) for name, reason in found.items())
 
     def to_csv(self) -> str:
         """The table of decisions with a header line."""

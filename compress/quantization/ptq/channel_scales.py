@@ -8,8 +8,11 @@ error of the layer's result on images that the ranges of the channels were not m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import glob
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.quantization.calibration.calibrators import make_calibrator
+from compress.quantization.placement.decisions import POOR_PRODUCT, Placement
+from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.ptq.smoothquant import smoothing_scale
-from compress.quantization.spec import ActivationSpec
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
+
+T = TypeVar("T")
+Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]
+"""Makes a function that runs the float network on an image and returns the tensors of these names, float32."""
 
 IMAGES = 32
 """Images that are looked at: the even ones measure ranges, the others the error."""
@@ -33,6 +42,15 @@ OUTLIER = 3.0
 QUIET = 4.0
 """A channel counts as at least the median over this: images that were not seen may be louder there."""
 _CROP, _ROWS, _LOUD = 32, 1024, 2
+_PRODUCT_IMAGES = 8
+_BYTES = 1 << 30
+"""Bytes of the tensors of one image that are in memory at a time."""
+
+
+def looks_at_layers(spec: QuantSpec) -> bool:
+    """Return True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
+    both = (spec.weights, spec.activations)
+    return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +82,108 @@ class ChannelScale:
     strength: float
     before_db: float
     after_db: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The quantized layers with weights that consume a tensor."""
+
+    tensor: str
+    layers: tuple[Node, ...]
+
+    @property
+    def convolution(self) -> bool:
+        """True if they are convolutions, False if they are linear layers."""
+        return self.layers[0].kind == "conv"
+
+
+def groups_of(view: GraphView, placement: Placement, plain: Callable[[Node], bool]) -> list[Group]:
+    """Return the tensors that quantized layers of one kind consume; `plain` says whether a layer can be rescaled."""
+    paths, found = {site.path for site in placement.weights}, dict[str, list[Node]]()
+    for node in view.nodes:
+        weighted = node.kind in ("linear", "conv") and node.path in paths
+        if weighted and node.inputs[0].kind != "input" and len(node.inputs[0].shape or ()) > 1 and plain(node):
+            found.setdefault(node.inputs[0].name, []).append(node)
+    groups = [Group(tensor=name, layers=tuple(layers)) for name, layers in found.items()]
+    return [group for group in groups if len({layer.kind for layer in group.layers}) == 1]
+
+
+def products_of(view: GraphView, placement: Placement) -> list[Node]:
+    """Return the quantized products of two tensors."""
+    stays = {row.layer for row in placement.decisions if row.decision == "float"}
+    nodes = [node for node in view.nodes if node.kind == "matmul" and node.layer not in stays]
+    return [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
+
+
+def choose_scales(
+    groups: Sequence[Group],
+    images: Sequence[T],
+    spec: QuantSpec,
+    *,
+    watch: Watch[T],
+    consumer: Callable[[Node], Consumer | None],
+) -> Iterator[tuple[Group, ChannelScale]]:
+    """Yield the groups that get a scale; the tensors of a part of them are computed at a time."""
+    for part in _parts(groups, lambda group: _bytes(group.layers[0].inputs[0])):
+        run, generator = watch([group.tensor for group in part]), torch.Generator().manual_seed(0)
+        samples: dict[str, list[Sample]] = {group.tensor: [] for group in part}
+        for image in images:
+            found = run(image)
+            for group in part:
+                x, convolution = found[group.tensor], group.convolution
+                taken = sample_of(x, convolution=convolution, images=len(images), generator=generator)
+                samples[group.tensor].append(taken)
+        for group in part:
+            known = [each for layer in group.layers if (each := consumer(layer)) is not None]
+            scale = channel_scale(samples[group.tensor], known, spec.activations)
+            if scale is not None and len(known) == len(group.layers):
+                yield group, scale
+
+
+def poor_products(
+    products: Sequence[Node], images: Sequence[T], spec: QuantSpec, *, watch: Watch[T]
+) -> tuple[Rule, ...]:
+    """Return rules for the products whose results are poor in 8 bits: they stay float."""
+    rules: list[Rule] = []
+    images = (images[1::2] or images)[:_PRODUCT_IMAGES]
+    for part in _parts(products, lambda node: sum(map(_bytes, node.inputs))):
+        run = watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)))
+        found = [run(image) for image in images]
+        for node in part:
+            left, right = (each.name for each in node.inputs)
+            db = product_db([(values[left], values[right]) for values in found], spec.activations)
+            if db < FLOAT_DB:
+                reason = f"{POOR_PRODUCT} {db:.0f} dB on calibration images"
+                rules.append(Rule(match=glob.escape(node.layer), enable=False, reason=reason))
+    return tuple(rules)
+
+
+def scaling_note(used: Sequence[ChannelScale]) -> tuple[str, ...]:
+    """Return what the report says of the scales."""
+    if not used:
+        return ()
+    worst = min(used, key=lambda scale: scale.before_db)
+    return (
+        f"channels with outliers are scaled before {len(used)} layers (smooth: auto); the poorest went from "
+        f"{worst.before_db:.0f} to {worst.after_db:.0f} dB",
+    )
+
+
+def _parts(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    part: list[T] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > _BYTES:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part
+
+
+def _bytes(node: Node) -> int:
+    return 4 * math.prod(node.shape or ())
 
 
 def convolve(stride: Sequence[int], dilation: Sequence[int], groups: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -49,7 +49,7 @@ def methods(spec: QuantSpec) -> tuple[str, ...]:
 
 def plain(spec: QuantSpec) -> QuantSpec:
     """Return a specification without them."""
-    return replace(spec, **_OFF)
+    return without(spec, methods(spec))
 
 
 def without(spec: QuantSpec, taken_back: Iterable[str]) -> QuantSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,12 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrate, calibrating, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.ptq.guard import (
     FirstBatches,
     before_calibration,
@@ -30,6 +32,7 @@ from compress.quantization.ptq.guard import (
     methods,
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
+from compress.quantization.ptq.scale_channels import Scaled, scale_channels, some_of
 from compress.quantization.report import CalibrationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
@@ -134,28 +137,58 @@ def quantize_targets(
     asked = methods(spec)
     if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
-    known: dict[Any, dict[Target, CalibrationReport]] = {}
+    seen, batches = some_of(batches) if looks_at_layers(spec) else ([], batches)
+    work = _Work(model, example_inputs, batches, seen, spec, folder, all_reduce, progress)
+    if not asked:
+        return work.make(spec, spec.targets)
+    first, *others = spec.targets  # methods beyond calibration are judged on the first
+    judged = guarded(model, lambda chosen: work.make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
+    return {first: judged, **(work.make(kept(judged, spec), others) if others else {})}
 
-    def make(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
-        return around_closed(lambda spec: attempt(spec, targets), chosen, batches)
 
-    def attempt(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
-        ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
-        specs = {target: chosen.for_target(target) for target in targets}
-        found = {t: _inserted(ready, example_inputs, own, batches, all_reduce=all_reduce) for t, own in specs.items()}
-        seen = known.setdefault(before_calibration(chosen), {})
+@dataclass
+class _Work:
+    """What several attempts to quantize a model have in common; see `quantize_targets`."""
+
+    model: nn.Module
+    example_inputs: Inputs
+    batches: Batches
+    seen: list[Any]
+    spec: QuantSpec
+    folder: Path | None
+    all_reduce: bool
+    progress: Progress | None
+    ranges: dict[Any, dict[Target, CalibrationReport]] = field(default_factory=dict)
+    scaled: dict[tuple[tuple[Rule, ...], Target], Scaled] = field(default_factory=dict)
+
+    def make(self, chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
+        """Quantize by a specification, around branches that no image opens."""
+        return around_closed(lambda spec: self._attempt(spec, targets), chosen, self.batches)
+
+    def _attempt(self, spec: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
+        model, example, batches, together = self.model, self.example_inputs, self.batches, self.all_reduce
+        ready, smoothing = smoothed(model, example, batches, spec, all_reduce=together, progress=self.progress)
+        done = self._scaled(spec, targets[0]) if looks_at_layers(spec) else Scaled(model=ready)
+        ready, spec = done.model, replace(spec, rules=(*done.rules, *spec.rules))
+        found = {t: _inserted(ready, example, spec.for_target(t), batches, all_reduce=together) for t in targets}
+        ranges = self.ranges.setdefault(before_calibration(spec), {})
         with closed_branches(_inputs(found), *(quantization_report_of(made).placement for made in found.values())):
-            _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
+            _calibrate(found, batches, ranges, (ready, example, spec), all_reduce=together, progress=self.progress)
         for target, made in found.items():
-            place = folder if folder is None or target == spec.targets[0] else folder / target
-            improve(made, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress)
+            place = self.folder and (self.folder if target == self.spec.targets[0] else self.folder / target)
+            improve(made, batches, spec, smoothing=smoothing, folder=place, all_reduce=together, progress=self.progress)
+            attach_report(made, replace(quantization_report_of(made), scaling=done.notes))
         return found
 
-    if not asked:
-        return make(spec, spec.targets)
-    first, *others = spec.targets  # methods beyond calibration are judged on the first
-    judged = guarded(model, lambda chosen: make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
-    return {first: judged, **(make(kept(judged, spec), others) if others else {})}
+    def _scaled(self, spec: QuantSpec, target: Target) -> Scaled:
+        """Scale the channels once for specifications that place alike."""
+        key = spec.rules, target
+        if key not in self.scaled:
+            own = spec.for_target(target)
+            self.scaled[key] = scale_channels(
+                self.model, self.example_inputs, self.seen, own, all_reduce=self.all_reduce
+            )
+        return self.scaled[key]
 
 
 def _inserted(

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,6 +98,7 @@ class _Step:
     change: Change
     apply: Apply
     cost: float
+    key: str = ""
 
 
 def mend(
@@ -110,6 +111,7 @@ def mend(
     drop: float | None = None,
     sqnr_db: float | None = None,
     metric: Any = None,
+    fixed: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Mended:
     """Find the smallest set of changes with which a quantized network meets a goal.
@@ -123,6 +125,7 @@ def mend(
         drop: largest loss of the metric against float, in its unit (percent points).
         sqnr_db: least signal to noise of the outputs; exactly one of the two is given.
         metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
+        fixed: keys of the specification that stay as they are: `head`, `equalize`, `activations`, `smooth`.
         progress: is informed of each network that is tried.
 
     Raises:
@@ -137,6 +140,7 @@ def mend(
     if (drop is None) == (sqnr_db is None):
         raise QuantizationError("mend takes one goal: drop (points of the metric), or sqnr_db")
     work = _Work(model, example_inputs, list(batches), list(images), metric, drop, sqnr_db, progress or NoProgress())
+    work.fixed = frozenset(fixed)
     return work.mended(spec or QuantSpec())
 
 
@@ -159,6 +163,7 @@ class _Work:
         if metric is None and images:
             self.metric = outputs_alone(model, images[0])
         self.drop, self.sqnr_db, self.bars = drop, sqnr_db, bars
+        self.fixed: frozenset[str] = frozenset()
         self.tried: dict[str, Effect] = {}
         self.first: Probe | None = None
 
@@ -228,7 +233,7 @@ class _Work:
     def _whole(self, spec: QuantSpec, found: Diagnosis) -> list[_Step]:
         """Choose among the changes of the whole network: the best one, then the best one on top of it."""
         chosen: list[_Step] = []
-        left = _whole_changes(spec, found)
+        left = [step for step in _whole_changes(spec, found) if step.key not in self.fixed]
         while left:
             before = self.effect(_applied(spec, chosen))
             gains = {}
@@ -313,7 +318,7 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
 
     def add(cause: str, text: str, **keys: Any) -> None:
         change = Change(text=text, cause=cause)
-        steps.append(_Step(change=change, apply=lambda s: replace(s, **keys), cost=1.0))
+        steps.append(_Step(change=change, apply=lambda s: replace(s, **keys), cost=1.0, key=next(iter(keys))))
 
     if spec.head == "quantize":
         add("the head is quantized (head: quantize)", "head: auto, which leaves a detection head float", head="auto")
@@ -326,8 +331,8 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
     ):
         own = replace(spec.activations, calibrator="mse")
         add(kinds["saturation"], "calibrator: mse, which weighs what is clipped against finer steps", activations=own)
-    if "outlier channels" in kinds and spec.smooth == "auto":
-        add(kinds["outlier channels"], "smooth: 0.5, outliers of norms move into the weights", smooth=0.5)
+    if "outlier channels" in kinds and spec.smooth is None:
+        add(kinds["outlier channels"], "smooth: auto, outliers of channels move into the weights", smooth="auto")
     return steps
 
 

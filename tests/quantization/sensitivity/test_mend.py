@@ -18,7 +18,7 @@ from tests.onnx_ptq.test_improve import outliers, unequal
 X = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = ActivationSpec(calibrator="max")
 CLIPPED = ActivationSpec(calibrator="percentile", percentile=70)
-PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX)
+PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX, smooth=None)
 
 
 class Logits(nn.Module):
@@ -67,7 +67,7 @@ def faulty(name):
     ("name", "model", "spec"),
     [
         ("channel ranges", Logits(unequal()), PER_TENSOR),
-        ("outlier channels", outliers(), QuantSpec(activations=MAX)),
+        ("outlier channels", outliers(), QuantSpec(activations=MAX, smooth=None)),
         ("two ranges", faulty("two ranges"), QuantSpec(activations=MAX)),
         ("softmax tails", faulty("softmax tails"), QuantSpec(activations=MAX)),
         (
@@ -105,7 +105,7 @@ def test_the_first_tensor_that_diverges():
     ("model", "spec", "words"),
     [
         (Logits(unequal()), PER_TENSOR, "equalize: true"),
-        (outliers(), QuantSpec(activations=MAX), "smooth: 0.5"),
+        (outliers(), QuantSpec(activations=MAX, smooth=None), "smooth: auto"),
         (with_statistics(TinyResNet()), QuantSpec(activations=CLIPPED), "calibrator: mse"),
     ],
 )
