@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -80,7 +81,24 @@ def some_of(batches: Batches) -> tuple[list[Any], Batches]:
         images += _length(batch)
         if images >= IMAGES:
             break
-    return seen, (chain(seen, source) if source is batches else batches)
+    return seen, (chain(seen, source) if source is batches else _Begun(batches, seen, source))
+
+
+class _Begun:
+    """Batches whose first pass has begun: it goes on after what was read, and another one begins anew."""
+
+    def __init__(self, batches: Batches, seen: Sequence[Any], rest: Iterator[Any]) -> None:
+        self.batches, self.seen = batches, seen
+        self.rest: Iterator[Any] | None = rest
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rest is None:
+            return iter(self.batches)
+        rest, self.rest = self.rest, None
+        return chain(self.seen, rest)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
 
 
 @torch.no_grad()
