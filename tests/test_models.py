@@ -120,7 +120,8 @@ def test_torchvisions_weights(cache, weights):
 
 def test_torchvisions_weights_for_other_classes_keep_all_but_the_classifier(cache):
     torch.manual_seed(0)
-    model, notes = build_model_with_notes(ModelSpec(name=SMALL, weights="DEFAULT"), num_classes=5)
+    model, notes, classes = build_model_with_notes(ModelSpec(name=SMALL, weights="DEFAULT"), num_classes=5)
+    assert classes == 1000
     torch.manual_seed(0)
     fresh = torchvision.models.get_model(SMALL, num_classes=5)
     assert same(model.conv1, cache.conv1)
@@ -155,7 +156,7 @@ def test_weights_from_a_file(tmp_path):
     file = tmp_path / "w.pth"
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in source.state_dict().items()}}, file)
     assert same(build(SMALL, num_classes=9, weights=str(file)), source)
-    _, notes = build_model_with_notes(ModelSpec(name=SMALL, weights=str(file)), num_classes=5)
+    _, notes, _ = build_model_with_notes(ModelSpec(name=SMALL, weights=str(file)), num_classes=5)
     assert any("9 classes, not 5" in note for note in notes)
 
 
@@ -180,7 +181,9 @@ def test_weights_from_a_function_that_returns_their_path(factory, tmp_path, monk
 def test_a_file_with_auxiliary_classifiers(tmp_path):
     source = torchvision.models.googlenet(num_classes=5, init_weights=False)
     torch.save(source.state_dict(), tmp_path / "w.pth")
-    model, notes = build_model_with_notes(ModelSpec(name="googlenet", weights=str(tmp_path / "w.pth")), num_classes=5)
+    model, notes, _ = build_model_with_notes(
+        ModelSpec(name="googlenet", weights=str(tmp_path / "w.pth")), num_classes=5
+    )
     assert any("aux1" in note for note in notes)
     assert same(model.inception5b, source.inception5b)
 
@@ -206,7 +209,7 @@ def test_timms_model():
 def test_timms_weights_from_a_file(tmp_path):
     source = timm.create_model("test_resnet", num_classes=9)
     torch.save(source.state_dict(), tmp_path / "w.pth")
-    model, notes = build_model_with_notes(
+    model, notes, _ = build_model_with_notes(
         ModelSpec(name="timm:test_resnet", weights=str(tmp_path / "w.pth")), num_classes=5
     )
     assert same(model.layer1, source.layer1)

@@ -1,6 +1,10 @@
 """Confidence intervals of a metric, and of its difference between two networks, by a paired bootstrap over images.
 
 Both networks are taken on the same resamples (Efron and Tibshirani, 1993, chapters 6 and 13; percentile intervals).
+
+A resample holds no image that was not seen. So where few images tell the networks apart, or none, its interval is too
+narrow, and of equal answers it has no width at all: there exact bounds of the binomial distribution take its place
+(Clopper and Pearson, 1934; the sign test for the difference).
 """
 
 from __future__ import annotations
@@ -8,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import betaincinv
 
 from compress.errors import DataError
-from compress.tasks.evidence import Evidence, everything
+from compress.tasks.evidence import Evidence, Hits, everything
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -60,16 +65,56 @@ def compare_evidence(
         weights = generator.multinomial(images, np.full(images, 1 / images), size=count)
         draws.append((seen.values(weights), reference.values(weights)))
     values, references = (np.concatenate(part) for part in zip(*draws, strict=True))
-    ends = [50 * (1 - level), 50 * (1 + level)]
-    low, high = np.percentile(values, ends)
-    difference_low, difference_high = np.percentile(values - references, ends)
+    percents = [50 * (1 - level), 50 * (1 + level)]
+    low, high = np.percentile(values, percents)
+    difference_low, difference_high = np.percentile(values - references, percents)
     value, before = (float(one.values(everything(one))[0]) for one in (seen, reference))
+    ends, difference_ends = (float(low), float(high)), (float(difference_low), float(difference_high))
+    if isinstance(seen, Hits) and isinstance(reference, Hits):
+        ends = share_interval(int(seen.right().sum()), images, level=level)
+        difference_ends = _difference_of_hits(reference, seen, difference_ends, level)
+    elif difference_ends[0] == difference_ends[1]:  # no resample differs, so that an image which does is not among them
+        unseen = share_interval(0, images, level=level)[1]
+        difference_ends = (difference_ends[0] - unseen, difference_ends[1] + unseen)
     return Comparison(
         value=value,
-        low=float(low),
-        high=float(high),
+        low=ends[0],
+        high=ends[1],
         difference=value - before,
-        difference_low=float(difference_low),
-        difference_high=float(difference_high),
+        difference_low=difference_ends[0],
+        difference_high=difference_ends[1],
         images=images,
     )
+
+
+def share_interval(found: int, images: int, *, level: float = LEVEL) -> tuple[float, float]:
+    """Return the exact ends of the interval of a share of which `found` of `images` were seen (Clopper and Pearson).
+
+    >>> low, high = share_interval(0, 45)
+    >>> f"{low:.4f} to {high:.4f}"
+    '0.0000 to 0.0787'
+    """
+    tail = (1 - level) / 2
+    low = float(betaincinv(found, images - found + 1, tail)) if found else 0.0
+    high = float(betaincinv(found + 1, images - found, 1 - tail)) if found < images else 1.0
+    return low, high
+
+
+def _difference_of_hits(reference: Hits, seen: Hits, drawn: tuple[float, float], level: float) -> tuple[float, float]:
+    """Return the ends of the interval of a difference of two shares of right answers to the same images.
+
+    The difference is the share of images that only the one answers rightly, less the share that only the other does.
+
+    Args:
+        reference: answers of the reference.
+        seen: those of the other network.
+        drawn: ends of the bootstrap's interval.
+        level: share of cases in which the interval holds the truth, at least where its ends are exact.
+    """
+    right, before = seen.right(), reference.right()
+    gained, lost, images = int((right & ~before).sum()), int((before & ~right).sum()), len(right)
+    differ = gained + lost
+    if 2 * 0.5**differ > 1 - level:  # the sign test could not tell them apart, were all of these on one side
+        return -share_interval(lost, images, level=level)[1], share_interval(gained, images, level=level)[1]
+    signs = [(2 * end - 1) * differ / images for end in share_interval(gained, differ, level=level)]
+    return min(drawn[0], signs[0]), max(drawn[1], signs[1])

@@ -30,6 +30,9 @@ METRIC_NAMES = (
 )
 """Names that have columns in the tables of a report; other names are listed unchanged."""
 
+PAIRED = ("speed", "speed_low", "speed_high")
+"""Speed over that of float where the same engine runs it fastest, turn by turn, and the ends of its 95 % interval."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:

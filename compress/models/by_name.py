@@ -21,7 +21,7 @@ from torch import nn
 from compress.detection.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
 from compress.detection.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
 from compress.errors import ModelError, near_misses
-from compress.models.weights import SUFFIXES, load_state, load_weights, read_state_dict
+from compress.models.weights import SUFFIXES, fit_state, read_state_dict
 from compress.support.imports import imported, is_import_path
 from compress.support.validation import Classes
 from compress.version import install_hint
@@ -64,10 +64,16 @@ _RESERVED = {"num_classes": "num_classes", "weights": "weights", "pretrained": "
 
 
 class BuiltModel(NamedTuple):
-    """A model, and a sentence for each change that its user might not expect, such as a new classifier."""
+    """A model, and a sentence for each change that its user might not expect, such as a new classifier.
+
+    Attributes:
+        weights_classes: number of classes of the weights where it is another than the model's: its classifier is then
+            random; None otherwise.
+    """
 
     model: nn.Module
     notes: tuple[str, ...]
+    weights_classes: int | None = None
 
 
 def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> nn.Module:
@@ -185,7 +191,8 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
     if member is None:
         return _with_file(model, spec, num_classes)
     state = read_state_dict(_fetched(member))
-    return BuiltModel(model, load_state(model, state, source=str(member), num_classes=num_classes))
+    loaded = fit_state(model, state, source=str(member), num_classes=num_classes)
+    return BuiltModel(model, loaded.notes, loaded.other_classes)
 
 
 def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
@@ -252,7 +259,7 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
     if config.num_classes == num_classes:
         return BuiltModel(model, ())
     note = f"timm's {name} classifies {config.num_classes} classes, not {num_classes}: the model has a new classifier"
-    return BuiltModel(model, (note,))
+    return BuiltModel(model, (note,), config.num_classes)
 
 
 # --- ONNX files --------------------------------------------------------------------------------------------------
@@ -308,7 +315,11 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
 
 def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
     """Load the file `spec.weights` if there is one."""
-    return BuiltModel(model, () if spec.weights is None else load_weights(model, spec.weights, num_classes=num_classes))
+    if spec.weights is None:
+        return BuiltModel(model, ())
+    state = read_state_dict(spec.weights)
+    loaded = fit_state(model, state, source=spec.weights, num_classes=num_classes)
+    return BuiltModel(model, loaded.notes, loaded.other_classes)
 
 
 def _with_path(spec: ModelSpec) -> ModelSpec:

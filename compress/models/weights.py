@@ -11,7 +11,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -90,6 +90,22 @@ def load_state(
     Raises:
         CheckpointError: names the tensors that are missing, unexpected or of another shape.
     """
+    return fit_state(model, state, source=source, num_classes=num_classes).notes
+
+
+class Loaded(NamedTuple):
+    """What was done to the tensors of a file.
+
+    Attributes:
+        other_classes: number of classes of the file's classifier if it was left out; None = nothing was.
+    """
+
+    notes: tuple[str, ...]
+    other_classes: int | None
+
+
+def fit_state(model: nn.Module, state: Mapping[str, Tensor], *, source: str, num_classes: int | None = None) -> Loaded:
+    """Load named tensors as `load_state` does, and return the number of classes of a classifier that did not fit."""
     own = model.state_dict()
     fitted, notes = _renamed(state, own)
     missing = [name for name in own if name not in fitted and not name.endswith("num_batches_tracked")]
@@ -109,7 +125,7 @@ def load_state(
     # The model's own dictionary has the layers' versions, which some files lack
     own.update(fitted)
     model.load_state_dict(own)
-    return tuple(notes)
+    return Loaded(tuple(notes), others)
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:

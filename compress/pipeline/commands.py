@@ -10,7 +10,7 @@ from torch import nn
 from compress.data.load import load_data
 from compress.files import write_json
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
-from compress.pipeline.preflight import check_memory, check_network, check_sections
+from compress.pipeline.preflight import check_classifier, check_memory, check_network, check_sections
 from compress.pipeline.run import Run, task_of
 from compress.pipeline.steps.audit import audit_step, check_required
 from compress.pipeline.steps.build import build_step
@@ -69,6 +69,7 @@ def run(
     data = load_data(recipe.data)
     task = task_of(recipe, data)
     built = build_float(recipe)  # before the folder: a model that cannot be built leaves none
+    check_classifier(recipe, built, len(data.val.labels))
     check_network(recipe, command, built.model, data)  # refused now and not after an hour of training
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume, data=data.fingerprints()))
     this = Run(

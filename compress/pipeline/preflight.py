@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet
-from compress.errors import CalibrationError, DataError, RecipeError
+from compress.errors import CalibrationError, DataError, ModelError, RecipeError
 from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
+from compress.models.by_name import BuiltModel
 from compress.pipeline.run import boxes_and_scores
 from compress.pipeline.state import COMMANDS
 from compress.quantization.ptq.quantize import quantize_targets
@@ -70,6 +71,30 @@ def check_trainings(recipe: Recipe, command: str) -> None:
             check_schedule(spec)
             for name in filter(is_import_path, spec.augment):
                 imported(name, key="augment", error=RecipeError)
+
+
+def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
+    """Refuse weights for another number of classes that no training follows: the classifier would stay random.
+
+    Args:
+        recipe: its weights and the length of its training.
+        built: the model with the weights.
+        classes: of the data.
+
+    Raises:
+        ModelError: says both numbers and what to do.
+    """
+    if recipe.train.epochs or built.weights_classes is None:
+        return
+    wanted, there = recipe.model.num_classes or classes, built.weights_classes
+    wider = (
+        f", set model.num_classes to {there} if its first {classes} are those of the data" if there > classes else ""
+    )
+    raise ModelError(
+        f"model.weights {recipe.model.weights} classifies {built.weights_classes} classes, the model has {wanted} (the "
+        f"data {classes}), and train.epochs is 0: its classifier would stay random. Give weights that were trained for "
+        f"{wanted} classes{wider}, or train the new classifier with train.epochs of 1 or more"
+    )
 
 
 def check_memory(recipe: Recipe, world_size: int) -> None:

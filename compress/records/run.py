@@ -128,6 +128,17 @@ def recipe_value(run: RunData, *path: str) -> Any:  # whatever YAML holds there
     return value
 
 
+def is_untrained(run: RunData) -> bool:
+    """Return True if a run's float network has the random weights that it was made with.
+
+    A function of the user's, and an ONNX file, may bring weights of their own: of them it is not said.
+    """
+    name, weights = recipe_value(run, "model", "name"), recipe_value(run, "model", "weights")
+    source, colon, _ = str(name).partition(":")
+    built_in = name is not None and (not colon or source in ("torchvision", "timm")) and not source.endswith(".onnx")
+    return built_in and weights is None and recipe_value(run, "train", "epochs") == 0
+
+
 def refuse_file_folder(folder: Path) -> None:
     """Refuse what `ptq --onnx` wrote: there is no network that was trained or judged, and so no run.
 

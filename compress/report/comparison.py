@@ -9,7 +9,7 @@ from typing import Any
 from compress.errors import RunError
 from compress.files import write_text
 from compress.measure.metric import judged_by
-from compress.records.run import RunData, read_run, recipe_tree
+from compress.records.run import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
 from compress.report.headline import headline
@@ -53,7 +53,10 @@ def compare_runs(first: RunData, second: RunData) -> Document:
         )
     results = table_of(pairs, names, first)
     both = zip(names, (first, second), strict=True)
-    said = [f"{name}: {headline(run.metrics, intervals=run.intervals).sentence}" for name, run in both]
+    said = [
+        f"{name}: {headline(run.metrics, intervals=run.intervals, untrained=is_untrained(run)).sentence}"
+        for name, run in both
+    ]
     sections = (
         Section("figures", "Figures of both", (results, _note(names))),
         Section("recipes", "Keys that differ", tuple(_keys(first, second, names))),

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from compress.measure.metric import Metric
+from compress.measure.metric import PAIRED, Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records.foreign import foreign_files
 from compress.records.rows import LayerRow
-from compress.records.run import RunData, recipe_value
+from compress.records.run import RunData, is_untrained, recipe_value
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (
@@ -43,7 +43,7 @@ from compress.variants import Variant
 def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
     """All of the report but its writing."""
     bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
-    top = headline(run.metrics, bits=bits, intervals=run.intervals)
+    top = headline(run.metrics, bits=bits, intervals=run.intervals, untrained=is_untrained(run))
     title, subtitle = _titles(run)
     sections = (
         Section("results", "Results", tuple(_results(run, drawn))),
@@ -110,6 +110,7 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
         )
     else:
         yield _absence(run, "metrics.json", "No results", "it holds no number")
+    yield from pair_blocks(run.metrics)
     yield from interval_blocks(run)
     notes = (*summary_notes(run.metrics), *foreign_files(run), *slower_sentences(run.slower))
     if notes:
@@ -154,6 +155,23 @@ def _metric_rows(metrics: Sequence[Metric]) -> list[tuple[str, ...]]:
         )
         for m in metrics
     ]
+
+
+def pair_blocks(metrics: Sequence[Metric]) -> Iterator[Block]:
+    """Speeds against float where the same engine runs it fastest, with intervals; the headline's is among them."""
+    found = {
+        (m.name, m.variant, m.engine, m.batch_size): m for m in metrics if m.name in PAIRED and m.value is not None
+    }
+    rows = []
+    for (name, *place), metric in found.items():
+        ends = [found.get((end, *place)) for end in PAIRED[1:]]  # type: ignore[arg-type]
+        if name == PAIRED[0] and None not in ends:
+            low, high = (fixed(end.value, 2, "×") for end in ends if end is not None)
+            where = (display(metric.engine), str(metric.batch_size), display(metric.variant))
+            rows.append((*where, fixed(metric.value, 2, "×"), f"{low} to {high}", metric.method))
+    if rows:
+        columns = (number("speed of float"), number("95 % interval"), "how")
+        yield table("engine", number("batch"), "variant", *columns, rows=rows)
 
 
 def _parity(run: RunData) -> Iterator[Block]:

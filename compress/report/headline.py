@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from compress.measure.metric import Judged, Metric, judged_by
+from compress.measure.metric import PAIRED, Judged, Metric, judged_by
 from compress.records.rows import IntervalRow
 from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
 from compress.support.meters import amount_of
@@ -18,6 +18,9 @@ from compress.support.text import display, fixed, in_bytes, plain, scored, signe
 from compress.variants import Variant
 
 _EQUAL = 0.02  # a speed-up within 2 % is no difference
+_UNTRAINED = (
+    "The float network is untrained (random weights, train.epochs 0), so that no accuracy of this run says anything. "
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,11 @@ class Headline:
 
 
 def headline(
-    metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset(), intervals: Sequence[IntervalRow] = ()
+    metrics: Iterable[Metric],
+    *,
+    bits: frozenset[int] = frozenset(),
+    intervals: Sequence[IntervalRow] = (),
+    untrained: bool = False,
 ) -> Headline:
     """The gain of a run and its cost.
 
@@ -45,17 +52,19 @@ def headline(
         metrics: of the run.
         bits: widths that its quantizers have; {8} lets the sentence say INT8.
         intervals: of the metric; where the difference is not measurable, the sentence says that there is none.
+        untrained: the float network has random weights, which the sentence says in the place of its accuracy.
     """
     metrics = tuple(metrics)
     rows, judged = summary_table(metrics), judged_by(metrics)
-    variant = _variant(metrics)
+    variant, start = _variant(metrics), _UNTRAINED if untrained else ""
     if variant is None:
-        return Headline(sentence=_nothing_compared(rows, judged), tiles=())
+        return Headline(sentence=start + _nothing_compared(rows, judged), tiles=())
     subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
     before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
     tiles, parts = [], []
     interval = next((i for i in intervals if after and (i.variant, i.engine) == (variant, after.engine)), None)
-    for said in (_speed(before, after), _accuracy(before, after, judged, interval), _size(before, after)):
+    accuracy = None if untrained else _accuracy(_judged_beside(rows, before, after), after, judged, interval)
+    for said in (_speed(before, after, _paired(metrics, after)), accuracy, _size(before, after)):
         if said:
             parts.append(said[0])
             tiles.append(said[1])
@@ -64,8 +73,8 @@ def headline(
         label = f"of answers: {display(agreement.engine)} finds the class that fake quantization finds"
         tiles.append(KeyFigure(value=f"{fixed(agreement.value, 2)} %", label=label))
     if not parts:
-        return Headline(sentence=f"{subject} has no number that can be set beside float's.", tiles=tuple(tiles))
-    return Headline(sentence=f"{subject} {_joined(parts)}.", tiles=tuple(tiles))
+        return Headline(sentence=f"{start}{subject} has no number that can be set beside float's.", tiles=tuple(tiles))
+    return Headline(sentence=f"{start}{subject} {_joined(parts)}.", tiles=tuple(tiles))
 
 
 def _variant(metrics: Sequence[Metric]) -> str | None:
@@ -99,20 +108,45 @@ def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow |
     return (by_key[engines[0], Variant.FLOAT], by_key[engines[0], variant]) if engines else (None, None)
 
 
-def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
+def _judged_beside(
+    rows: Sequence[SummaryRow], before: SummaryRow | None, after: SummaryRow | None
+) -> SummaryRow | None:
+    """The float row whose accuracy is compared: in the precision of `after`, which the interval is of."""
+    same = (row for row in rows if after and row.variant == Variant.FLOAT and row.engine == after.engine)
+    return next((row for row in same if row.score is not None), before)
+
+
+def _paired(metrics: Sequence[Metric], after: SummaryRow | None) -> tuple[float, float, float] | None:
+    """The speed of a row over that of float, and the ends of its interval, as measured turn by turn."""
+    if after is None:
+        return None
+    place = (after.variant, after.engine, after.batch_size)
+    found = {m.name: m.value for m in metrics if (m.variant, m.engine, m.batch_size) == place and m.value is not None}
+    ratio, low, high = (found.get(name) for name in PAIRED)
+    return None if ratio is None or low is None or high is None else (ratio, low, high)
+
+
+def _speed(
+    before: SummaryRow | None, after: SummaryRow | None, paired: tuple[float, float, float] | None
+) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.p50_ms is None or not after.p50_ms:
         return None
     if "p50_ms" in before.partial | after.partial:
         words = "has no measured speed (the machine was busy)"
         return words, KeyFigure(value="not measured", label="speed: the machine was busy; measure again with `bench`")
-    ratio = before.p50_ms / after.p50_ms
-    if abs(ratio - 1) < _EQUAL:
+    ratio, low, high = paired or (before.p50_ms / after.p50_ms, 0.0, 0.0)
+    if paired and low <= 1 <= high and abs(ratio - 1) >= _EQUAL:
+        words = "shows no measurable difference of speed from float"
+    elif abs(ratio - 1) < _EQUAL:
         words = "is as fast as float"
     elif ratio > 1:
         words = f"is {ratio:.2g}× as fast as float" if ratio < 10 else f"is {ratio:.0f}× as fast as float"
     else:
         words = f"takes {1 / ratio:.2g}× the time of float"
     times = f"p50 {_change(significant(before.p50_ms), significant(after.p50_ms), 'ms')}"
+    if paired:
+        ends = f"95 % interval {fixed(low, 2)} to {fixed(high, 2, '×')}"
+        words, times = f"{words} ({ends})", f"{times}, {ends}"
     place = f"on {display(after.engine)}"
     if before.engine != after.engine:
         place = f"on {display(family(after.engine))}, which runs float fastest as {_precision(before.engine)}"

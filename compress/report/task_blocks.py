@@ -41,7 +41,8 @@ def interval_blocks(run: RunData) -> Iterator[Block]:
     images = rows[0].images
     few = f" {images} images are few: such intervals are too narrow." if images < _FEW_IMAGES else ""
     yield Text(
-        f"Intervals are of a paired bootstrap over the {images} evaluation images, 1,000 resamples. Where that of the "
+        f"Intervals are of a paired bootstrap over the {images} evaluation images, 1,000 resamples; those of top-1, "
+        "and those of networks whose answers are equal, are exact ones of the binomial distribution. Where that of the "
         f"difference holds zero, these images show no change.{few}",
         note=True,
     )

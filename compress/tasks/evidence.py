@@ -44,9 +44,13 @@ class Hits:
         """Number of images."""
         return sum(map(len, self._hits))
 
+    def right(self) -> NDArray[np.bool_]:
+        """Return which images were answered rightly (N,)."""
+        return np.concatenate(self._hits)
+
     def values(self, weights: Weights) -> Floats:
         """Return the share of images that were answered rightly; see `Evidence.values`."""
-        shares: Floats = weights @ np.concatenate(self._hits).astype(np.float64) / weights.sum(1)
+        shares: Floats = weights @ self.right().astype(np.float64) / weights.sum(1)
         return shares
 
 

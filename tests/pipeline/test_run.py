@@ -13,13 +13,15 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from scipy.stats import binomtest
 
-from compress.errors import DataError, QuantizationError, RecipeError, RunError
+from compress.errors import DataError, ModelError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
 from compress.pipeline import default_folder, run
 from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import parse_recipe
+from tests.networks import tiny
 
 ROOT = Path(__file__).parents[2]
 TREE = {
@@ -300,3 +302,38 @@ def test_two_processes_give_the_metrics_of_one(finished, tmp_path):
         key = ("top1", variant, "onnxruntime", None)
         assert abs(one[key].value - two[key].value) <= 8  # points; seeds of this small training differ by about that
     assert two["agreement", "qat", "onnxruntime", None].value >= 99
+
+
+@pytest.mark.parametrize("command", ["train", "ptq"])
+def test_weights_for_other_classes_are_refused_where_nothing_trains_their_classifier(tmp_path, command):
+    torch.manual_seed(0)
+    torch.save(tiny(num_classes=3).state_dict(), tmp_path / "three.pth")
+    tree = {**TREE, "model": {**TREE["model"], "weights": str(tmp_path / "three.pth")}, "train": {"epochs": 0}}
+    with pytest.raises(ModelError, match=r"classifies 3 classes.*10.*train.epochs is 0.*random.*train.epochs of 1 or"):
+        run(parse_recipe(tree), command, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_untrained_network_and_its_pair_are_told_in_the_report(tmp_path):
+    """18 images bound a change no closer than one in six: the oracle is the exact binomial interval."""
+    tree = {
+        "model": {"name": "squeezenet1_1"},
+        "data": {"image_size": 32, "batch_size": 16, "val_images": 18},
+        "train": {"epochs": 0},
+        "quantization": {"target": "onnxruntime", "calibration_images": 16},
+        "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "runs": 30, "seconds": 5},
+    }
+    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "The float network is untrained (random weights, train.epochs 0)" in report
+    found = metrics(tmp_path / "run")
+    times = {variant: found["p50_ms", variant, "onnxruntime", 1] for variant in ("float", "ptq")}
+    pair = [found.get((name, "ptq", "onnxruntime", 1)) for name in ("speed", "speed_low", "speed_high")]
+    if any(one.status == "partial" for one in times.values()):
+        assert pair == [None] * 3 and "not measured" in report
+    else:
+        assert pair[1].value <= pair[0].value <= pair[2].value
+        assert f"{pair[1].value:.2f}× to {pair[2].value:.2f}×" in report and "against float on onnxruntime" in report
+    bound = 100 * binomtest(0, 18).proportion_ci(method="exact").high
+    rows = [row for row in json.loads((tmp_path / "run" / "intervals.json").read_text()) if row["variant"] == "ptq"]
+    assert rows and all(row["difference_high"] - row["difference_low"] >= bound for row in rows)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from compress.measure.metric import Metric
 from compress.records.foreign import foreign_files
-from compress.records.run import RunData
+from compress.records.rows import IntervalRow
+from compress.records.run import RunData, is_untrained
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
 from compress.support.text import in_bytes, significant
@@ -205,3 +206,65 @@ def test_an_engine_with_a_file_placed_for_another_is_named():
     assert note.startswith("ONNX Runtime was given files whose quantizers are placed for OpenVINO")
     assert "quantization.target: [openvino, onnxruntime]" in note
     assert said("[openvino, onnxruntime]") == () == foreign_files(RunData(folder=Path(), metrics=metrics))
+
+
+PAIR = [
+    metric("p50_ms", "float", "openvino (f32)", 9.0, "ms", batch_size=1),
+    metric("p50_ms", "float", "openvino (bf16)", 8.0, "ms", batch_size=1),
+    metric("p50_ms", "ptq", "openvino (f32)", 4.0, "ms", batch_size=1),
+    metric("top1", "float", "openvino (f32)", 80.0, "%"),
+    metric("top1", "float", "openvino (bf16)", 70.0, "%"),
+    metric("top1", "ptq", "openvino (f32)", 79.0, "%"),
+]
+
+
+def speed(value, low, high):
+    pair = {"speed": value, "speed_low": low, "speed_high": high}
+    return [metric(name, "ptq", "openvino (f32)", one, "×", batch_size=1) for name, one in pair.items()]
+
+
+def test_headline_has_the_interval_of_its_pair_and_calls_no_difference_one():
+    said = headline(metrics_of(*PAIR, *speed(1.9, 1.7, 2.2)))
+    assert "is 1.9× as fast as float (95 % interval 1.70 to 2.20×) at batch 1" in said.sentence
+    assert "95 % interval 1.70 to 2.20×" in said.tiles[0].label and said.tiles[0].value == "1.90×"
+    for value, low, high in ((1.2, 0.9, 1.5), (0.9, 0.7, 1.1)):
+        words = headline(metrics_of(*PAIR, *speed(value, low, high))).sentence
+        assert "shows no measurable difference of speed from float" in words and "as fast as" not in words
+
+
+def test_accuracy_is_compared_within_a_precision_whichever_runs_float_faster():
+    slow = [
+        row | {"value": 10.0} if row["engine"] == "openvino (bf16)" and row["value"] == 8.0 else row for row in PAIR
+    ]
+    words = [headline(metrics_of(*rows)).sentence for rows in (PAIR, slow)]
+    assert all("loses 1.00 points of top-1" in one for one in words)
+    row = {"metric": "top1", "unit": "%", "images": 45, "measurable": False, "value": 79.0, "low": 70.0, "high": 90.0}
+    ends = {"difference": -1.0, "difference_low": -6.0, "difference_high": 3.0}
+    interval = IntervalRow(variant="ptq", engine="openvino (f32)", **row, **ends)
+    words = [headline(metrics_of(*rows), intervals=[interval]).sentence for rows in (PAIR, slow)]
+    assert all("shows no measurable change of top-1" in one for one in words)
+
+
+def test_an_untrained_network_is_called_so_in_the_place_of_its_accuracy():
+    said = headline(metrics_of(*PAIR), untrained=True)
+    assert said.sentence.startswith("The float network is untrained (random weights, train.epochs 0)")
+    assert "2× as fast" in said.sentence and "top-1" not in said.sentence
+    assert [tile.value for tile in said.tiles] == ["2.00×"]
+    alone = headline(metrics_of(metric("top1", "float", "onnxruntime", 0.03, "%")), untrained=True)
+    assert alone.sentence.startswith("The float network is untrained")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "untrained"),
+    [
+        ("model: {name: resnet18, weights: null}\ntrain: {epochs: 0}", True),
+        ("model: {name: 'timm:resnet18', weights: null}\ntrain: {epochs: 0}", True),
+        ("model: {name: resnet18, weights: null}\ntrain: {epochs: 1}", False),
+        ("model: {name: resnet18, weights: DEFAULT}\ntrain: {epochs: 0}", False),
+        ("model: {name: 'mine.nets:trained', weights: null}\ntrain: {epochs: 0}", False),
+        ("model: {name: net.onnx, weights: null}\ntrain: {epochs: 0}", False),
+        ("model: {name: resnet18}", False),
+    ],
+)
+def test_what_is_untrained_follows_from_the_recipe(recipe, untrained):
+    assert is_untrained(RunData(folder=Path(), recipe=recipe)) is untrained

@@ -5,6 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from compress.errors import DataError
 from compress.measure.bootstrap import compare_evidence
@@ -107,7 +110,52 @@ def test_the_interval_of_a_share_is_the_binomials():
     seen = compare_evidence(hits(right), hits(right), resamples=4000)
     width = 1.96 * np.sqrt(0.75 * 0.25 / 400)
     assert (seen.low, seen.high) == pytest.approx((0.75 - width, 0.75 + width), abs=0.006)
-    assert (seen.difference, seen.difference_low, seen.difference_high) == (0, 0, 0) and not seen.measurable
+    bound = binomtest(0, 400).proportion_ci(method="exact").high
+    assert seen.difference == 0 and not seen.measurable
+    assert (seen.difference_low, seen.difference_high) == pytest.approx((-bound, bound))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_few_images_with_equal_answers_bound_the_difference_exactly(share):
+    """45 images of which none differs say that less than 7.9 % of all images would, and not that none does."""
+    right = [i < round(45 * share) for i in range(45)]
+    seen = compare_evidence(hits(right), hits(right))
+    exact = binomtest(sum(right), 45).proportion_ci(method="exact")
+    assert (seen.low, seen.high) == pytest.approx((exact.low, exact.high))
+    assert -seen.difference_low == pytest.approx(binomtest(0, 45).proportion_ci(method="exact").high)
+    assert seen.difference_high == pytest.approx(0.0787, abs=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(gained=st.integers(0, 12), lost=st.integers(0, 12), both=st.integers(1, 40))
+def test_a_change_that_the_sign_test_does_not_find_is_not_called_measurable(gained, lost, both):
+    base = [False] * gained + [True] * lost + [True] * both
+    other = [True] * gained + [False] * lost + [True] * both
+    seen = compare_evidence(hits(base), hits(other), resamples=200)
+    differ = gained + lost
+    if differ == 0 or binomtest(gained, differ).pvalue > 0.05:
+        assert not seen.measurable
+    assert seen.difference_low < seen.difference < seen.difference_high
+    assert seen.difference == pytest.approx((gained - lost) / len(base))
+
+
+def test_the_interval_of_a_difference_holds_it_in_at_least_95_of_100_small_splits():
+    """The truth is drawn: 4 % of all images are gained, 1 % lost, and splits have 40 images."""
+    generator, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        kinds = generator.choice(3, size=40, p=[0.95, 0.04, 0.01])
+        seen = compare_evidence(hits((kinds != 1).tolist()), hits((kinds != 2).tolist()), resamples=100)
+        held += seen.difference_low <= 0.03 <= seen.difference_high
+    assert held >= 380
+
+
+def test_equal_answers_of_another_task_have_an_interval_too():
+    outputs, targets = batch("segmentation", 0)
+    evidence = TASKS["segmentation"].evidence()
+    evidence.update(outputs, targets)
+    seen = compare_evidence(evidence, evidence)
+    bound = binomtest(0, len(targets)).proportion_ci(method="exact").high
+    assert (seen.difference_low, seen.difference_high) == pytest.approx((-bound, bound))
 
 
 def test_three_pictures_of_449_are_no_measurable_change_and_thirty_are():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,27 +17,33 @@ from compress.files import write_json
 from compress.measure import (
     BenchSpec,
     EngineFigures,
+    Latency,
     compare_figures,
     describe_machine,
+    latency_ratio,
     measure_latency,
 )
 from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.latency import random_inputs
-from compress.measure.metric import Metric
+from compress.measure.metric import PAIRED, Metric
+from compress.measure.quiet import paired_interval
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
 from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.slower import keep_slower, slower
 from compress.quantization.spec import Target
+from compress.records.summary import family
 from compress.support.progress import Progress
 from compress.variants import Variant
 
-TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms")
+TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms", *PAIRED)
 """Names of the metrics that `bench` measures."""
 
 _TRIES = 2
 """Measurements of a batch size while the machine is busy; the last one is kept, marked."""
+_LEAST_TURNS = 6
+"""Turns from which on their order statistics bound a median at 95 %."""
 PROBE_IMAGES = 8
 POOR_PARITY_DB = 20.0
 """Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
@@ -243,7 +249,7 @@ def _latencies(
         )
         if not any(row.unquiet for row in timed):
             break
-    metrics = _gpu_times(engines, batch_size, sides)
+    metrics = [*_gpu_times(engines, batch_size, sides), *paired_speeds(engines, timed)]
     for row in timed:
         variant, engine = engines[row.label]
         method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
@@ -268,6 +274,43 @@ def _latencies(
             for name, value, unit in figures
         ]
     return metrics
+
+
+def paired_speeds(engines: Mapping[str, tuple[str, Engine]], timed: Sequence[Latency]) -> Iterator[Metric]:
+    """Yield the speed of each network over that of float where the same engine runs it fastest, with its 95 % interval.
+
+    Nothing is yielded of times that are not to be compared.
+
+    Args:
+        engines: (variant, engine) by the labels of `timed`.
+        timed: in turn.
+    """
+    for row in timed:
+        variant, engine = engines[row.label]
+        own = family(engine.info.label)
+        floats = [
+            (one, label)
+            for one in timed
+            for other, label in [(engines[one.label][0], engines[one.label][1].info.label)]
+            if other == Variant.FLOAT and family(label) == own
+        ]
+        if variant == Variant.FLOAT or not floats:
+            continue
+        fastest, label = min(floats, key=lambda pair: pair[0].p50_ms)
+        if row.unquiet or fastest.unquiet or len(row.turns_ms) < _LEAST_TURNS:
+            continue
+        low, high = paired_interval(fastest.turns_ms, row.turns_ms)
+        turns = f"{len(row.turns_ms)} {'turn' if len(row.turns_ms) == 1 else 'turns'}"
+        for name, value in zip(PAIRED, (latency_ratio(fastest, row), low, high), strict=True):
+            yield Metric(
+                name=name,
+                variant=variant,
+                engine=engine.info.label,
+                batch_size=row.batch_size,
+                value=value,
+                unit="×",
+                method=f"against float on {label}, median over {turns} in pairs",
+            )
 
 
 def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: Sequence[int]) -> list[Metric]:
