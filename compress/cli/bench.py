@@ -17,7 +17,7 @@ from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.measure.metric import Metric
 from compress.pipeline.again import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
-from compress.pipeline.studies.faster import faster
+from compress.pipeline.studies.faster import faster, quantizing_run
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
@@ -66,6 +66,8 @@ def bench(
         raise RunError("--images, --device and --figure go with --end-to-end")
     if mixed and not (len(files) == 1 and files[0].is_dir()):
         raise RunError("--mixed quantizes the network of a run again: give its folder, not files")
+    if mixed:
+        quantizing_run(files[0])  # refused before anything is timed
     with progress() as bars:
         metrics = bench_again(files, spec, sides=() if size is None else sides_of(size), progress=bars)
         if mixed:

@@ -10,7 +10,7 @@ import typer
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
-from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
+from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt, check_builder
 from compress.engines.tensorrt.commands import build_commands
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
@@ -69,6 +69,8 @@ def build_recipe(
     """Build the engine of a recipe's network, after finishing its run where need be, or print its commands."""
     parsed = load_recipe(recipe, set_ or ())
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
+    if not commands:
+        check_builder(engine, options)  # before a run that may be missing is made
     _build(exported_file(recipe, parsed, variant, engine), engine, options, out=out, commands=commands, as_json=as_json)
 
 

@@ -24,6 +24,9 @@ from compress.cli.build import (
 )
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SetOption
+from compress.engines.registry import require_engine
+from compress.engines.tensorrt.build import check_builder
+from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import PORTABLE_SMS
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
@@ -58,6 +61,8 @@ def explore(
         find_device(device)  # refused before a run that may be missing is made
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
     options = options if options.sms else replace(options, sms=PORTABLE_SMS)
+    check_builder(engine, options if BUILDERS[engine].portable else replace(options, sms=()))
+    require_engine("onnxruntime")  # compares the answers of the forms
     folder = exported_file(recipe, parsed, variant).parent
     this = finished_run(folder)
     spec = this.recipe.quantization

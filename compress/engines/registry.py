@@ -122,6 +122,17 @@ def build_engine(
     return entry.load(path, build)
 
 
+def require_engine(engine: str) -> None:
+    """Refuse an engine that does not work on this machine, for work that ends with it.
+
+    Raises:
+        EngineUnavailableError: says why, and what to install.
+    """
+    found = ENGINES[engine].availability()
+    if not found.available:
+        raise EngineUnavailableError("; ".join(filter(None, (f"{engine}: {found.reason}", found.install))))
+
+
 def target_of(engine: str) -> Target | None:
     """Return the target whose files suit an engine; None for torch, which takes any, and for unknown names.
 

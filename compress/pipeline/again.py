@@ -14,7 +14,7 @@ from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
-from compress.pipeline.folder import read_state, recipe_of
+from compress.pipeline.folder import read_state, recipe_from_anywhere, recipe_of
 from compress.pipeline.network import NetworkFiles, stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.evaluate import TIMINGS, bench
@@ -61,7 +61,7 @@ def export_again(
     """
     chosen = chosen_variant(folder, variant)
     run = finished_run(folder)
-    recipe, model = run.recipe, network(run, chosen, target)
+    model = network(run, chosen, target)
     name = stem(chosen, target if target in run.further_targets and chosen.is_quantized else None)
     return export_onnx(
         model,
@@ -72,7 +72,7 @@ def export_again(
         opset=opset,
         preprocessing=run.data.val.preprocessing,
         labels=run.data.val.labels,
-        metadata={RECIPE_KEY: recipe.digest(), VARIANT_KEY: chosen},
+        metadata={RECIPE_KEY: recipe_of(folder).digest(), VARIANT_KEY: chosen},
     )
 
 
@@ -97,7 +97,7 @@ def finished_run(folder: Path) -> Run:
     Raises:
         RunError: the folder holds no run, or the data are not those that it was begun with.
     """
-    recipe = recipe_of(folder)
+    recipe = recipe_from_anywhere(folder)
     data, state = load_data(recipe.data), read_state(folder)
     state.check_data(data.fingerprints())
     return Run(recipe=recipe, folder=state, data=data)

@@ -14,8 +14,9 @@ from typing import Any
 
 from compress.data.fingerprint import Fingerprint, changed_data
 from compress.errors import RecipeError, RunError
-from compress.files import write_text
+from compress.files import expand_user, write_text
 from compress.measure.metric import Metric
+from compress.models.by_name import ModelSpec
 from compress.pipeline.lock import LOCK_FILE, OWNER_FILE, FolderLock, lock_folder
 from compress.pipeline.resumable import Difference, differences, taken_steps
 from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
@@ -153,7 +154,7 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
             folder.check_data(data or {})
         else:
             known: dict[str, Any] = {"recipe": recipe.digest(), "data": _plain(data), "sources": sources}
-            state = State(format=FORMAT, command=command, steps={}, **known)
+            state = State(format=FORMAT, command=command, steps={}, begun_in=str(Path.cwd()), **known)
             folder = RunFolder(path, state, lock=lock)
         _write(folder, recipe)
     except BaseException:
@@ -207,6 +208,34 @@ def recipe_of(path: Path) -> Recipe:
     return load_recipe(path / RECIPE_FILE)
 
 
+def recipe_from_anywhere(path: Path) -> Recipe:
+    """The recipe of a run with its relative paths resolved to the folder in which the run was begun.
+
+    Paths that lead nowhere from there stay as they are, for a run that was moved together with its data.
+
+    Raises:
+        RunError, RecipeError: as for `recipe_of`.
+    """
+    recipe, begun_in = recipe_of(path), read_state_file(path).begun_in
+    if begun_in is None or Path(begun_in) == Path.cwd():
+        return recipe
+
+    def resolved(text: str | None) -> str | None:
+        there = None if text is None else Path(begun_in) / expand_user(text)
+        return text if there is None or not there.exists() else str(there)
+
+    def model(spec: ModelSpec) -> ModelSpec:
+        name = resolved(spec.name) if spec.name.endswith(".onnx") else spec.name
+        return replace(spec, name=name or spec.name, weights=resolved(spec.weights))
+
+    return replace(
+        recipe,
+        data=replace(recipe.data, root=resolved(recipe.data.root)),
+        model=model(recipe.model),
+        teacher=None if recipe.teacher is None else model(recipe.teacher),
+    )
+
+
 def _texts(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
@@ -252,7 +281,14 @@ def _reopened(path: Path, recipe: Recipe, command: str, sources: dict[str, str],
     _check_sources(path, state, sources)
     after = f"after the steps {', '.join(taken)}" if taken else "before any step"
     lines = (f"the recipe was changed {after}: {change.words}" for change in found)
-    return replace(state, format=FORMAT, recipe=recipe.digest(), changes=(*state.changes, *lines), sources=sources)
+    return replace(
+        state,
+        format=FORMAT,
+        recipe=recipe.digest(),
+        changes=(*state.changes, *lines),
+        sources=sources,
+        begun_in=str(Path.cwd()),
+    )
 
 
 def _changed(path: Path, recipe: Recipe) -> list[Difference]:

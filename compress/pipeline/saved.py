@@ -18,7 +18,7 @@ from compress.export.names import PREPROCESSING_KEY
 from compress.files import expand_user
 from compress.graph.trace import check_module
 from compress.pipeline.again import chosen_variant, network
-from compress.pipeline.folder import read_state, recipe_of
+from compress.pipeline.folder import read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
 from compress.pipeline.state import read_state_file
 from compress.quantization.placement.decisions import Placement
@@ -116,7 +116,7 @@ def run_without_data(folder: Path) -> Run:
     Raises:
         RunError: the folder holds no run.
     """
-    recipe, state = recipe_of(folder), read_state_file(folder)
+    recipe, state = recipe_from_anywhere(folder), read_state_file(folder)
     kept = (state.data or {}).get("val", {}).get("labels")
     labels = tuple(kept) if kept else tuple(str(number) for number in range(class_count(recipe.data)))
     recipe = replace(recipe, model=replace(recipe.model, weights=None), data=replace(recipe.data, classes=labels))

@@ -29,6 +29,8 @@ class State:
         data: fingerprint of each split; None if the run was begun before they were kept.
         sources: SHA-256 of the recipe's own modules by name; None if the run was begun before they were kept.
         changes: a line for each recipe key that was changed on a resume.
+        begun_in: absolute path of the folder in which the run was begun or last resumed: relative paths of its recipe
+            start there; None if the run was begun before it was kept.
     """
 
     format: int
@@ -38,6 +40,7 @@ class State:
     data: dict[str, dict[str, Any]] | None = None
     changes: tuple[str, ...] = ()
     sources: dict[str, str] | None = None
+    begun_in: str | None = None
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all."""

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from compress.errors import EngineError
+from compress.errors import EngineError, EngineUnavailableError
 from compress.pipeline import run
 from compress.pipeline.folder import open_run
 from compress.recipe.tree import load_recipe, parse_recipe
@@ -120,3 +120,19 @@ def test_a_run_for_a_gpu_that_rtx_lacks_says_so_and_goes_on(tmp_path):
     folder = run(parse_recipe(tree), "train", tmp_path / "run", device="cpu")
     assert "SM 90 needs TensorRT itself" in (folder / "notes.json").read_text()
     assert "TensorRT 11" in (folder / "build.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["recipe", "explore"])
+def test_a_missing_builder_is_told_before_the_run_that_it_would_build(tmp_path, monkeypatch, command):
+    """A library that is not installed is one that Python cannot import."""
+    ran = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    monkeypatch.setattr("compress.cli.build.run", lambda *_, **__: ran.append("run") or sys.exit())
+    Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
+    done = compress("build", command, "tiny.yaml")
+    assert isinstance(done.exception, EngineUnavailableError) and "pip install" in str(done.exception)
+    assert ran == [] and [file.name for file in tmp_path.iterdir()] == ["tiny.yaml"]
+    if command == "recipe":
+        compress("build", command, "tiny.yaml", "--commands")  # these need no library
+        assert ran == ["run"]

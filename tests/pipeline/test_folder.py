@@ -9,13 +9,18 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from typer.testing import CliRunner
 
+from compress.cli.app import app
 from compress.data.load import load_data
 from compress.data.spec import DataSpec
 from compress.errors import CompressError, ExportError, RunError
 from compress.pipeline import run
+from compress.pipeline.again import finished_run, network
 from compress.pipeline.folder import open_run, read_state, recipe_of
 from compress.recipe.tree import parse_recipe
+from compress.variants import Variant
+from tests.networks import tiny
 
 RECIPE = parse_recipe({"train": {"epochs": 1}})
 
@@ -289,3 +294,60 @@ def test_an_export_that_will_fail_fails_before_a_long_training(tmp_path):
     with pytest.raises(ExportError, match="bessel"):
         run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+PLACES = {
+    "model": {"name": "tests.networks:tiny", "weights": "start/w.pth"},
+    "data": {"name": "folder", "root": "images", "image_size": 16, "batch_size": 4},
+    "train": {"epochs": 0},
+    "quantization": {"target": "openvino", "calibration_images": 4},
+    "bench": {"engines": ["openvino"], "batch_sizes": [1], "runs": 2, "seconds": 0.1},
+}
+
+
+@pytest.fixture
+def begun_elsewhere(tmp_path, monkeypatch):
+    """A run of a recipe with relative paths, begun in `home`; the process then stands in `away`."""
+    home, away = tmp_path / "home", tmp_path / "away"
+    away.mkdir()
+    for split in ("train", "val"):
+        for label, shade in (("dark", 40), ("light", 200)):
+            (home / "images" / split / label).mkdir(parents=True)
+            for i in range(3):
+                Image.new("RGB", (16, 16), (shade + i, shade, shade)).save(home / f"images/{split}/{label}/{i}.png")
+    (home / "start").mkdir()
+    torch.manual_seed(0)
+    torch.save(tiny(num_classes=2).state_dict(), home / "start" / "w.pth")
+    monkeypatch.chdir(home)
+    run(parse_recipe(PLACES), "ptq", "run", device="cpu")
+    monkeypatch.chdir(away)
+    return home / "run"
+
+
+def test_a_run_is_used_from_another_folder_and_its_recipe_stays_as_it_was_written(begun_elsewhere, monkeypatch):
+    again = finished_run(begun_elsewhere)
+    assert again.recipe.data.root == str(begun_elsewhere.parent / "images")
+    with torch.no_grad():
+        answers = network(again, Variant.PTQ)(again.example)
+    assert recipe_of(begun_elsewhere) == parse_recipe(PLACES)
+    monkeypatch.chdir(begun_elsewhere.parent)
+    at_home = finished_run(begun_elsewhere)
+    assert at_home.recipe == parse_recipe(PLACES)
+    assert torch.equal(network(at_home, Variant.PTQ)(at_home.example), answers)
+
+
+def test_a_run_that_was_moved_with_its_data_takes_those_beside_the_process(begun_elsewhere, monkeypatch):
+    home = begun_elsewhere.parent
+    moved = home.rename(home.with_name("moved"))
+    with pytest.raises(CompressError, match=r"data.root"):
+        finished_run(moved / "run")
+    monkeypatch.chdir(moved)
+    assert finished_run(moved / "run").recipe == parse_recipe(PLACES)
+
+
+def test_bench_mixed_looks_for_the_data_before_it_times_anything(begun_elsewhere):
+    (begun_elsewhere.parent / "images").rename(begun_elsewhere.parent / "gone")
+    before = (begun_elsewhere / "metrics.json").read_bytes()
+    done = CliRunner().invoke(app, ["bench", str(begun_elsewhere), "--mixed", "--seconds", "0.1"])
+    assert isinstance(done.exception, CompressError) and "data.root" in str(done.exception)
+    assert (begun_elsewhere / "metrics.json").read_bytes() == before

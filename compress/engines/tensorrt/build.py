@@ -109,8 +109,32 @@ def build_tensorrt(
     return BuiltEngine(path=path, metadata=metadata, log=log.text())
 
 
+def check_builder(engine: str, options: TensorRTOptions) -> None:
+    """Refuse a build for which this machine lacks the library or the GPU, before the file to build is made.
+
+    Raises:
+        EngineError: the library has no builder, or does not build for what is asked.
+        EngineUnavailableError: it, or a GPU that it needs, is not here.
+    """
+    _capabilities(tensorrt_library(engine), options)
+
+
 def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> Request:
     """Check everything that can be checked before the builder starts."""
+    here = gpu(options.device)
+    return Request(
+        library=library,
+        file=file,
+        options=options,
+        sms=_capabilities(library, options),
+        profiles=profiles_of(file.inputs, options, where=str(file.path)),
+        sparse=is_sparse(file.metadata) if options.sparse is None else options.sparse,
+        gpu=here[0] if here else "",
+    )
+
+
+def _capabilities(library: Library, options: TensorRTOptions) -> tuple[int, ...]:
+    """Return what is built for; refuse what cannot be built here whatever the file is."""
     flavour, here = library.flavour, gpu(options.device)
     if flavour.runs:
         raise EngineError(f"{flavour.title} has no builder: build with --engine {flavour.runs}")
@@ -132,15 +156,7 @@ def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> Requ
                 "machine, or for several GPUs with hardware=ampere-plus"
             )
         sms = (sm,)
-    return Request(
-        library=library,
-        file=file,
-        options=options,
-        sms=sms,
-        profiles=profiles_of(file.inputs, options, where=str(file.path)),
-        sparse=is_sparse(file.metadata) if options.sparse is None else options.sparse,
-        gpu=here[0] if here else "",
-    )
+    return sms
 
 
 def _check_portable(flavour: Flavour, options: TensorRTOptions, *, has_gpu: bool) -> None:

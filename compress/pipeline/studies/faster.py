@@ -37,6 +37,19 @@ _SHARES = (0.25, 0.5, 1.0)
 FLOAT = "float"
 
 
+def quantizing_run(folder: Path) -> Run:
+    """Return a finished run that quantizes, with its data, which `faster` needs once all is timed.
+
+    Raises:
+        RunError: the folder holds no run, or no run that quantizes.
+        DataError: its data are not here.
+    """
+    run = finished_run(folder)
+    if run.recipe.quantization is None:
+        raise RunError(f"{folder} is of a recipe with quantization: null, so that nothing of it can be left in float")
+    return run
+
+
 def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
     """Build the mixed network of each engine that `bench` has found slower in INT8, and keep what it measured.
 
@@ -52,10 +65,8 @@ def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -
     chosen = {row.engine: row for row in reversed(rows) if family(row.engine) in spec.engines and costly(row)}
     if not chosen:
         return rows
-    run = finished_run(folder)
+    run = quantizing_run(folder)
     run.progress = progress or NoProgress()
-    if run.recipe.quantization is None:
-        raise RunError(f"{folder} is of a recipe with quantization: null, so that nothing of it can be left in float")
     model = network(run, Variant.FLOAT).eval()
     found = {engine: _mixed(run, model, row, spec) for engine, row in chosen.items()}
     rows = tuple(replace(row, mixed=found[row.engine]) if row.engine in found else row for row in rows)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.engines import build_engine
+from compress.engines.registry import require_engine
 from compress.errors import QuantizationError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
@@ -84,9 +85,11 @@ def check_costs(costs: str) -> None:
 
     Raises:
         RooflineError: neither `openvino` nor a device of the roofline's table.
+        EngineUnavailableError: OpenVINO is not on this machine.
     """
     if costs != ENGINE:
         find_device(costs)
+    require_engine(ENGINE)  # every candidate is judged on it, whatever its times are from
 
 
 def mixed_front(

@@ -14,7 +14,7 @@ from compress.data.load import load_data
 from compress.errors import RunError, SearchError
 from compress.files import write_json
 from compress.measure import describe_machine
-from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_of
+from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
@@ -118,7 +118,7 @@ def search_worker(
         RunError: the folder holds no float network yet.
         SearchError: the search has no trials yet, or is of another engine.
     """
-    recipe = recipe_of(out)
+    recipe = recipe_from_anywhere(out)
     check_request(engine, spec=recipe.search)
     state = read_state(out)
     if not state.done(Variant.FLOAT.step):
