@@ -8,6 +8,7 @@ from typing import Any
 from rich.markup import escape
 
 from compress.cli.console import OUT, print_json, print_table
+from compress.measure.quiet import NOT_MEASURED
 from compress.pipeline.studies.mend import MendReport
 from compress.pipeline.studies.sensitivity import plain
 from compress.quantization.sensitivity.probe import Effect
@@ -47,7 +48,10 @@ def show_mended(found: MendReport, *, as_json: bool) -> None:
     OUT.print(f"{mended.goal}: {verdict}; {_effect(mended.effect, unit)}")
     if found.prices:
         columns = ("network", "p50 ms", "mended takes")
-        rows_ms = [(price.label, f"{price.p50_ms:.3f}", f"{price.ratio:.3f}") for price in found.prices]
+        rows_ms = [
+            (price.label, f"{price.p50_ms:.3f}", NOT_MEASURED if price.unquiet else f"{price.ratio:.3f}")
+            for price in found.prices
+        ]
         print_table("time of a run, in turn", columns, rows_ms, numbers=columns[1:])
     elif mended.changes:
         OUT.print(escape(found.not_timed))

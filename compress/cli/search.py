@@ -104,7 +104,7 @@ def _show(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
     tuned = [
         (
             f"{made.folder} ({made.label}){' chosen' if made is outcome.chosen else ''}",
-            f"{made.ratio:.3f}",
+            made.ratio_text(),
             f"{made.ms:.3f}",
             metric.text(made.score),
             scored(made.drop, metric.unit),

@@ -13,6 +13,7 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import RecipeError
+from compress.measure.quiet import NOT_MEASURED
 from compress.pipeline import default_folder
 from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
@@ -142,7 +143,7 @@ def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint, report: Sen
             f"{point.label}{' (chosen)' if point is chosen else ''}",
             sum(name != "float" for name in point.formats.values()),
             f"{point.predicted_ms:.3f}",
-            "n/a" if point.latency_ms is None else f"{point.latency_ms:.3f}",
+            "n/a" if point.latency_ms is None else NOT_MEASURED if point.unquiet else f"{point.latency_ms:.3f}",
             _score(point.score, report.unit),
             _percent(point.agreement),
             f"{point.sqnr_db:.1f}",

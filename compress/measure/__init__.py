@@ -6,7 +6,7 @@ Measurements that need onnx or torchvision are imported from their own files: `e
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
 from compress.measure.figures import EngineFigures, compare_figures, measure_metric
-from compress.measure.latency import Latency, latency_ratio, measure_latency
+from compress.measure.latency import Latency, first_quiet, latency_ratio, measure_latency
 from compress.measure.machine import Gpu, Machine, describe_machine
 from compress.measure.metric import METRIC_NAMES, Metric
 from compress.measure.parity import Parity, agreement, compare_logits, sqnr_db
@@ -29,6 +29,7 @@ __all__ = [
     "compare_figures",
     "compare_logits",
     "describe_machine",
+    "first_quiet",
     "latency_ratio",
     "measure_accuracy",
     "measure_latency",

@@ -9,9 +9,10 @@ takes no tensors gets a copy on the host, whose time counts as preprocessing.
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -31,7 +32,9 @@ from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
 from compress.kernels.resample import resample
 from compress.measure.latency import check_numbers, take_turns
+from compress.measure.quiet import cpu_time, disturbance
 from compress.support.limits import IMAGE_PIXELS
+from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 
 Stage = Literal["decode", "preprocess", "engine", "postprocess"]
@@ -122,12 +125,16 @@ def measure_end_to_end(
     for run in timed.values():
         for _ in range(warmup):
             run()
+    before = cpu_time()
     turns = take_turns(timed, runs=runs, seconds=seconds * len(engines), progress=progress)
+    disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
     shown = STAGES if encoded else STAGES[1:]
-    return tuple(
+    results = (
         _result(label, [run for turn in turns[label] for run in turn], batch_size, device, shown, len(engines), by_gpu)
         for label in engines
     )
+    warning = f"; {disturbed}: these times are not to be compared" if disturbed else ""
+    return tuple(replace(result, method=result.method + warning) for result in results)
 
 
 def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: str, max_pixels: int) -> None:

@@ -113,6 +113,15 @@ def measure_latency(
     return tuple(replace(row, unquiet=why[row.label]) for row in found)
 
 
+def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> Sequence[Latency]:
+    """Return the first measurement whose times are all to be compared, or the last of `tries`."""
+    for _ in range(tries - 1):
+        timed = measure()
+        if not any(row.unquiet for row in timed):
+            return timed
+    return measure()
+
+
 def latency_ratio(value: Latency, reference: Latency) -> float:
     """Return the time of `value` over that of `reference`: the median of their ratios in the rounds of a measurement.
 

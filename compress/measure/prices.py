@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from compress.engines import build_engine
-from compress.measure.latency import Latency, latency_ratio, measure_latency
+from compress.measure.latency import first_quiet, latency_ratio, measure_latency
 from compress.support.progress import NoProgress, Progress
 
 MENDED = "mended"
@@ -21,11 +22,13 @@ class Price:
     Attributes:
         label: `float`, `as specified`, `mended`, or `without` a change.
         ratio: of the mended network's time to this one's; above 1 the changes between them cost time.
+        unquiet: why the two times are not to be compared; "" = they are.
     """
 
     label: str
     p50_ms: float
     ratio: float
+    unquiet: str = ""
 
 
 def measure_prices(
@@ -53,8 +56,23 @@ def measure_prices(
             label: stack.enter_context(build_engine(path, engine, batch_size=batch_size))
             for label, path in files.items()
         }
-        timed: Sequence[Latency] = measure_latency(
-            engines, batch_size=batch_size, runs=200, seconds=seconds, progress=progress or NoProgress()
+        timed = first_quiet(
+            partial(
+                measure_latency,
+                engines,
+                batch_size=batch_size,
+                runs=200,
+                seconds=seconds,
+                progress=progress or NoProgress(),
+            )
         )
     mended = next(row for row in timed if row.label == MENDED)
-    return tuple(Price(label=row.label, p50_ms=row.p50_ms, ratio=latency_ratio(mended, row)) for row in timed)
+    return tuple(
+        Price(
+            label=row.label,
+            p50_ms=row.p50_ms,
+            ratio=latency_ratio(mended, row),
+            unquiet=mended.unquiet or row.unquiet,
+        )
+        for row in timed
+    )

@@ -20,6 +20,8 @@ TAIL = 1.5
 """Most ratio of mean and median: above it, single runs were interrupted for long."""
 
 BUSY = "the machine was busy"
+NOT_MEASURED = f"not measured: {BUSY}"
+"""What stands in the place of a factor between times that are not to be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

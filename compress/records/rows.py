@@ -168,6 +168,7 @@ class MixedRow:
         p50_ms, float_p50_ms: median time of a run, in turn.
         score: the metric on the engine, in words.
         recipe: file of the run folder that makes it.
+        unquiet: why its time is not to be compared with float's, nor with those of other choices; "" = it is.
     """
 
     layers: tuple[str, ...]
@@ -175,6 +176,7 @@ class MixedRow:
     float_p50_ms: float
     score: str = ""
     recipe: str = ""
+    unquiet: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,7 @@ class SlowRow:
         layers: those that take longer than in float, the costliest first.
         rest_ms, float_rest_ms: time of conversions and of all else that follows no layer.
         mixed: the fastest network without the costliest of these layers; None = none was built.
+        unquiet: why the layers' times are not to be compared, so that none is named; "" = they are.
     """
 
     variant: str
@@ -200,6 +203,7 @@ class SlowRow:
     rest_ms: float = 0.0
     float_rest_ms: float = 0.0
     mixed: MixedRow | None = None
+    unquiet: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import yaml
 
 from compress.measure.metric import Metric
+from compress.measure.quiet import NOT_MEASURED
 from compress.records.rows import SlowRow
 from compress.records.summary import family
 from compress.support.text import display, significant
@@ -75,6 +76,8 @@ def _mixed(row: SlowRow) -> str:
     if row.mixed is None:
         return ". `bench RUN --mixed` builds and times the network without them" if costly(row) else ""
     found, count = row.mixed, len(row.mixed.layers)
+    if found.unquiet:
+        return f". What PTQ gains with layers in float was {NOT_MEASURED}; `bench RUN --mixed` measures it again"
     ratio = found.p50_ms / found.float_p50_ms if found.float_p50_ms else 1.0
     score = f" and has {found.score}" if found.score else ""
     verdict = "" if ratio < 1 else ", so that float is the faster one here"
@@ -90,6 +93,8 @@ def _sentence(row: SlowRow) -> str:
         f"{display(row.variant)} takes {ratio:.2f} of float's time on {display(row.engine)} at batch {row.batch_size} "
         f"({_ms(row.p50_ms)} against {_ms(row.float_p50_ms)} ms)"
     )
+    if row.unquiet:
+        return f"{start}; what each layer adds was {NOT_MEASURED}"
     names = set(costly(row))
     if not names:
         more = row.rest_ms - row.float_rest_ms
@@ -115,7 +120,7 @@ def rules_text(rows: Sequence[SlowRow]) -> str:
     """Return the lines of a recipe that leave the costly layers in float, in the engine's file alone; "" = none."""
     targets: dict[str, dict[str, None]] = {}
     for row in rows:
-        layers = costly(row) if row.mixed is None else row.mixed.layers
+        layers = costly(row) if row.mixed is None or row.mixed.unquiet else row.mixed.layers
         targets.setdefault(row.target, {}).update(dict.fromkeys(layers))
     lines = [f"    - {_rule(layer, target)}" for target, layers in targets.items() for layer in layers]
     return "\n".join(["quantization:", "  rules:", *lines]) if lines else ""

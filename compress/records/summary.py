@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from compress.engines.registry import target_of
 from compress.measure.metric import Metric, judged_by
+from compress.measure.quiet import NOT_MEASURED
 from compress.support.text import display, fixed, in_bytes, scored, significant
 from compress.variants import Variant
 
@@ -69,7 +70,7 @@ class SummaryRow:
             display(self.variant),
             mark("score", scored(self.score, self.unit)),
             mark("p50_ms", significant(self.p50_ms)),
-            fixed(self.speedup, 2, "×"),
+            "not measured" if "p50_ms" in self.partial else fixed(self.speedup, 2, "×"),
             mark("p99_ms", significant(self.p99_ms)),
             mark("images_per_s", significant(self.images_per_s)),
             mark("file_bytes", in_bytes(self.file_bytes)),
@@ -152,7 +153,7 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
             m.name == "p50_ms" and m.status == "partial" and (m.engine, m.batch_size) == (row.engine, row.batch_size)
             for m in metrics
         )
-        yield "speed-up not measured: see p50_ms" if partial else "no speed-up, as float was not timed there"
+        yield f"speed-up {NOT_MEASURED}" if partial else "no speed-up, as float was not timed there"
     score = judged_by(metrics).name
     values = {score: row.score, **{name: getattr(row, name) for name in _ROW_METRICS}}
     yield from (f"{name} not measured" for name, value in values.items() if value is None and name not in stated)

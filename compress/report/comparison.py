@@ -9,6 +9,7 @@ from typing import Any
 from compress.errors import RunError
 from compress.files import write_text
 from compress.measure.metric import judged_by
+from compress.measure.quiet import NOT_MEASURED
 from compress.records.run import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
@@ -82,7 +83,8 @@ def table_of(pairs: list[tuple[SummaryRow, SummaryRow]], names: tuple[str, str],
 
 def _row(one: SummaryRow, other: SummaryRow) -> tuple[str, ...]:
     change = None if one.score is None or other.score is None else other.score - one.score
-    ratio = None if not one.p50_ms or other.p50_ms is None else other.p50_ms / one.p50_ms
+    ratio = MISSING if not one.p50_ms or other.p50_ms is None else fixed(other.p50_ms / one.p50_ms, 2, "×")
+    ratio = NOT_MEASURED if "p50_ms" in one.partial | other.partial else ratio
     return (
         display(one.engine),
         "not timed" if one.batch_size is None else str(one.batch_size),
@@ -92,7 +94,7 @@ def _row(one: SummaryRow, other: SummaryRow) -> tuple[str, ...]:
         MISSING if change is None else signed(change, one.unit),
         significant(one.p50_ms),
         significant(other.p50_ms),
-        fixed(ratio, 2, "×"),
+        ratio,
     )
 
 

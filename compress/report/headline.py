@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import PAIRED, Judged, Metric, judged_by
+from compress.measure.quiet import BUSY, NOT_MEASURED
 from compress.records.rows import IntervalRow
 from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
 from compress.support.meters import amount_of
@@ -132,8 +133,8 @@ def _speed(
     if not before or not after or before.p50_ms is None or not after.p50_ms:
         return None
     if "p50_ms" in before.partial | after.partial:
-        words = "has no measured speed (the machine was busy)"
-        return words, KeyFigure(value="not measured", label="speed: the machine was busy; measure again with `bench`")
+        words = f"has a speed that was {NOT_MEASURED}"
+        return words, KeyFigure(value="not measured", label=f"speed: {BUSY}; measure again with `bench`")
     ratio, low, high = paired or (before.p50_ms / after.p50_ms, 0.0, 0.0)
     if paired and low <= 1 <= high and abs(ratio - 1) >= _EQUAL:
         words = "shows no measurable difference of speed from float"

@@ -80,7 +80,7 @@ def _tiles(outcome: Outcome) -> tuple[KeyFigure, ...]:
     if made is None:
         return (KeyFigure(value=MISSING, label="no network keeps the bound"),)
     return (
-        KeyFigure(value=f"{made.ratio:.2f}", label="of the float network's latency"),
+        KeyFigure(value=made.ratio_text(2), label="of the float network's latency"),
         KeyFigure(value=f"{made.ms:.3g} ms", label=f"a run of {outcome.front.lab.spec.batch_size} on the engine"),
         KeyFigure(value=metric.text(made.score), label=f"{metric.title} on the engine"),
         KeyFigure(value=f"{0.0 - made.drop:+.2f}", label="points to the float network"),
@@ -157,7 +157,7 @@ def _attempt_blocks(outcome: Outcome) -> tuple[Block, ...]:
         (
             f"{made.folder} ({made.label})",
             made.variant,
-            f"{made.ratio:.3f}",
+            made.ratio_text(),
             f"{made.ms:.3f}",
             metric.text(made.score),
             scored(made.drop, metric.unit),

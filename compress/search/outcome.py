@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.errors import SearchError
+from compress.measure.quiet import NOT_MEASURED
 from compress.search.front import Front, Point
 from compress.support.meters import TaskMetric, amount_of
 from compress.support.text import scored, signed
@@ -30,6 +31,8 @@ class Attempt:
         ratio: its time over that of the float network, timed in turn.
         score: the task's metric on the engine, whole evaluation split.
         drop: points lost against the float network on the engine.
+        unquiet: why the ratio is not to be reported; "" = it is. Bounds are judged by it all the same, as it comes from
+            the faster turns.
     """
 
     label: str
@@ -40,6 +43,11 @@ class Attempt:
     ratio: float
     score: float
     drop: float
+    unquiet: str = ""
+
+    def ratio_text(self, digits: int = 3) -> str:
+        """Return the ratio in words, which it has none of where the machine was busy."""
+        return NOT_MEASURED if self.unquiet else f"{self.ratio:.{digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,25 +117,27 @@ class Outcome:
         made, metric = self.chosen, self.metric
         if made is None:
             return f"No network keeps the bound, {self.bound.words}; the table says how near each came."
-        if made.ratio >= 1:
+        if made.ratio >= 1 and not made.unquiet:
             return (
                 f"Keep the float network: of those that keep the bound, {self.bound.words}, the fastest is "
                 f"{made.folder} ({_kind(made)}), which takes {made.ratio:.2f} of its latency."
             )
+        speed = f"at {made.ratio:.2f} of the float network's latency"
+        speed = f"(latency {NOT_MEASURED})" if made.unquiet else speed
         below = (made.drop >= 0) == (metric.direction == "higher")
         lost = f"{scored(abs(made.drop), metric.unit)} {metric.amount}".rstrip()
         same = signed(made.drop, metric.unit).startswith("±")
         side = "as accurate as it" if same else f"{lost} {'below' if below else 'above'} it"
         return (
-            f"Take {made.folder} ({_kind(made)}): {metric.text(made.score)} {metric.title} at {made.ratio:.2f} of the "
-            f"float network's latency, {side}{self._beside(made)}."
+            f"Take {made.folder} ({_kind(made)}): {metric.text(made.score)} {metric.title} {speed}, "
+            f"{side}{self._beside(made)}."
         )
 
     def _beside(self, made: Attempt) -> str:
         """Beside the chosen network: others that were fine-tuned and keep the bound, else the best uniform choice."""
         others = [other for other in self.attempts if other is not made and self.bound.keeps(other)]
         if others:
-            rows = [f"{x.label} has {self.metric.text(x.score)} at {x.ratio:.2f}" for x in others]
+            rows = [f"{x.label} has {self.metric.text(x.score)} at {x.ratio_text(2)}" for x in others]
             return f"; fine-tuned as well, {', '.join(rows)}"
         uniform = [p for p in self.front.points if p.is_baseline and p.configuration and p.figures.ratio <= made.ratio]
         rival = min(uniform, key=lambda p: p.figures.distance, default=None)

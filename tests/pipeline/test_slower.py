@@ -1,18 +1,28 @@
 """Layers of a network that `bench` has found slower than float: a real engine times them, and times decide no test."""
 
+import itertools
+import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from compress.audit.onnx import audit_onnx
-from compress.engines import build_engine
+from compress.data.preprocessing import Preprocessing
+from compress.engines import TorchEngine, build_engine
 from compress.export.onnx import export_onnx
-from compress.measure import BenchSpec
-from compress.measure.metric import Metric
+from compress.measure import BenchSpec, Latency
+from compress.measure.end_to_end import measure_end_to_end
+from compress.measure.metric import PAIRED, Metric
+from compress.measure.prices import measure_prices
+from compress.measure.quiet import CpuTime
 from compress.pipeline.network import NetworkFiles
+from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower
 from compress.pipeline.studies.faster import faster
 from compress.quantization.ptq.quantize import quantize_targets
@@ -20,7 +30,11 @@ from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import load_recipe
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow
+from compress.records.slower import rules_text, slower_sentences
+from compress.records.summary import summary_table
 from compress.report import write_report
+from compress.report.headline import headline
+from compress.support.progress import NoProgress
 
 MIXED = "mixed/openvino-1.onnx"
 RUN = Path(__file__).parent / "formats" / "run-1"
@@ -101,7 +115,76 @@ def test_the_mixed_network_leaves_the_costly_layer_float_and_its_recipe_makes_it
     rule = Rule(match="0", enable=False, target="openvino")
     assert load_recipe(folder / row.mixed.recipe).quantization.rules == (rule,)
     assert SLOWER.read(folder) == (row,)
+    busy, quiet = (replace(row, mixed=replace(row.mixed, unquiet=why)) for why in ("the machine was busy (...)", ""))
+    SLOWER.write(folder, [busy])
+    write_report(folder)
+    page = (folder / "report.md").read_text()
+    assert "was not measured: the machine was busy" in page and "With 1 layer in float" not in page
+    SLOWER.write(folder, [quiet])
     write_report(folder)
     page = (folder / "report.md").read_text()
     assert "With 1 layer in float, PTQ takes" in page
     assert "    - {match: '0', enable: false, target: openvino}" in page
+
+
+def stolen(monkeypatch):
+    """A hypervisor that keeps every second of the time, by the counters that the kernel writes."""
+    clock = itertools.count(0.0, 10.0)
+
+    def read():
+        now = next(clock)
+        return CpuTime(wall=now, busy=0.0, own=0.0, stolen=now * (os.cpu_count() or 1) / 2)
+
+    for place in ("pipeline.steps.slower", "measure.latency", "measure.end_to_end"):
+        monkeypatch.setattr(f"compress.{place}.cpu_time", read)
+
+
+def test_no_layer_is_blamed_and_no_rule_offered_on_a_busy_machine(files, monkeypatch):
+    stolen(monkeypatch)
+    (row,) = slower(files, recorded("onnxruntime", float=1.0, ptq=2.0), SPEC, ("onnxruntime",))
+    assert row.layers == () and row.unquiet
+    (said,) = slower_sentences([row])
+    assert said.endswith("what each layer adds was not measured: the machine was busy")
+    assert rules_text([row]) == ""
+
+
+def test_every_factor_between_times_of_a_busy_machine_is_left_out(files, monkeypatch):
+    stolen(monkeypatch)
+    metrics = bench({name: files[name] for name in files}, SPEC, progress=NoProgress())
+    timed = [m for m in metrics if m.name == "p50_ms" and m.value is not None]
+    assert len(timed) >= 4 and all(m.status == "partial" for m in timed)
+    assert not [m for m in metrics if m.name in PAIRED]
+    assert {row.cells()[5] for row in summary_table(metrics)} == {"not measured"}
+    said = headline(metrics)
+    assert "not measured: the machine was busy" in said.sentence and "as fast" not in said.sentence
+    assert not re.search(r"\d×", said.sentence + said.tiles[0].value)
+    paths = {"float": files["float"].file, "mended": files["ptq"].file}
+    prices = measure_prices(paths, engine="onnxruntime", seconds=0.1)
+    assert all("the machine was busy" in price.unquiet for price in prices)
+
+
+def test_speeds_are_those_of_the_turns_and_only_where_they_can_be_compared(files):
+    with TorchEngine(nn.Identity(), (3, 4, 4), label="onnxruntime") as engine:
+        common = {"batch_size": 1, "p90_ms": 1, "p99_ms": 1, "mean_ms": 1, "images_per_s": 1, "runs": 35}
+        turns = {"a": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0), "b": (1.0, 2.0, 2.0, 2.0, 5.0, 4.0, 7.0)}
+        timed = [
+            Latency(label=label, p50_ms=np.median(row), float_precision="f32", turns_ms=row, **common)
+            for label, row in turns.items()
+        ]
+        engines = {"a": ("float", engine), "b": ("ptq", engine)}
+        found = {m.name: m.value for m in paired_speeds(engines, timed)}
+        ratios = np.sort(np.divide(turns["a"], turns["b"]))
+        assert [found[name] for name in PAIRED] == [np.median(ratios), ratios[0], ratios[-1]]
+        busy = [timed[0], replace(timed[1], unquiet="the machine was busy")]
+        short = [replace(row, turns_ms=row.turns_ms[:5]) for row in timed]
+        assert [*paired_speeds(engines, busy), *paired_speeds(engines, short)] == []
+
+
+def test_times_from_pictures_to_classes_say_so_too(files, monkeypatch):
+    pixels = [np.zeros((16, 16, 3), dtype=np.uint8)]
+    made = Preprocessing(image_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
+    with build_engine(files["float"].file, "onnxruntime") as engine:
+        stolen(monkeypatch)
+        (row,) = measure_end_to_end({"float": engine}, pixels, preprocessing=made, warmup=0, runs=2)
+    why = "the machine was busy (its hypervisor kept 50% of the time)"
+    assert row.method.endswith(f"{why}: these times are not to be compared")

@@ -39,6 +39,14 @@ def test_a_network_that_is_no_faster_is_not_advised(ratio, begin):
     assert f"{ratio:.2f} of" in advice
 
 
+@pytest.mark.parametrize("ratio", [0.45, 1.23])
+def test_no_factor_is_advised_of_a_busy_machine(ratio):
+    quiet = outcome(ratio)
+    busy = replace(quiet.attempts[0], unquiet="the machine was busy (its hypervisor kept 9% of the time)")
+    advice = replace(quiet, attempts=(busy,), chosen=busy).advice
+    assert "not measured: the machine was busy" in advice and f"{ratio:.2f}" not in advice
+
+
 def point(label, ratio, distance):
     figures = Figures(ms=1.0, ratio=ratio, distance=distance, agreement=None)
     return Point(

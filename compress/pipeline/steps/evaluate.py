@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from compress.measure import (
     Latency,
     compare_figures,
     describe_machine,
+    first_quiet,
     latency_ratio,
     measure_latency,
 )
@@ -40,8 +42,6 @@ from compress.variants import Variant
 TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms", *PAIRED)
 """Names of the metrics that `bench` measures."""
 
-_TRIES = 2
-"""Measurements of a batch size while the machine is busy; the last one is kept, marked."""
 _LEAST_TURNS = 6
 """Turns from which on their order statistics bound a median at 95 %."""
 PROBE_IMAGES = 8
@@ -237,8 +237,9 @@ def _latencies(
 ) -> list[Metric]:
     if not engines:
         return []
-    for _ in range(_TRIES):
-        timed = measure_latency(
+    timed = first_quiet(
+        partial(
+            measure_latency,
             {key: engine for key, (_, engine) in engines.items()},
             batch_size=batch_size,
             sides=sides,
@@ -247,8 +248,7 @@ def _latencies(
             seconds=spec.seconds,
             progress=progress,
         )
-        if not any(row.unquiet for row in timed):
-            break
+    )
     metrics = [*_gpu_times(engines, batch_size, sides), *paired_speeds(engines, timed)]
     for row in timed:
         variant, engine = engines[row.label]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from compress.engines.onnx_file import load_onnx
@@ -14,12 +16,14 @@ from compress.graph.onnx_kinds import onnx_operators
 from compress.measure import BenchSpec
 from compress.measure.layer_times import LayerTimes, measure_engine_layers
 from compress.measure.metric import Metric
+from compress.measure.quiet import cpu_time, disturbance
 from compress.pipeline.network import NetworkFiles
 from compress.quantization.spec import Target
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow
 from compress.records.slower import not_faster
 from compress.records.summary import family
+from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 from compress.variants import Variant
 
@@ -27,6 +31,8 @@ _ENGINES = ("openvino", "onnxruntime")
 """Engines that time their layers."""
 _RUNS = (5, 30)
 _WARMUP = 3
+_TRIES = 2
+Times = dict[str, LayerTimes]
 _LAYERS = onnx_operators(lambda traits: traits.category in {"weighted", "product"})
 
 
@@ -65,23 +71,39 @@ def _rows(
         if not suits(engine, targets):
             continue
         paths = {name: files[name].of(engine) for name in (Variant.FLOAT, row.variant)}
+        measure = partial(
+            measure_engine_layers,
+            paths,
+            layers_of(paths[Variant.FLOAT]),
+            engine=engine,
+            batch_size=row.batch_size,
+            precision=precision_of(row.float_engine),
+            threads=spec.threads,
+            warmup=_WARMUP,
+            runs=_runs(row, spec),
+            follow=True,
+            progress=progress,
+        )
         try:
-            times = measure_engine_layers(
-                paths,
-                layers_of(paths[Variant.FLOAT]),
-                engine=engine,
-                batch_size=row.batch_size,
-                precision=precision_of(row.float_engine),
-                threads=spec.threads,
-                warmup=_WARMUP,
-                runs=_runs(row, spec),
-                follow=True,
-                progress=progress,
-            )
+            times, unquiet = _undisturbed(measure)
         except EngineError:  # an engine of a version that does not time its layers
             yield row
             continue
+        if unquiet:
+            yield replace(row, target=target_of(engine) or "", unquiet=unquiet)
+            continue
         yield _with_layers(replace(row, target=target_of(engine) or ""), times[Variant.FLOAT], times[row.variant])
+
+
+def _undisturbed(measure: Callable[[], Times]) -> tuple[Times, str]:
+    """Measure, once more if others used the processor meanwhile; return the times and who used it, "" = nobody."""
+    for _ in range(_TRIES):
+        before = cpu_time()
+        times = measure()
+        disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+        if not disturbed:
+            break
+    return times, disturbed
 
 
 def precision_of(label: str) -> str | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +19,7 @@ from compress.engines import build_engine
 from compress.errors import RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import BenchSpec, Latency, measure_latency
+from compress.measure import BenchSpec, Latency, first_quiet, measure_latency
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import evaluation_batch, judge
@@ -88,6 +89,7 @@ def _mixed(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRo
         float_p50_ms=times[FLOAT].p50_ms,
         score=_score(run, files[best], row),
         recipe=name,
+        unquiet=next((one.unquiet for one in times.values() if one.unquiet), ""),
     )
 
 
@@ -134,13 +136,16 @@ def _times(files: Mapping[str, Path], row: SlowRow, spec: BenchSpec, progress: P
             )
             for label, path in files.items()
         }
-        timed = measure_latency(
-            engines,
-            batch_size=row.batch_size,
-            warmup=spec.warmup,
-            runs=spec.runs,
-            seconds=spec.seconds,
-            progress=progress,
+        timed = first_quiet(
+            partial(
+                measure_latency,
+                engines,
+                batch_size=row.batch_size,
+                warmup=spec.warmup,
+                runs=spec.runs,
+                seconds=spec.seconds,
+                progress=progress,
+            )
         )
     return {one.label: one for one in timed}
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from compress.engines import build_engine
@@ -17,7 +18,7 @@ from compress.engines.registry import require_engine
 from compress.errors import QuantizationError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import EngineFigures, compare_figures, measure_latency
+from compress.measure import EngineFigures, Latency, compare_figures, first_quiet, measure_latency
 from compress.measure.layer_times import measure_engine_layers
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
@@ -63,6 +64,7 @@ class MixedPoint:
         agreement: share of the images in the same class as the float network on the engine, 0 to 1; None for outputs
             that decide for no class.
         sqnr_db: of the engine's logits against the float network's.
+        unquiet: why the measured time is not to be compared with the others; "" = it is.
     """
 
     label: str
@@ -73,6 +75,7 @@ class MixedPoint:
     score: float
     agreement: float | None
     sqnr_db: float
+    unquiet: str = ""
 
     @property
     def ms(self) -> float:
@@ -150,7 +153,7 @@ def _point(
     name: str,
     formats: Formats,
     table: CostTable,
-    latency: Mapping[str, float],
+    latency: Mapping[str, Latency],
     seen: Mapping[str, EngineFigures],
 ) -> MixedPoint:
     """One choice of formats with its predicted and measured figures; `seen` holds the float network's too."""
@@ -161,7 +164,8 @@ def _point(
         formats=formats,
         spec=None if name == FLOAT else _spec(measured, formats),
         predicted_ms=table.rest_ms + sum(table.ms[layer][used] for layer, used in formats.items()),
-        latency_ms=latency.get(name),
+        latency_ms=latency[name].p50_ms if name in latency else None,
+        unquiet=latency[name].unquiet if name in latency else "",
         score=seen[name].values[metric.name],
         agreement=parity.agreement,
         sqnr_db=parity.sqnr_db,
@@ -255,14 +259,16 @@ def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_si
 
 def _latency(
     files: Mapping[str, Path], batch_size: int, precision: str | None, seconds: float, run: Run
-) -> dict[str, float]:
+) -> dict[str, Latency]:
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(build_engine(path, ENGINE, batch_size=batch_size, precision=precision))
             for name, path in files.items()
         }
-        timed = measure_latency(engines, batch_size=batch_size, runs=200, seconds=seconds, progress=run.progress)
-    return {row.label: row.p50_ms for row in timed}
+        timed = first_quiet(
+            partial(measure_latency, engines, batch_size=batch_size, runs=200, seconds=seconds, progress=run.progress)
+        )
+    return {row.label: row for row in timed}
 
 
 def _accuracy(run: Run, path: Path, precision: str | None, images: int) -> EngineFigures:

@@ -179,7 +179,7 @@ def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
     for number, point in enumerate(rows[::step]):
         network = front.quantized(point)
         files[point.label] = export_open(run, network, run.path(f"{STEP}/scored-{number}.onnx"))
-    scores, _ = measure_files(run, front, files, images=min(_IMAGES, len(run.data.val)))
+    scores, _, _ = measure_files(run, front, files, images=min(_IMAGES, len(run.data.val)))
     for name, path in files.items():
         if name != "reference":
             path.unlink(missing_ok=True)
@@ -201,6 +201,6 @@ def _missed(bound: Bound, attempts: Sequence[Attempt]) -> str:
     best = min(attempts, key=lambda made: made.ratio if bound.latency is not None else made.drop)
     return (
         f"no network keeps the bound, {bound.words}, after fine-tuning; the best of {len(attempts)} is {best.folder} "
-        f"({best.label}) at {best.ratio:.3f} of the float network's latency with {scored(best.drop, bound.unit)} "
+        f"({best.label}) at {best.ratio_text()} of the float network's latency with {scored(best.drop, bound.unit)} "
         f"{amount_of(bound.unit)} lost. Raise search.attempts, search.trials or finetune.epochs, or ask for less"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import measure_latency
+from compress.measure import first_quiet, measure_latency
 from compress.models.by_name import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run
@@ -45,7 +46,7 @@ def attempt(run: Run, front: Front, point: Point, name: str, reference: Path) ->
     run_recipe(recipe, command, folder, resume=folder.exists(), device=str(run.device), progress=run.progress)
     variants = [variant for variant in Variant if (folder / variant.onnx_file).is_file() and _wanted(command, variant)]
     files = {str(variant): folder / variant.onnx_file for variant in variants}
-    scores, times = measure_files(run, front, {"reference": reference, **files})
+    scores, times, unquiet = measure_files(run, front, {"reference": reference, **files})
     metric = run.task.metric
     best = min(files, key=lambda key: (metric.drop(scores["reference"], scores[key]), times[key][1]))
     return Attempt(
@@ -57,6 +58,7 @@ def attempt(run: Run, front: Front, point: Point, name: str, reference: Path) ->
         ratio=times[best][1],
         score=scores[best],
         drop=metric.drop(scores["reference"], scores[best]),
+        unquiet=unquiet,
     )
 
 
@@ -103,8 +105,8 @@ def _wanted(command: str, variant: Variant) -> bool:
 
 def measure_files(
     run: Run, front: Front, files: Mapping[str, Path], *, images: int | None = None
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """The metric of each file on the engine, and (ms, time over that of `reference`), all timed in turn.
+) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
+    """The metric of each file on the engine, (ms, time over that of `reference`) in turn, and why these do not compare.
 
     Args:
         run: with data and task.
@@ -120,12 +122,14 @@ def measure_files(
             scores[name] = judge(run, built, limit=images).values[run.task.metric.name]
     engines = {name: build_engine(path, engine, batch_size=spec.batch_size, **options) for name, path in files.items()}
     try:
-        rows = measure_latency(engines, batch_size=spec.batch_size, runs=_RUNS, seconds=_SECONDS)
+        measure = partial(measure_latency, engines, batch_size=spec.batch_size, runs=_RUNS, seconds=_SECONDS)
+        rows = first_quiet(measure)
     finally:
         for built in engines.values():
             built.close()
     timed = {row.label: row for row in rows}
-    return scores, {name: (row.p50_ms, time_ratio(row, timed["reference"])) for name, row in timed.items()}
+    times = {name: (row.p50_ms, time_ratio(row, timed["reference"])) for name, row in timed.items()}
+    return scores, times, next((row.unquiet for row in rows if row.unquiet), "")
 
 
 def export_open(run: Run, network: nn.Module, path: Path) -> Path:
