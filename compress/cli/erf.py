@@ -50,7 +50,14 @@ def erf(
     built, batch = network_of(parsed), _images(parsed, images, noise=noise)
     with progress() as bars:
         written = erf_report(
-            built, batch, out=out, name=parsed.model.name, layers=layer, options=ErfOptions(), progress=bars
+            built,
+            batch,
+            out=out,
+            name=parsed.model.name,
+            weights=weights_text(parsed),
+            layers=layer,
+            options=ErfOptions(),
+            progress=bars,
         )
     if as_json:
         files = {"picture": str(written.picture), "page": str(written.page), "numbers": str(written.numbers)}

@@ -121,6 +121,7 @@ def erf_report(
     *,
     out: Path | str,
     name: str = "",
+    weights: str = "",
     layers: Sequence[str] | None = None,
     count: int = 8,
     options: ErfOptions | None = None,
@@ -134,6 +135,7 @@ def erf_report(
         images: (N, C, height, width), or an iterable of batches.
         out: folder; made when missing.
         name: of the model, for titles; "" = its class.
+        weights: that it has, in words, for the page and the numbers; "" = not said.
         layers: to look at, in order; None = `count` of them, from the first block to the last.
         count: how many where `layers` is None.
         options: of the measurement.
@@ -159,10 +161,9 @@ def erf_report(
         f"Effective receptive fields over {fields[-1].images} images of {first.shape[1]} x {first.shape[2]} px: how "
         "strongly each pixel moves the central unit of a layer, as the mean magnitude of the gradient (Luo et al., "
         "arXiv 1701.04128)."
-    )
-    numbers = write_json(
-        folder / "erf.json", {"model": name or fields[0].model, "fields": [numbers_of(f) for f in fields]}
-    )
+    ) + (f" The network has {weights}." if weights else "")
+    document = {"model": name or fields[0].model, "weights": weights, "fields": [numbers_of(f) for f in fields]}
+    numbers = write_json(folder / "erf.json", document)
     with replacing(folder / "erf.png") as path:
         path.write_bytes(pictures[-1])
     animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+import torchvision
 
 
 def test_receptive_field_of_a_name(compress, tmp_path):
@@ -26,6 +28,23 @@ def test_erf_of_a_recipe_at_two_layers(compress, tmp_path):
     assert 0 < fields[0]["radius_50_px"] < fields[1]["radius_50_px"]
     page = (tmp_path / document["page"]).read_text()
     assert "layer1.0" in page and 'src="http' not in page
+    assert "random weights (seed 0)" in page
+
+
+def test_erf_of_a_model_takes_weights_and_says_which_it_has(compress, tmp_path):
+    torch.manual_seed(3)
+    trained = torchvision.models.resnet18(num_classes=1000)
+    torch.save(trained.state_dict(), tmp_path / "mine.pth")
+    small = ("--model", "resnet18", "--image-size", "32", "--images", "2", "--layer", "layer1.0")
+    fields = {}
+    for weights, words in (((), "random weights (seed 0)"), (("--weights", "mine.pth"), "weights of mine.pth")):
+        done = compress("erf", *small, *weights, cwd=tmp_path)
+        assert done.returncode == 0 and f"network: resnet18, {words}" in done.stdout
+        assert f"The network has {words}." in (tmp_path / "runs/erf/erf.html").read_text()
+        document = json.loads((tmp_path / "runs/erf/erf.json").read_text())
+        assert document["weights"] == words
+        fields[words] = document["fields"]
+    assert len({json.dumps(found) for found in fields.values()}) == 2  # the weights of the file were looked at
 
 
 def test_roofline_bounds_a_network(compress, tmp_path):

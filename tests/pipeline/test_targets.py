@@ -1,6 +1,8 @@
 """A run for several targets: one file each, every engine measured with the file that was made for it."""
 
 import json
+import shutil
+from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -207,6 +209,26 @@ def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
         write_bundle(finished, "triton", tmp_path / "triton", name="digits")
     with pytest.raises(RunError, match="did you mean 'triton'"):
         write_bundle(finished, "tritn", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [
+        ("openvino", 'backend: "openvino"\nmax_batch_size'),
+        ("onnxruntime", 'backend: "onnxruntime"\nmax_batch_size'),
+        ("any", 'backend: "onnxruntime"\nmax_batch_size'),
+    ],
+)
+def test_triton_runs_a_file_in_the_engine_that_it_is_made_for(tmp_path, target, head):
+    """What a file is made for is the first target of its run; a float file suits each engine."""
+    folder = Path(shutil.copytree(Path(__file__).parent / "formats" / "run-1", tmp_path / "run"))
+    recipe = (folder / "recipe.yaml").read_text()
+    assert recipe.count("target: openvino") == 1
+    (folder / "recipe.yaml").write_text(recipe.replace("target: openvino", f"target: {target}"))
+    _, config = write_bundle(folder, "triton", tmp_path / "int8", variant="ptq")
+    assert config.read_text().startswith(head)
+    _, config = write_bundle(folder, "triton", tmp_path / "float", variant="float")
+    assert config.read_text().startswith('backend: "onnxruntime"\nmax_batch_size')
 
 
 class Counted:
