@@ -92,7 +92,7 @@ def _show(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
     rows = [
         (
             point.label,
-            f"{point.figures.ratio:.3f}",
+            point.figures.ratio_text(),
             f"{point.figures.ms:.3f}",
             f"{point.figures.distance:.3g}",
             metric.text(outcome.scores[point.label]) if point.label in outcome.scores else "",

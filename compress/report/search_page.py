@@ -112,7 +112,7 @@ def _marks(outcome: Outcome) -> list[Mark]:
         kind = "baseline" if point.is_baseline else "trial"
         kind = "chosen" if point.label == chosen else "front" if point.label in on_front else kind
         figures = point.figures
-        text = f"{point.label}: {figures.ratio:.3f} of the time, error {figures.distance:.3g}\n{_words(outcome, point)}"
+        text = f"{point.label}: time {figures.ratio_text()}, error {figures.distance:.3g}\n{_words(outcome, point)}"
         rows.append(Mark(x=figures.ratio, y=figures.distance, kind=kind, text=text))
     return rows
 
@@ -132,7 +132,7 @@ def _points_table(outcome: Outcome) -> Table:
     rows = [
         (
             point.label,
-            f"{point.figures.ratio:.3f}",
+            point.figures.ratio_text(),
             f"{point.figures.ms:.3f}",
             f"{point.figures.distance:.3g}",
             MISSING if point.figures.agreement is None else f"{100 * point.figures.agreement:.1f}",
@@ -235,7 +235,7 @@ def _baseline_blocks(outcome: Outcome) -> tuple[Block, ...]:
         rows.append(
             (
                 point.label,
-                f"{point.figures.ratio:.3f}",
+                point.figures.ratio_text(),
                 f"{point.figures.distance:.3g}",
                 f"{best.figures.distance:.3g} ({best.label})" if best is not None else MISSING,
             )
@@ -271,7 +271,7 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         (
             p.label,
             f"{p.predicted_ratio:.3f}",
-            f"{p.figures.ratio:.3f}",
+            p.figures.ratio_text(),
             f"{p.predicted_distance:.3g}",
             f"{p.figures.distance:.3g}",
         )

@@ -23,6 +23,7 @@ from compress.engines.registry import build_engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
 from compress.measure import Latency, measure_latency
+from compress.measure.quiet import NOT_MEASURED
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
 from compress.search.costs import Costs
@@ -49,12 +50,18 @@ class Figures:
         ratio: its time over that of the float network, timed in turn with it.
         distance: squared error of its outputs over the variance of the float network's, on pictures held back.
         agreement: share of those pictures that it gives the float network's class; None for outputs that are no logits.
+        unquiet: why the ratio is not to be reported; "" = it is. The search is steered by it all the same.
     """
 
     ms: float
     ratio: float
     distance: float
     agreement: float | None
+    unquiet: str = ""
+
+    def ratio_text(self) -> str:
+        """Return the ratio in words, which it has none of where the machine was busy."""
+        return NOT_MEASURED if self.unquiet else f"{self.ratio:.3f}"
 
 
 @dataclass(frozen=True)
@@ -191,6 +198,7 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
         ratio=median_ratio(timed, "candidate"),
         distance=far,
         agreement=agreement(outputs["candidate"], outputs[REFERENCE]),
+        unquiet=next((one.unquiet for row in timed for one in row.values() if one.unquiet), ""),
     )
 
 

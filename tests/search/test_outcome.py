@@ -45,6 +45,9 @@ def test_no_factor_is_advised_of_a_busy_machine(ratio):
     busy = replace(quiet.attempts[0], unquiet="the machine was busy (its hypervisor kept 9% of the time)")
     advice = replace(quiet, attempts=(busy,), chosen=busy).advice
     assert "not measured: the machine was busy" in advice and f"{ratio:.2f}" not in advice
+    for one in (busy, replace(point("a", ratio, 0.1).figures, unquiet=busy.unquiet)):
+        assert one.ratio_text() == "not measured: the machine was busy"
+    assert quiet.attempts[0].ratio_text() == point("a", ratio, 0.1).figures.ratio_text() == f"{ratio:.3f}"
 
 
 def point(label, ratio, distance):
