@@ -57,7 +57,7 @@ def recipe(tmp_path_factory):
                 "workers": 0,
                 "on_error": "skip",
             },
-            "train": {"epochs": 0},
+            "train": {"epochs": 1, "lr": 0.001},
             "quantization": {
                 "calibration_images": 4,
                 "activations": {"calibrator": "percentile", "percentile": 50},
