@@ -1,10 +1,4 @@
-"""The epilogue of a layer: bias, residual add, activation and fake quantization; its types, and its formulas in torch.
-
-The gradient of the whole chain is the incoming gradient where the ReLU passed and the integer did not saturate, and 0
-elsewhere. So the forward pass reads the result of the layer once and writes the quantized tensor and one bit per
-element; the backward pass reads the gradient and that bit, and sums the bias's gradient. (Keeping the integer instead
-would save a byte of memory per element and cost three of traffic in the backward pass of the convolution.)
-"""
+"""The epilogue of a layer: bias, residual, activation and fake quantization; types, and formulas in torch."""
 
 from __future__ import annotations
 
@@ -38,13 +32,13 @@ class IntegerGrid(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """The operations between the matrix product of a layer and the input of the next layer, besides the tensors.
+    """The operations between the matrix product of a layer and the input of the next layer.
 
     Attributes:
         low, high: smallest and largest integer; the scale is amax / high.
-        lower, upper: bounds of the activation: 0 and infinity for ReLU, 0 and 6 for ReLU6, infinities for none.
+        lower, upper: bounds of the activation; infinities for none.
         axis: channel axis of per-channel ranges; None = one range.
-        bias_dim: axis that the bias belongs to: 1 for convolutions, -1 for linear layers.
+        bias_dim: axis of the bias: 1 for convolutions, -1 for linear layers.
     """
 
     low: int
@@ -108,10 +102,7 @@ def activated_torch(
 def forward_torch(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(the quantized tensor, a boolean mask of where the gradient passes); both in the shape and layout of `y`.
-
-    Computed in float32, or in float64 for float64; the numbers are those of `compress.quantization.numerics`.
-    """
+    """(the quantized tensor, a boolean mask of where the gradient passes), laid out as `y`."""
     work, passes = activated_torch(y, bias, residual, epilogue)
     scale = along_axis((amax / epilogue.high).to(work.dtype), y, epilogue.axis)
     rounded = torch.round(work / scale)

@@ -1,8 +1,4 @@
-"""Bias, residual add, activation, fake quantization, and max pooling if it follows, as one differentiable operation.
-
-Triton kernels compute it on a GPU where layout and type fit, torch's operations everywhere else, to the same numbers.
-In a graph that torch compiles the backward pass is torch's, as the compiler masks the gradient where it adds two.
-"""
+"""Bias, residual add, activation, fake quantization, and max pooling if it follows, as one differentiable operation."""
 
 from __future__ import annotations
 
@@ -36,21 +32,18 @@ def fused_quantize(
     kernels: Kernels | None = None,
     recompute_mask: bool = False,
 ) -> Tensor:
-    """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
+    """Compute the fake quantization of activation(y + bias + residual), in float32 (float64 for float64).
 
-    The gradient is that of the operations one by one (straight through the quantizer, ReLU 0 at 0); `amax` has none.
+    The gradient passes straight through the quantizer; ReLU's is 0 at 0; `amax` has none.
 
-    Args:
-        y: any shape, floating point: the result of a layer without its bias.
-        amax: () or (C,): the largest magnitudes kept.
-        epilogue: activation and integers.
-        bias: (C,), C the size of `y` along `epilogue.bias_dim`.
-        residual: shape of `y`.
-        dtype: of the result; None = that of `y`.
-        kernels: which implementation; None = Triton on a GPU, where layout and type fit.
-        recompute_mask: `y` is kept for backward by its producer anyway. Torch's operations in a compiled graph then
-            keep a boolean mask instead of bits, and the compiler computes it again from `y`. It would compute bits
-            again too, but pack them in a separate kernel.
+    - `y`: any shape, floating point: the result of a layer without its bias.
+    - `amax`: () or (C,): the largest magnitudes kept.
+    - `bias`: (C,), C the size of `y` along `epilogue.bias_dim`.
+    - `residual`: shape of `y`.
+    - `dtype`: of the result; None = that of `y`.
+    - `kernels`: None = Triton on a GPU, where layout and type fit.
+    - `recompute_mask`: `y` is kept for backward anyway, so a compiled graph keeps a boolean mask instead of bits, which
+      the compiler computes again from `y`.
 
     Returns:
         Shape and memory format of `y`.
@@ -110,7 +103,6 @@ class _FusedQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of y, bias and residual."""
         (mask,) = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last if ctx.last else torch.contiguous_format)
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
@@ -123,13 +115,10 @@ def masked_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """(`grad` where the mask is set, its sum for the bias if wanted), by Triton's kernel if there is a plan.
 
-    Args:
-        grad: laid out as the forward pass's `y`.
-        mask: packed bits, or booleans.
-        plan: of the forward pass; None = torch's operations.
-        dtype: of the first result.
-        bias_dim: axis of the bias.
-        wants_bias: whether the sum is computed; it is in float32, or in float64 for float64.
+    - `grad`: laid out as the forward pass's `y`.
+    - `mask`: packed bits, or booleans.
+    - `plan`: of the forward pass; None = torch's operations.
+    - `wants_bias`: the sum is in float32, or in float64 for float64.
 
     Raises:
         QuantizationError: a second derivative is asked of Triton kernels.
@@ -158,13 +147,10 @@ def pooled_quantize(
 ) -> Tensor:
     """Max pooling of `fused_quantize`; one kernel, also in a compiled graph, on a GPU where layout and type fit.
 
-    Args:
-        y: (N, C, H, W), the result of a convolution without its bias.
-        amax: (), the largest magnitude kept.
-        epilogue: activation and integers.
-        window: of the pool.
-        bias: (C,).
-        kernels: as of `fused_quantize`.
+    - `y`: (N, C, H, W), the result of a convolution without its bias.
+    - `amax`: (), the largest magnitude kept.
+    - `bias`: (C,).
+    - `kernels`: as of `fused_quantize`.
     """
     if use_triton(y, kernels) and pool.fits(y) and epilogue.axis is None:
         return pool.pooled_quantize(y, amax, epilogue, window, bias, y.dtype)

@@ -1,12 +1,4 @@
-"""Bias, residual add, activation and fake quantization with a learned range, as one differentiable operation.
-
-The gradients are LSQ's (Esser et al., arXiv 1902.08153, equation 3), of the range `amax` in place of the step:
-
-    d/damax = factor * sum over its elements of grad * (round(v / s) - v / s inside the range, else -Qn or Qp)
-
-It needs the values themselves, so the inputs are kept and all is computed again in the backward pass. Triton's kernels
-and torch's operations compute the same numbers but for the order of the sum.
-"""
+"""Bias, residual add, activation and fake quantization with a learned range, as one differentiable operation."""
 
 from __future__ import annotations
 
@@ -32,20 +24,16 @@ def learned_quantize(
     residual: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> Tensor:
-    """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
+    """Compute the fake quantization of activation(y + bias + residual) with a learned range, in float32 or float64.
 
-    Args:
-        y: any shape, floating point: the result of a layer without its bias, or a weight.
-        amax: () or (C,): the range; one that training has driven below `LEAST_RANGE` counts as that, with its whole
-            gradient, so that it can come back.
-        epilogue: activation and integers.
-        factor: of the range's gradient.
-        bias: (C,), C the size of `y` along `epilogue.bias_dim`.
-        residual: shape of `y`.
-        kernels: which implementation; None = Triton on a GPU, where layout and type fit.
+    The gradient of the range is LSQ's (Esser et al., arXiv 1902.08153, equation 3), for `amax` in place of the step.
 
-    Returns:
-        Shape, type and memory format of `y`.
+    - `y`: any shape, floating point: the result of a layer without its bias, or a weight.
+    - `amax`: () or (C,): the range; below `LEAST_RANGE` it counts as that, with its whole gradient.
+    - `factor`: of the range's gradient.
+    - `bias`: (C,), C the size of `y` along `epilogue.bias_dim`.
+    - `residual`: shape of `y`.
+    - `kernels`: None = Triton on a GPU, where layout and type fit.
 
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
@@ -87,7 +75,6 @@ class _LearnedQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of y, the range, bias and residual."""
         y, amax, bias, residual = ctx.saved_tensors
         epilogue = Epilogue(*ctx.epilogue)
         grad = like(grad, y)

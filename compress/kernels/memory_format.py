@@ -45,11 +45,7 @@ def along_axis(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
 
 
 def empty_channels_last(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(the memory that a kernel writes to, the same memory as a channels_last tensor of `shape`).
-
-    Two views for torch's compiler: it merges two equal `empty_strided` calls into one and then copies; and it fills a
-    channels_last `empty` with zeros.
-    """
+    """(the memory that a kernel writes to, the same memory as a channels_last tensor of `shape`): two views."""
     n, c, h, w = shape
     if torch.compiler.is_compiling():
         base = torch.empty((n, h, w, c), dtype=dtype, device=device)

@@ -1,9 +1,4 @@
-"""Parts of images of different sizes, resized to one size: what a GPU's JPEG decoder returns, as one batch.
-
-A window says which part of an image is resized to which size, and which part of the result is kept. Resizing is
-bilinear with antialiasing, as Pillow's and torch's, and rounds once at its end, where Pillow rounds after each of its
-two passes: results differ from Pillow's by at most one grey level.
-"""
+"""Parts of images of different sizes, resized to one size: what a GPU's JPEG decoder returns, as one batch."""
 
 from __future__ import annotations
 
@@ -22,9 +17,7 @@ class Window(NamedTuple):
 
     Attributes:
         top, height: rows of the image that are resized.
-        resized_height: rows that they become.
         above: rows of the result above the picture, which are left out.
-        left, width, resized_width, before: the same of columns.
         mirrored: 1 = the picture is mirrored left to right, 0 = it is not.
     """
 
@@ -42,13 +35,10 @@ class Window(NamedTuple):
 def resample(
     images: Sequence[Tensor], windows: Sequence[Window], size: tuple[int, int], *, kernels: Kernels | None = None
 ) -> Tensor:
-    """Cut the windows out of images and resize them.
+    """Cut the windows out of images and resize them: bilinear with antialiasing, rounded once.
 
-    Args:
-        images: n of shape (3, H, W) uint8, contiguous, each of its own size, on one device.
-        windows: one for each image.
-        size: height and width of the pictures.
-        kernels: which implementation; None = Triton on a GPU.
+    - `images`: n of shape (3, H, W) uint8, contiguous, each of its own size, on one device.
+    - `kernels`: None = Triton on a GPU.
 
     Returns:
         (n, 3, height, width) uint8. On a GPU it is computed on the current stream: keep `images` until it is done.
@@ -67,10 +57,7 @@ def _resample_one(image: Tensor, w: Window, size: tuple[int, int]) -> Tensor:
 
 
 def _weights(length: int, resized: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the share (count, length) of each of `length` pixels in output pixels `first`, `first` + 1, ...
-
-    Torch's own antialiased `interpolate` is wrong where the input is one pixel wide.
-    """
+    """Return the share (count, length) of each of `length` pixels in output pixels `first`, `first` + 1, ..."""
     step = length / resized
     centres = (torch.arange(first, first + count, device=device) + 0.5) * step
     apart = torch.arange(length, device=device) + 0.5 - centres[:, None]

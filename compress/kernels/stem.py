@@ -1,10 +1,4 @@
-"""The first convolution of a network on INT8 tensor cores: space to depth, without a kernel of its own.
-
-An image has three channels, and tensor cores need 32 neighbouring bytes. So blocks of 2 x 2 pixels become one pixel of
-12 channels, padded to 16: a filter of 7 x 7 with stride 2 becomes one of 4 x 4 blocks with stride 1. A view whose
-pixels overlap shows each row of the filter as the 64 channels of one pixel, so `conv_int8` computes a filter of 4 x 1.
-The image is surrounded by zeros. Both factors are rearranged integers: the sums are exactly the same.
-"""
+"""The first convolution of a network on INT8 tensor cores: space to depth, without a kernel of its own."""
 
 from __future__ import annotations
 
@@ -22,8 +16,8 @@ class StemPlan(NamedTuple):
     """Position of a square filter of stride 2 on blocks.
 
     Attributes:
-        before: zeros above and left of the image; even, so that filters begin on blocks.
-        lead: zeros above and left of the filter, for the same reason.
+        before: zeros above and left of the image; even.
+        lead: zeros above and left of the filter; even.
         blocks: height and width of the filter in blocks.
     """
 
@@ -48,16 +42,12 @@ def stem_fits(weight: Tensor, stride: tuple[int, int], padding: tuple[int, int],
 
 
 def stem_image(codes: Tensor, taps: int, padding: int) -> Tensor:
-    """The image as overlapping rows of blocks.
+    """Return the image as overlapping rows of blocks.
 
-    Args:
-        codes: (N, C, H, W) int8, C at most 4.
-        taps: height and width of the filter.
-        padding: of the convolution.
+    - `codes`: (N, C, H, W) int8, C at most 4.
 
     Returns:
-        (N, 16 * blocks, rows of blocks, OW): convolved with `stem_filter`, stride 1 and no padding, it gives the
-        (N, O, OH, OW) of the convolution.
+        (N, 16 * blocks, rows of blocks, OW), to be convolved with `stem_filter`, stride 1, no padding.
     """
     plan = stem_plan(taps, padding)
     images, channels, height, width = codes.shape

@@ -1,10 +1,4 @@
-"""CUDA kernels that watch a tensor at the speed at which memory is read: its largest magnitude, and its histogram.
-
-`Watch` keeps what `Histogram.add` keeps, bin for bin, and never asks the host. A launch counts with the present width
-of bins while it takes the maximum; then its blocks wait for each other. If a value had no bin, the counts are dropped,
-the width is chosen, neighbours are merged and the batch is counted again, in the same launch. Blocks count in shared
-memory; bin 0, which the zeros after a ReLU fill, is the batch minus all other bins.
-"""
+"""CUDA kernels that find a tensor's largest magnitude and its histogram at the speed of memory."""
 
 from __future__ import annotations
 

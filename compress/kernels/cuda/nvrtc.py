@@ -1,8 +1,4 @@
-"""Kernels in CUDA C: compiled by NVRTC, which every CUDA build of torch brings along, and launched through the driver.
-
-For what Triton cannot say, such as atomic additions to shared memory. There is no `nvcc` to install and nothing to
-build: a kernel is compiled where it is first used, in half a second.
-"""
+"""Kernels in CUDA C, compiled by NVRTC where they are first used and launched through the driver."""
 
 from __future__ import annotations
 
@@ -52,14 +48,12 @@ def _driver() -> ctypes.CDLL:
 def compile_cuda(source: str, capability: tuple[int, int], **macros: int) -> bytes:
     """Return machine code.
 
-    Args:
-        source: CUDA C++ 17 without headers; products and sums are joined only where it says so.
-        capability: of the GPU, such as (9, 0).
-        macros: what `#define` would say.
+    - `source`: CUDA C++ 17 without headers; products and sums are joined only where it says so.
+    - `capability`: such as (9, 0).
 
     Raises:
         OSError: there is no compiler.
-        RuntimeError: what the compiler says of an error.
+        RuntimeError: the compiler reports an error.
     """
     nvrtc, program, size = compiler(), ctypes.c_void_p(), ctypes.c_size_t()
     arch = "{}{}".format(*capability)
@@ -85,10 +79,8 @@ class Kernel:
     """A function of compiled code on the current device, on a grid that fills it.
 
     Args:
-        code: from `compile_cuda`.
         name: of an `extern "C"` function.
-        threads: of a block.
-        together: its blocks wait for each other, so that all must run at the same time.
+        together: its blocks wait for each other, so all must run at the same time.
     """
 
     def __init__(self, code: bytes, name: str, *, threads: int, together: bool = False) -> None:
@@ -102,13 +94,7 @@ class Kernel:
         self._together = together
 
     def __call__(self, device: int, values: Tensor, tables: Sequence[Tensor]) -> None:
-        """Run on the current stream of `device`, which is the current one.
-
-        Args:
-            device: index, of all tensors.
-            values: the first argument, and how many they are the second.
-            tables: the others.
-        """
+        """Run on the current stream of `device`, which is the current one."""
         sizes = ctypes.c_uint64(values.numel())
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, *tables)]
         addresses = [ctypes.addressof(argument) for argument in (pointers[0], sizes, *pointers[1:])]

@@ -1,9 +1,4 @@
-"""Smooth activations x * s(x) and fake quantization in one kernel, by strips of columns.
-
-A strip of columns lets the kernel sum the bias's gradient where it masks it. An element costs some thirty instructions,
-as many as a GPU executes while the memory delivers it; hence the short formulas (`smooth_factor`) in half precision,
-and one multiplication instead of a correct division there.
-"""
+"""Smooth activations x * s(x) and fake quantization in one kernel, by strips of columns."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -180,7 +175,6 @@ class _SmoothQuantize(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, bias: Tensor | None, amax: Tensor, activation: str, low: int, high: int, bias_dim: int
     ) -> Tensor:
-        """The quantized tensor, laid out as `y`."""
         to_out, out = empty_as(y, y.dtype)
         columns = _columns(y, bias)
         s = Strips.of(y.numel(), columns, *_FORWARD)
@@ -198,7 +192,6 @@ class _SmoothQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of y and bias."""
         refuse_second_derivative(grad)
         y, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None

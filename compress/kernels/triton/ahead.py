@@ -1,10 +1,4 @@
-"""Compile Triton kernels before they are needed: in many processes at once, and for GPUs that are not there.
-
-The launches are made once without launching anything (`recorded`), which leaves one request for each kernel; processes
-that need no GPU compile them into Triton's cache on disk. One process imports torch and Triton once and forks those
-that compile, so that a compiler that dies takes one kernel with it. It does not import the caller's main module, so a
-script needs no `if __name__ == "__main__"`.
-"""
+"""Compile Triton kernels before they are needed: in many processes at once, and for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -41,12 +35,7 @@ class TensorType(NamedTuple):
 
 
 class DescriptorType(NamedTuple):
-    """A tensor descriptor as the compiler sees it.
-
-    Attributes:
-        dtype: of its elements.
-        block: sizes of what it loads.
-    """
+    """A tensor descriptor as the compiler sees it."""
 
     dtype: str
     block: tuple[int, ...]
@@ -57,7 +46,6 @@ class Request:
     """A kernel to compile.
 
     Attributes:
-        module, name: where the kernel is.
         arguments: as it is launched; tensors as `TensorType`, their descriptors as `DescriptorType`.
         options: of the launch, such as `num_warps`, as sorted pairs.
     """
@@ -74,7 +62,7 @@ class Compiled:
 
     Attributes:
         error: why it cannot be compiled; "" when it was.
-        registers: of a thread; 0 where it is not known.
+        registers: of a thread; 0 where unknown.
         spilled: bytes of a thread that do not fit into registers.
         shared: bytes of shared memory of a program.
     """
@@ -87,11 +75,7 @@ class Compiled:
 
 @dataclass
 class Recording:
-    """The launches that were made while nothing was launched.
-
-    Attributes:
-        requests: in order, each once.
-    """
+    """The launches that were made while nothing was launched."""
 
     requests: dict[Request, None] = field(default_factory=dict)
 
@@ -118,10 +102,7 @@ def recorded() -> Iterator[Recording]:
 
 
 def _seen(argument: Any, parameter: Any, inside: bool = False) -> Any:
-    """An argument as the compiler sees it: of numbers that are no constants only a few kinds.
-
-    Triton specializes the numbers `inside` a tuple whatever `do_not_specialize` says.
-    """
+    """An argument as the compiler sees it: of numbers that are no constants only a few kinds."""
     if isinstance(argument, Tensor):
         return TensorType(str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0)
     if type(argument).__name__ == "TensorDescriptor":
@@ -149,18 +130,13 @@ def compile_requests(
     seconds: float | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Compiled]:
-    """Compile kernels in processes of their own.
+    """Compile kernels in processes of their own; one that fails is no error here.
 
-    Args:
-        requests: of `recorded`.
-        capability: of the GPU, such as (9, 0).
-        jobs: processes at a time.
-        resources: find registers and spills too, which costs a call of a tool for each.
-        seconds: after which the rest is given up, with an error in its result; None = never.
-        progress: called with the number of kernels that are done.
-
-    Returns:
-        One result for each request; one that fails is no error here.
+    - `requests`: of `recorded`.
+    - `capability`: of the GPU, such as (9, 0).
+    - `resources`: find registers and spills too, which costs a call of a tool for each.
+    - `seconds`: after which the rest is given up, with an error in its result; None = never.
+    - `progress`: called with the number of kernels that are done.
     """
     late = Compiled(error="" if seconds is None else f"not compiled in {seconds:.0f} s")
     results = [late] * len(requests)
@@ -237,7 +213,6 @@ def _next(waiting: list[tuple[int, Request]], connection: Connection) -> int:
 
 
 def _child(resources: bool) -> tuple[Connection, Any]:
-    """A process that compiles what it is sent, and the connection to it."""
     context = multiprocessing.get_context("fork")
     connection, end = context.Pipe()
     child = context.Process(target=_compile_all, args=(end, resources), daemon=True)
@@ -270,7 +245,6 @@ class _Target:
 
 
 def _start(capability: tuple[int, int]) -> None:
-    """Make a process compile for a GPU without looking for one."""
     from triton.runtime.driver import driver  # optional: Triton is not installed everywhere
 
     torch.set_num_threads(1)

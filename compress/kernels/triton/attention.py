@@ -1,18 +1,4 @@
-"""The kernels of attention with quantized probabilities: softmax(s q k^T), quantized, times v; no score is stored.
-
-A program takes a block of queries of one head. The sum of a row is needed before its first probability is quantized:
-either one block holds all keys (up to 256), or the keys are read twice (Milakov and Gimelshein, arXiv 1805.02867). The
-backward pass keeps q, k, v and the logarithm of each row's sum, and computes the probabilities again (Dao et al.,
-"FlashAttention", arXiv 2205.14135, section 3 and appendix B). Flash attention takes sum(dP * P) of a row from the
-output; with a quantizer between P and O the two differ, so the kernel of dq computes it, and that of dk and dv reads
-it.
-
-Heads lie one after the other, or side by side in the rows of one matrix, as a linear layer writes them: row `token` of
-a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` elements after q.
-
-The second product is one of integers, exact in half precision up to 256; their scale is applied to the sum. The time
-depends on the instructions per score: hence no mask where elements past the last key or query meet zeros.
-"""
+"""The kernels of attention with quantized probabilities: softmax(s q k^T), quantized, times v; no score is stored."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +21,6 @@ def _rows(ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PAD
 
 @triton.jit
 def _put(ptr, value, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """The reverse of `_rows`."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     there = (row < count)[:, None]
@@ -57,7 +42,6 @@ def _masked(value, bits_ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _put_bits(ptr, passes, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Store the bits that `_masked` reads."""
     row = first + tl.arange(0, ROWS)
     group = tl.arange(0, PADDED // 8)
     lane = tl.arange(0, 8)
@@ -86,7 +70,7 @@ def round_kernel(
 ):
     """Quantize tiles of q, of k or of v, which lie side by side in each row, and store their bits, 0 if saturated.
 
-    groups: of eight elements, in a part of a row; strips: of GROUPS groups; tiles: one below the other.
+    groups: of eight elements, in a part of a row; strips: of GROUPS groups.
     """
     least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
@@ -140,9 +124,9 @@ def forward_kernel(
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of the result, and the binary logarithms of the sums of its rows.
+    """Compute a block of the result, and the binary logarithms of its rows' sums (arXiv 1805.02867 and 2205.14135).
 
-    ROUNDED: the result is quantized, and gets a bit for each element. WHOLE: one block of columns holds all keys.
+    ROUNDED: the result is quantized, with a bit for each element. WHOLE: one block of columns holds all keys.
     """
     factor = tl.cast(factor, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
@@ -192,10 +176,7 @@ def forward_kernel(
 
 @triton.jit
 def _grads(q, grad, k, v, logs, factor, limit):
-    """(the probabilities of a block, their gradients, 0 where the quantizer saturated: from `limit` on).
-
-    Past the last key the gradient is 0, or meets a key of 0; the probability must be finite.
-    """
+    """(the probabilities of a block, their gradients, 0 where the quantizer saturated: from `limit` on)."""
     p = tl.exp2(tl.minimum(_scores(q, k, factor) - logs[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
     passed = tl.dot(grad, tl.trans(v), input_precision="ieee")
     return p, tl.where(p < limit, passed, 0.0)  # none is below 0, the least integer
@@ -262,10 +243,7 @@ def keys_kernel(
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of the gradients of k and v. Rows are keys, so that no computed matrix has to be transposed.
-
-    Elements past the last key or the last query are never stored, or meet a gradient of zero.
-    """
+    """Compute a block of the gradients of k and v; rows are keys."""
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
     high = tl.cast(high, tl.float32)

@@ -1,7 +1,4 @@
-"""Launches of the attention kernels: tiles and memory layouts; attention of separate q, k and v tensors.
-
-`attention_packed` has the same for queries, keys and values that lie side by side.
-"""
+"""Launches of the attention kernels: tiles and memory layouts; attention of separate q, k and v tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +22,12 @@ _MOST = 128  # rows or columns of a tile
 
 
 class AttentionTile(NamedTuple):
-    """The block that a program of a kernel holds at a time, and its resources.
+    """The block that a program of a kernel holds at a time.
 
     Attributes:
-        rows: of the result: queries, and keys in `keys_kernel`.
-        columns: of the scores: keys, and queries in `keys_kernel`.
+        rows: queries, or keys in `keys_kernel`.
+        columns: keys, or queries in `keys_kernel`.
         whole: one block of columns holds them all.
-        warps: of a program.
         stages: blocks of columns whose loads are in flight at a time.
     """
 
@@ -43,11 +39,7 @@ class AttentionTile(NamedTuple):
 
 
 class AttentionTiles(NamedTuple):
-    """One for each kernel.
-
-    Their sizes are powers of two, at most `_MOST`; `keys.columns` is at most `forward.rows`, so that it never reads an
-    unwritten element.
-    """
+    """One tile for each kernel; powers of two, at most `_MOST`, and `keys.columns` at most `forward.rows`."""
 
     forward: AttentionTile
     queries: AttentionTile
@@ -55,7 +47,7 @@ class AttentionTiles(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """Sizes and memory layout of heads, in elements; arguments of the kernels.
+    """Sizes and memory layout of heads, in elements.
 
     Attributes:
         total: heads, of all batches.
@@ -83,12 +75,7 @@ class HeadLayout(NamedTuple):
 
 
 def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> AttentionTiles:
-    """Tiles for heads of `tokens` queries and `keys` keys, at most `width` wide.
-
-    In half precision, up to a width of 64: steps of 32 with three in flight were the fastest of seven tiles for each
-    kernel on an H200 (197 tokens, `analysis/attention_tiles`); all keys at once, for at most 64 keys, was not measured.
-    The other tiles follow from the resources that compiled kernels take on an H100; float32 does not use tensor cores.
-    """
+    """Return tiles for heads of `tokens` queries and `keys` keys, at most `width` wide."""
     half = dtype.itemsize == 2
     if half and width <= 64:
         rows, columns = min(64, _padded(tokens)), min(64, _padded(keys))
@@ -116,16 +103,14 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: AttentionTiles | None = None
 ) -> Tensor:
-    """fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous; q, k and v `fits`.
+    """Return fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous; q, k and v `fits`.
 
-    Args:
-        q: (..., T, D).
-        k: (..., S, D).
-        v: (..., S, E).
-        amax: (), the range of the probabilities; one step is amax / high.
-        scaling: what the scores are multiplied by.
-        high: largest integer: odd, at most 255; the smallest is 0 or less.
-        tiles: None = `default_tiles`.
+    - `q`: (..., T, D).
+    - `k`: (..., S, D).
+    - `v`: (..., S, E).
+    - `amax`: (), the range of the probabilities; one step is amax / high.
+    - `high`: odd, at most 255.
+    - `tiles`: None = `default_tiles`.
     """
     if tiles is None:
         tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
@@ -168,10 +153,10 @@ def run_forward(
 ) -> None:
     """Write the result and the logarithms of the sums.
 
-    tensors: q, k, v, the range of the probabilities, the result, the sums.
-    numbers: what the scores are multiplied by, and the largest integer of a probability.
-    bounds: smallest and largest integer of the result, if it is quantized.
-    rounded: range of the result and its bits, which are written; None = it is not quantized.
+    - `tensors`: q, k, v, the range of the probabilities, the result, the sums.
+    - `numbers`: factor of the scores, and the largest integer of a probability.
+    - `bounds`: smallest and largest integer of the result, if it is quantized.
+    - `rounded`: range of the result and its bits, which are written; None = it is not quantized.
     """
     scaling, high = numbers
     amax = tensors[3]
@@ -214,8 +199,8 @@ def run_backward(
 ) -> None:
     """Write the gradients of q, k and v into `grads`.
 
-    `tensors`: q, k, v, the range of the probabilities, the sums, the gradient of the result; `numbers`: as of
-    `run_forward`; `tiles`: fields of two tiles; `bits`, `out_bits`: of q, k and v and of the result, if quantized.
+    - `tensors`: q, k, v, the range of the probabilities, the sums, the gradient of the result.
+    - `bits`, `out_bits`: of q, k and v and of the result, if quantized.
     """
     factors = (numbers[0] * _LOG2_E, numbers[0], float(numbers[1]))
     q, k, v, amax, sums, grad = tensors
@@ -271,7 +256,6 @@ def flat(tiles: AttentionTiles) -> tuple[Any, ...]:
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> HeadLayout:
-    """Memory layout of separate, contiguous q, k and v tensors."""
     deep, wide = q.shape[-1], v.shape[-1]
     total = q.numel() // (q.shape[-2] * deep)
     ends = (q.numel(), q.numel() + k.numel())
@@ -279,7 +263,6 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> HeadLayout:
 
 
 def _sizes(layout: HeadLayout) -> tuple[int, int, int, int]:
-    """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
     return layout.deep, layout.wide, _padded(layout.deep), _padded(layout.wide)
 
 

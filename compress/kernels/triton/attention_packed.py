@@ -1,10 +1,4 @@
-"""Attention of queries, keys and values as a linear layer writes them: side by side in the rows of one matrix.
-
-The kernels read them there and write gradient and result in the layouts of their neighbours: nothing is copied.
-Queries, keys and values are quantized in one pass over that matrix (in the attention kernels keys and values would be
-quantized once for every block of queries), and its bits mask their gradients. The result is quantized where it is
-written; its gradient is masked by the kernel that reads each element of it once.
-"""
+"""Attention of queries, keys and values as a linear layer writes them: side by side in the rows of one matrix."""
 
 from __future__ import annotations
 
@@ -55,13 +49,11 @@ def packed_attention(
 ) -> Tensor:
     """Softmax(scaling * q k^T), quantized, times v, (B, T, H, D), contiguous; `qkv` `packed_fits`.
 
-    Args:
-        qkv: (B, T, 3, H, D).
-        weights: of the probabilities; their smallest integer is 0 or less.
-        scaling: what the scores are multiplied by.
-        parts: of q, k and v, with the same integers; None = they are not quantized.
-        result: of the result; None = it is not quantized.
-        tiles: None = `default_tiles`.
+    - `qkv`: (B, T, 3, H, D).
+    - `weights`: of the probabilities; their smallest integer is 0 or less.
+    - `parts`: of q, k and v, with the same integers; None = they are not quantized.
+    - `result`: None = it is not quantized.
+    - `tiles`: None = `default_tiles`.
     """
     if tiles is None:
         tiles = default_tiles(qkv.shape[1], qkv.shape[1], qkv.shape[4], qkv.dtype)

@@ -1,9 +1,4 @@
-"""Batch norm, a clipping activation and fake quantization as one operation, for images in channels_last.
-
-The images are read for the statistics and once more for the quantized result; the backward pass computes normalized
-values and mask again from the images, which are all that is kept. Sums are of differences from the first row, so that
-a mean that is large beside the deviation costs no precision.
-"""
+"""Batch norm, a clipping activation and fake quantization as one operation, for images in channels_last."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -157,10 +152,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """SUMS: sum the tiles of a strip of the masked gradient, and times the normalized values; else write that of x.
-
-    BATCH: the statistics are those of the batch, and pass a gradient, for which `sums` (2, columns) are read.
-    """
+    """SUMS: sum the masked gradient, and times the normalized values; else write that of x."""
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     local, column, inside, at = strip(columns, ROWS, COLUMNS)
     mean, deviation, factor, bias = _of_channels(mean_ptr, deviation_ptr, weight_ptr, bias_ptr, column, inside)
@@ -199,9 +191,9 @@ class Running(NamedTuple):
     """Statistics that follow those of the batches.
 
     Attributes:
-        mean: (C,), float32; changed in place where a batch's statistics count.
+        mean: (C,), float32; changed in place with a batch's statistics.
         var: (C,), float32, unbiased; changed alike.
-        momentum: weight of a new batch; None = these statistics are used, and the batch's are not computed.
+        momentum: weight of a new batch; None = these statistics are used.
     """
 
     mean: Tensor
@@ -218,16 +210,11 @@ def fits(x: Tensor) -> bool:
 def batch_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor, amax: Tensor, running: Running, eps: float, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake quantization of the activated batch norm of images; computed in float32.
+    """Compute the fake quantization of the activated batch norm of images, in float32.
 
-    Args:
-        x: (N, C, H, W) for which `fits`.
-        weight: (C,), float32.
-        bias: (C,), float32.
-        amax: (), the range of the result.
-        running: statistics.
-        eps: added to the variance.
-        epilogue: activation and integers.
+    - `x`: (N, C, H, W) for which `fits`.
+    - `weight`, `bias`: (C,), float32.
+    - `amax`: (), the range of the result.
 
     Returns:
         (the result, laid out as `x` and in its type; mean and reciprocal of the standard deviation of each channel)
@@ -242,16 +229,12 @@ def batch_norm_quantize(
 def batch_norm_again(
     x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor, amax: Tensor, *, epilogue: Epilogue
 ) -> Tensor:
-    """The result of `batch_norm_quantize`, by its kernel, from its arguments and its other results.
+    """Return the result of `batch_norm_quantize`, by its kernel, from its arguments and its other results.
 
-    Args:
-        x: (N, C, H, W).
-        mean: of each channel, (C,).
-        deviation: the reciprocal of each channel's standard deviation, (C,).
-        weight: (C,).
-        bias: (C,).
-        amax: (), the range of the result.
-        epilogue: activation and integers.
+    - `x`: (N, C, H, W).
+    - `mean`, `weight`, `bias`: (C,).
+    - `deviation`: the reciprocal of each channel's standard deviation, (C,).
+    - `amax`: (), the range of the result.
     """
     to_out, out = empty_as(x, x.dtype)
     columns = x.shape[1]
@@ -292,7 +275,6 @@ class _BatchNormQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *statistics: None) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and bias."""
         refuse_second_derivative(grad)
         if grad is None:
             return (None,) * 9

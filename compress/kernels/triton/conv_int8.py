@@ -1,7 +1,4 @@
-"""Convolution on INT8 tensor cores with its epilogue in the same kernel: codes in, codes out.
-
-A code is the integer that a quantizer rounds to. `conv_int8_kernel` is the kernel; here are its tiles and its launch.
-"""
+"""Convolution on INT8 tensor cores with its epilogue in the same kernel: codes in, codes out."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class Codes(NamedTuple):
     Attributes:
         integers: int8; activations (N, C, H, W) channels_last, weights (O, C, R, S) channels_last.
         amax: () for activations, (O,) for weights; one step is amax / high.
-        high: the integer of amax.
     """
 
     integers: Tensor
@@ -42,14 +38,13 @@ class Geometry(NamedTuple):
 
 
 class ConvTile(NamedTuple):
-    """The part of the result that one program computes, and its resources.
+    """The part of the result that one program computes.
 
     Attributes:
         rows: output pixels.
         columns: output channels.
         depth: input channels of one step.
         stages: steps whose loads are in flight at a time.
-        warps: of a program.
         part: columns that the epilogue holds in registers at a time.
         registers: limit per thread; None = the compiler decides.
     """
@@ -64,12 +59,12 @@ class ConvTile(NamedTuple):
 
 
 class ConvResult(NamedTuple):
-    """The results of the kernel.
+    """The results of the kernel; None unless asked for.
 
     Attributes:
-        codes: (N, O, OH, OW) int8, channels_last; None unless asked for.
-        bits: where the gradient passes, packed (`compress.kernels.bitmask`); None unless asked for.
-        value: the quantized values, shape and layout of `codes`; None unless asked for.
+        codes: (N, O, OH, OW) int8, channels_last.
+        bits: where the gradient passes, packed (`compress.kernels.bitmask`).
+        value: the quantized values, shape and layout of `codes`.
     """
 
     codes: Tensor | None
@@ -85,16 +80,9 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> ConvTile:
-    """A tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
+    """Return a tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
 
-    Within 5 % of the best of seven for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all.
-
-    Args:
-        pixels: of the result, of all images.
-        channels: of the input.
-        outputs: channels of the result.
-        taps: of the filter.
-        limited: whether a limit of registers can be set; without one, a large tile is as fast only for a long sum.
+    - `limited`: whether a limit of registers can be set; without one, a large tile is as fast only for a long sum.
     """
     depth = 64 if channels > 32 else 32
     narrow = ConvTile(128, 64, depth, 4, 4, 32, 168)
@@ -120,23 +108,18 @@ def conv_codes(
     dtype: torch.dtype | None = None,
     tile: ConvTile | None = None,
 ) -> ConvResult:
-    """quantize(activation(conv(x, weight) + bias + residual)), read as codes and written as codes.
+    """Compute quantize(activation(conv(x, weight) + bias + residual)), read as codes and written as codes.
 
-    Args:
-        x: activations for which `fits`.
-        weight: of the convolution; one group.
-        amax: (), the range of the result.
-        epilogue: of the convolution; one range, integers of at most 8 bits and a sign.
-        geometry: stride, padding (with zeros), dilation.
-        bias: (O,), floating point.
-        residual: codes or floating point, (N, O, OH, OW), channels_last.
-        codes: write the codes.
-        bits: write the bits of the backward pass.
-        dtype: of the quantized values, if they are to be written too.
-        tile: None = `default_tile`.
-
-    Returns:
-        Codes, bits and values.
+    - `x`: activations for which `fits`.
+    - `weight`: one group.
+    - `amax`: (), the range of the result.
+    - `epilogue`: one range, integers of at most 8 bits and a sign.
+    - `geometry`: stride, padding (with zeros), dilation.
+    - `bias`: (O,), floating point.
+    - `residual`: codes or floating point, (N, O, OH, OW), channels_last.
+    - `bits`: write the bits of the backward pass.
+    - `dtype`: of the quantized values, if they are to be written too.
+    - `tile`: None = `default_tile`.
     """
     q, w = x.integers, weight.integers
     added, added_amax, added_high = residual if isinstance(residual, Codes) else (residual, amax, 127)
@@ -163,13 +146,7 @@ def conv_codes(
 
 
 class _Call(NamedTuple):
-    """A launch, as far as shapes determine it.
-
-    Attributes:
-        shape: of the result.
-        bytes: size of its packed bits.
-        grid, constants, tile: of the kernel.
-    """
+    """A launch, as far as shapes determine it."""
 
     shape: tuple[int, int, int, int]
     bytes: int
@@ -235,12 +212,7 @@ def _call_of(
 
 
 class _Plan:
-    """A call that is repeated.
-
-    Attributes:
-        call: its shapes and constants.
-        launch: of the kernel, on the GPU of index `device`.
-    """
+    """A call that is repeated."""
 
     def __init__(self, call: _Call, device: int) -> None:
         t = call.tile

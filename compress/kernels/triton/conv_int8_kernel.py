@@ -1,13 +1,4 @@
-"""The kernel of `conv_int8`: an implicit matrix product of codes on INT8 tensor cores, and its epilogue.
-
-The sum in INT32 is exact. The kernel turns it into steps of the output's scale, adds bias and residual, applies the
-activation, rounds and saturates; it reads one byte per element and writes one, and for the backward pass one bit per
-element and, if asked, the quantized value in half precision. Each tap is a shifted view of the image (implicit GEMM).
-
-A float32 product replaces a float32 sum of rounded products and a division, so a value within float32's precision of a
-tie may round to the other neighbour than on the plain path. Codes hold no NaN: a training that diverges shows it in the
-values, in the gradients and in the layers that stay in floating point.
-"""
+"""The kernel of `conv_int8`: an implicit matrix product of codes on INT8 tensor cores, and its epilogue."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -144,7 +135,6 @@ def _finish(
     x_high, weight_high, residual_high, least, low, high, lower, upper,
     ADDED_CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums, add bias and residual, activate, round, and write codes, bits and values."""
     x_high = tl.cast(x_high, tl.float32)  # torch.compile passes Python's numbers in float64
     weight_high = tl.cast(weight_high, tl.float32)
     residual_high = tl.cast(residual_high, tl.float32)

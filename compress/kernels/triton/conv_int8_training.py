@@ -1,8 +1,4 @@
-"""A convolution of codes with the gradient of the float convolution, and codes of values.
-
-Eager, the kernels are launched directly (`launch`). In a compiled graph torch's code launches them in the forward pass,
-and the backward pass, but for a pool's, is torch's operations.
-"""
+"""A convolution of codes with the gradient of the float convolution, and codes of values."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -30,10 +26,8 @@ class Layer(NamedTuple):
     """A convolution with its epilogue, besides the tensors.
 
     Attributes:
-        geometry: of the convolution.
         stem: whether it is rearranged first (`compress.kernels.stem`).
         highs: the integers of amax, of input, weight and residual.
-        epilogue: bias, activation and integers.
         window: of the max pool after it; None = there is none.
         emits: whether codes of the result are written.
     """
@@ -60,25 +54,18 @@ def convolve(
     amax: Tensor,
     layer: Layer,
 ) -> tuple[Tensor, Tensor]:
-    """quantize(activation(conv(x, weight) + bias + residual)), pooled, computed from codes; the gradient is of floats.
+    """Compute quantize(activation(conv(x, weight) + bias + residual)), pooled, from codes; the gradient is of floats.
 
-    Args:
-        x: (N, C, H, W) channels_last, quantized values.
-        weight: (O, C, R, S), quantized values in the type of `x`.
-        bias: (O,).
-        residual: (N, O, OH, OW).
-        codes: int8, of `x`.
-        weight_codes: int8, of `weight`.
-        residual_codes: int8, of `residual`; None = the residual itself is read.
-        x_amax: (), range of `x`.
-        weight_amax: (O,).
-        residual_amax: ().
-        amax: (), range of the result.
-        layer: all other settings.
+    - `x`: (N, C, H, W) channels_last, quantized values.
+    - `weight`: (O, C, R, S), quantized values in the type of `x`.
+    - `bias`, `weight_amax`: (O,).
+    - `residual`: (N, O, OH, OW).
+    - `codes`, `weight_codes`: int8, of `x` and `weight`.
+    - `residual_codes`: int8; None = the residual itself is read.
+    - `x_amax`, `residual_amax`, `amax`: (), range of `x`, of the residual, of the result.
 
     Returns:
-        Quantized values in the type of `x`, and their codes, empty unless wanted; (N, O, OH, OW), or the size of the
-        pooled result; channels_last.
+        Quantized values in the type of `x`, and their codes, empty unless wanted; channels_last.
     """
     added = residual_codes if residual_codes is not None else residual
     # Torch's compiler takes no tensor twice: the residual may be the input, and share its range
@@ -153,7 +140,6 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight, bias and residual."""
         x, weight, mask = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
@@ -213,10 +199,8 @@ def _conv_codes(
 def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:
     """The integers of quantized values: int8, laid out as `value`, which is dense.
 
-    Args:
-        value: quantized values, of any floating point type.
-        amax: (), their range.
-        high: the integer of the range.
+    - `value`: quantized values, of any floating point type.
+    - `amax`: (), their range.
     """
     codes = torch.empty_like(value, dtype=torch.int8)
     n = value.numel()

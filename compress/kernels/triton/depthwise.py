@@ -1,9 +1,4 @@
-"""Depthwise convolutions of training with filters of 7 x 7 and more, moved by one pixel, in half precision.
-
-They are limited by the multiplications of ordinary cores. A program computes STRIP neighbouring results of each of its
-positions, so that a pixel is read and widened once for all of them. Sums are float32. Each program writes its own
-partial sums, so the result does not depend on the order of programs.
-"""
+"""Depthwise convolutions of training with filters of 7 x 7 and more, moved by one pixel, in half precision."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -121,10 +116,7 @@ def filter_gradient_kernel(
     CHANNELS: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """Sum the products of gradients and pixels under one row of taps; `sums` is (programs, TAPS_Y * TAPS_X + 1, C).
-
-    The last row of the sums is that of the gradient itself: the bias's gradient.
-    """
+    """Sum the products of gradients and pixels under one row of taps; the last row is the bias's gradient."""
     tap_y = tl.program_id(0) % TAPS_Y  # neighbours in time read the same pixels
     program = tl.program_id(0) // TAPS_Y
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -170,14 +162,7 @@ def _with_grads(sums, pixels, grads, PLACE: tl.constexpr, TAPS: tl.constexpr, ST
 
 
 class Grid(NamedTuple):
-    """Division of an image batch into programs.
-
-    Attributes:
-        groups: strips of a row of pixels.
-        positions: strips in all.
-        blocks: of positions.
-        columns: blocks of channels.
-    """
+    """Division of an image batch into programs."""
 
     groups: int
     positions: int
@@ -203,13 +188,8 @@ def fits(
 ) -> bool:
     """Whether the kernels compute a convolution, with a filter for each channel, and pay off.
 
-    Args:
-        x: (N, C, H, W).
-        weight: (C, 1, R, S).
-        dtype: in which it is computed.
-        stride: of the filter.
-        padding: of the input.
-        dilation: of the filter.
+    - `x`: (N, C, H, W).
+    - `weight`: (C, 1, R, S).
     """
     if x.dim() != 4 or weight.dim() != 4 or dtype not in (torch.float16, torch.bfloat16) or not is_channels_last(x):
         return False
@@ -245,7 +225,6 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias."""
         refuse_second_derivative(grad)
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype) if grad.dtype != x.dtype else grad

@@ -1,10 +1,4 @@
-"""Fake quantization of a layer's result with its epilogue, in one pass over memory: kernels and their launches.
-
-The innermost axis of a tile is a group of eight neighbours in memory: one 16-byte access of half-precision values,
-whose bits a thread packs alone. Where each column of a row-major matrix has one bias, the backward kernel goes down a
-strip of columns and sums the bias's gradient while it masks; partial sums do not depend on the order of programs. NaN
-passes through as in torch. Division is rounded correctly, because a value on a tie must round as it does in the engine.
-"""
+"""Fake quantization of a layer's result with its epilogue, in one pass over memory: kernels and their launches."""
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -150,12 +144,7 @@ def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
 def forward_compiled(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(the quantized tensor, the packed mask) in a graph that torch compiles; `y` `fits` and has one range.
-
-    The kernel is called as it is, not as an operator of a library: the compiler's own wrapper launches it, which costs
-    the processor nothing. The compiler's kernels for a chain would write the result and read all of it again to pack
-    the bits, and they use Triton's slow division.
-    """
+    """(the quantized tensor, the packed mask) in a graph that torch compiles; `y` `fits` and has one range."""
     n = y.numel()
     to_out, out = empty_as(y, dtype)
     bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=y.device)
@@ -213,7 +202,6 @@ class Strips(NamedTuple):
     Attributes:
         strip, strips: columns of a strip, and their number.
         tile, steps: rows of a tile, and the number of tiles that a program goes through.
-        programs: for each strip.
     """
 
     strip: int

@@ -1,9 +1,4 @@
-"""Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel.
-
-The quantizer after the softmax needs the whole row's sum before it can round. Where one step holds all keys, scores
-stay in registers; else keys are read twice. Products with values are computed by the half-precision tensor cores, which
-hold codes exactly, and are summed in float32: exact below 2^24, which 1,000 keys do not reach.
-"""
+"""Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -36,16 +31,14 @@ def attention(
 ) -> None:
     """Launch the attention of all heads.
 
-    q: codes (B, H, L, D).
-    k: codes (B, H, D, S).
-    v: codes (B, H, S, E).
-    mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then
-        it repeats. None = none.
-    factor: of a product of codes, in the scores.
-    probability, limits: scale, lowest and highest integer of the probabilities' grid.
-    finish: on the device; its factor is that of a sum of products of codes.
-    codes, value: (B, H, L, E), what is written; None = not.
-    queries, keys, warps: of one program, of one step, of a program.
+    - `q`, `k`, `v`: codes (B, H, L, D), (B, H, D, S), (B, H, S, E).
+    - `mask`: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M divides B: then it repeats.
+      None = none.
+    - `factor`: of a product of codes, in the scores.
+    - `probability`, `limits`: scale, lowest and highest integer of the probabilities' grid.
+    - `finish`: its factor is that of a sum of products of codes.
+    - `codes`, `value`: (B, H, L, E), what is written; None = not.
+    - `queries`, `keys`: of one program, of one step.
     """
     batch, heads, length, depth = q.shape
     size, width = v.shape[2], v.shape[3]
@@ -95,7 +88,6 @@ def _scores(q, k_ptr, key, depth_at, k_step, depth, size, mask_ptr, mask_step, f
 
 @triton.jit
 def _mixed(p, v_ptr, key, column, v_step, size, inside, sums):
-    """`sums` with the products of a block of rounded probabilities and its values."""
     there = (key < size)[:, None] & inside[None, :]
     v = tl.load(v_ptr + key[:, None] * v_step[2] + column[None, :] * v_step[3], mask=there, other=0)
     return tl.dot(p.to(tl.float16), v.to(tl.float16), sums, out_dtype=tl.float32)
@@ -124,7 +116,6 @@ def _in_two_passes(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Products with the values, whose keys come in several blocks."""
     largest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     for start in range(0, size, KEYS):

@@ -1,8 +1,4 @@
-"""Matrix products of codes of many input channels: a program computes one tile, and loads its next steps ahead.
-
-A descriptor loads a whole tile with one instruction of Hopper's copy engine (TMA), so that the threads compute no
-addresses and the products wait for nothing but memory. Results are written as everywhere (`int8_epilogue`).
-"""
+"""Matrix products of codes of many input channels: a program computes one tile, and loads its next steps ahead."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -22,14 +18,10 @@ def deep(
 ) -> None:
     """Launch the product of `x` and the weight.
 
-    Args:
-        x: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
-        weight: of `pack_weight`, of one tap and one group.
-        finish: of `finish_of`, on the device.
-        outputs: what is added and written.
-        columns: output channels.
-        tile: of a program, without splits.
-        zero: code of 0 of the input.
+    - `x`: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
+    - `weight`: of `pack_weight`, of one tap and one group.
+    - `finish`: of `finish_of`, on the device.
+    - `zero`: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     pixels, filters = describe_operands(x, weight, columns, tile)

@@ -1,9 +1,4 @@
-"""Depthwise convolutions of codes for inference, with all that follows them in the same kernel.
-
-A program computes STRIP neighbouring outputs of each of its positions, so that a pixel and a weight are read once for
-all of them. Sums are int32, or float32 for filters of many taps (twice as fast, but pixels take longer to widen). Both
-are exact: sums stay below 2^24, where every integer is a float32.
-"""
+"""Depthwise convolutions of codes for inference, with all that follows them in the same kernel."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -28,9 +23,6 @@ class DepthwiseTile(NamedTuple):
 
     Attributes:
         positions: groups of neighbouring outputs of a row.
-        channels: of each.
-        strip: outputs of a group.
-        warps: of a program.
         floats: sums are float32, not int32.
     """
 
@@ -42,13 +34,10 @@ class DepthwiseTile(NamedTuple):
 
 
 def pack_depthwise(weight: Tensor, zero: int = 0, *, floats: bool, device: torch.device | str = "cpu") -> Weight:
-    """A weight (C, 1, R, S) as the kernel reads it: (R, S, C), int32 or float32, C filled up with zeros.
+    """A weight (C, 1, R, S), int8, as the kernel reads it: (R, S, C), int32 or float32, C filled up with zeros.
 
-    Args:
-        weight: int8.
-        zero: code of 0 of the input.
-        floats: for tiles whose sums are float32; at most `MOST_FLOAT_TAPS` taps.
-        device: where it is put.
+    - `zero`: code of 0 of the input.
+    - `floats`: for tiles whose sums are float32; at most `MOST_FLOAT_TAPS` taps.
     """
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED))
     return Weight(
@@ -70,16 +59,11 @@ def depthwise(
 ) -> None:
     """Launch the depthwise convolution of `x`.
 
-    Args:
-        x: int8 (N, C, H, W), any strides with neighbouring channels.
-        weight: of `pack_depthwise`, with the tile's `floats`.
-        finish: of `finish_of`, on the device.
-        outputs: what is added and written.
-        columns: channels.
-        geometry: of the filter.
-        out_size: (OH, OW).
-        tile: of a program.
-        zero: code of 0 of the input, which pads.
+    - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
+    - `weight`: of `pack_depthwise`, with the tile's `floats`.
+    - `finish`: of `finish_of`, on the device.
+    - `out_size`: (OH, OW).
+    - `zero`: code of 0 of the input, which pads.
     """
     images, _, height, width = x.shape
     image_step, _, row_step, pixel_step = x.stride()
@@ -186,11 +170,7 @@ def place_of(
     HIGH: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """Where the HIGH x STRIP results of a position lie, and the pixel with which their window begins.
-
-    An image has `blocks` x `groups` positions. Returns (image as int64, first row and column of the results, row and
-    column of the pixel, its distance from the first one of all in units of `step`, int64).
-    """
+    """(image as int64, first row and column of the results, row and column of the first pixel, its distance)."""
     line = position // groups
     out_x = (position % groups) * STRIP
     out_y = (line % blocks) * HIGH

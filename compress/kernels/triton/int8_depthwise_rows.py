@@ -1,10 +1,4 @@
-"""Depthwise convolutions of codes by products of four bytes (dp4a), several rows of results at a time, for inference.
-
-The four bytes must be neighbours in a register, and neighbours in memory are channels. So a thread transposes 16 bytes
-(four channels of four pixels) by eight instructions; a word then holds four pixels of one channel, and meets a word of
-the filter that the host has packed for each shift. A thread computes HIGH rows of four channels. A program computes
-UNITS words of channels, CHUNK neighbouring ones of a position before those of the next position.
-"""
+"""Depthwise convolutions of codes for inference by products of four bytes (dp4a), several rows at a time."""
 
 # ruff: noqa: ANN001, ANN202, N803, N806  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -41,8 +35,6 @@ class RowsTile(NamedTuple):
     """The tile of one program.
 
     Attributes:
-        high: rows of results of a position.
-        strip: neighbouring results of each row.
         chunk: words of four channels that a program takes of a position; a divisor of all of them.
         warps: of a program; each thread computes one word of channels of one position.
     """
@@ -57,11 +49,7 @@ def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cp
     """A weight (C, 1, R, S) as the kernel reads it: int32 (R, S + 3, 4, C / 4), C filled up with zeros.
 
     The word of row r, shift d + 3, and place j holds for the channels 4 w + j the taps d to d + 3 of that row.
-
-    Args:
-        weight: int8.
-        zero: code of 0 of the input.
-        device: where it is put.
+    `zero` is the code of 0 of the input.
     """
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED, 3, 3))
     shifted = codes.unfold(1, WORD, 1)  # (R, S + 3, C, 4 taps)
@@ -75,7 +63,6 @@ def _words_of(x: Tensor) -> Tensor:
 
 
 def _word_of(code: int) -> int:
-    """A word of four times the same code, as int32."""
     return int.from_bytes(bytes([code & 255]) * WORD, "little", signed=True)
 
 
@@ -93,15 +80,14 @@ def depthwise_rows(
 ) -> None:
     """Launch the depthwise convolution of `x`.
 
-    x: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
-        multiple of 16 channels.
-    weight: of `pack_dots`.
-    finish: on the device; its grid has one scale.
-    outputs: what is written, in rows at multiples of 4 elements; nothing is added.
-    columns: channels, a multiple of 4.
-    geometry: without dilation.
-    out_size: (OH, OW).
-    tile, zero: as of `product`.
+    - `x`: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
+      multiple of 16 channels.
+    - `weight`: of `pack_dots`.
+    - `finish`: on the device; its grid has one scale.
+    - `outputs`: what is written, in rows at multiples of 4 elements; nothing is added.
+    - `columns`: channels, a multiple of 4.
+    - `geometry`: without dilation.
+    - `out_size`: (OH, OW).
     """
     images, _, height, width = x.shape
     taps_y, shifts, _, words = weight.codes.shape
@@ -143,7 +129,6 @@ def depthwise_rows(
 
 @triton.jit
 def _transposed(pixels, ON_GPU: tl.constexpr):
-    """Four words of four pixels' bytes as four words of one channel's bytes each."""
     a, b, c, d = pixels
     if ON_GPU:
         return tl.inline_asm_elementwise(
@@ -158,7 +143,6 @@ def _transposed(pixels, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _dot(pixels, taps, total, ON_GPU: tl.constexpr):
-    """`total` with the products of the four signed bytes of two words."""
     if ON_GPU:
         total = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [pixels, taps, total], tl.int32, True, 1
@@ -247,7 +231,6 @@ def _with_row(
     STRIP: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """The sums of all rows with the products of one row of the filter."""
     QUADS: tl.constexpr = ((STRIP - 1) * STRIDE_X + TAPS + 3) // 4
     taps = ()
     for i in tl.static_range(STRIP * QUADS):

@@ -32,11 +32,8 @@ def describe_operands(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of the pixels and of the filters.
 
-    Args:
-        x: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
-        weight: of `pack_weight`, of one tap and one group.
-        columns: output channels.
-        tile: of a program.
+    - `x`: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
+    - `weight`: of `pack_weight`, of one tap and one group.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     return (
@@ -50,12 +47,8 @@ def describe_results(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of the residual and of the codes that are written; without a residual both are the same.
 
-    Args:
-        finish: of `finish_of`.
-        outputs: codes that are added and written, in rows at multiples of 16 bytes.
-        rows: output pixels.
-        columns: output channels.
-        tile: of a program.
+    - `finish`: of `finish_of`.
+    - `outputs`: codes that are added and written, in rows at multiples of 16 bytes.
     """
 
     def described(tensor: Tensor, pitch: int) -> TensorDescriptor:

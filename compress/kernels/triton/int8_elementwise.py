@@ -1,9 +1,4 @@
-"""Elementwise steps for inference: sums, products, activations, and what quantizes, dequantizes or requantizes.
-
-Operands are codes or values of any strides, so a step also changes the layout (an image whose channels lie first
-becomes codes whose channels lie last), and an operand that broadcasts has strides of 0. An activation from codes to
-codes has at most 256 results and is looked up.
-"""
+"""Elementwise steps for inference: sums, products, activations, and what quantizes, dequantizes or requantizes."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -42,14 +37,11 @@ def elementwise(
 ) -> None:
     """Launch activation(x combined with y).
 
-    Args:
-        x: first operand; its shape is that of the result.
-        y: second operand; None = none.
-        combination: one of `COMBINATIONS`.
-        finish: of `finish_of`, on the device; its factor and bias are single numbers, or one for each index of the last
-            axis in memory.
-        codes: what is written; None = not.
-        value: the same.
+    - `x`: its shape is that of the result.
+    - `y`: None = none.
+    - `combination`: one of `COMBINATIONS`.
+    - `finish`: its factor and bias are single numbers, or one for each index of the last axis in memory.
+    - `codes`, `value`: what is written; None = not.
     """
     tensors = [x.tensor, x.tensor if y is None else y.tensor, codes, value]
     shape, strides = _collapsed(tensors)

@@ -1,14 +1,4 @@
-"""Operations of inference kernels on an exact sum: scale, bias, activations, residual, requantization.
-
-    y = first(sum * factor + bias)
-    y = y rounded to a grid and back (where a branch is quantized before it is added)
-    y = second(y + residual)
-    codes = round(y / scale) + zero;  value = y
-
-Everything is computed in float32 in registers, on one tile of rows (pixels) and columns (output channels). Where only
-codes are written and both activations scale with their argument (clips, leaky ReLU), the host divides all factors by
-the output's scale beforehand, so that `y` is in steps of the output and costs no further multiplication.
-"""
+"""Operations of inference kernels on an exact sum: scale, bias, activations, residual, requantization."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -64,7 +54,6 @@ class OutputGrid(NamedTuple):
 
     Attributes:
         scale: float64; one number, or one for each column.
-        zero, low, high: integers.
     """
 
     scale: Tensor
@@ -108,10 +97,7 @@ class Numbers(NamedTuple):
     Attributes:
         first_lower, first_upper, second_lower, second_upper: bounds of the activations; the slope of leaky ReLU.
         middle_inverse, middle_scale, middle_low, middle_high: of the grid between branch and residual, without zero.
-        residual_scale, residual_zero: of the residual.
-        to_steps: reciprocal of the output's scale.
         low, high: limits of the output's grid, without its zero.
-        zero: of the output's grid.
     """
 
     first_lower: float
@@ -131,7 +117,7 @@ class Numbers(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The operations of an epilogue, as constants, so that a kernel contains no others.
+    """The operations of an epilogue, as constants of a kernel.
 
     Attributes:
         first, second: activations, by number.
@@ -139,7 +125,6 @@ class Kind(NamedTuple):
         residual: 0 none, 1 codes with the zero 0, 2 values, 3 codes with another zero.
         scaled: `y` is real and must be divided by the output's scale.
         has_zero: the output's zero is not 0.
-        writes_codes, writes_value: what is written.
     """
 
     first: int
@@ -193,13 +178,11 @@ def finish_of(
     grid: OutputGrid | None = None,
     value: bool = False,
 ) -> Finish:
-    """The arguments of an epilogue, on the CPU.
+    """Return the arguments of an epilogue, on the CPU.
 
-    factor, bias: (O,) float64; real value of one unit of the sum, and what is added to it.
-    first, second: activations before and after the residual.
-    middle: grid with one scale on which the branch is rounded before the residual is added.
-    grid: of the codes that are written; None = none are.
-    value: values are written too.
+    - `factor`, `bias`: (O,) float64; real value of one unit of the sum, and what is added to it.
+    - `middle`: grid with one scale on which the branch is rounded before the residual is added.
+    - `grid`: of the codes that are written; None = none are.
     """
     uniform = grid is not None and grid.scale.numel() == 1
     folded = grid is not None and not value and middle is None and _folds(first, second, residual, uniform)
@@ -301,11 +284,7 @@ def _softplus(x):
 
 @triton.jit
 def _gelu(x):
-    """The product of x and the normal distribution function, to 3e-7: max(x, 0) less |x| times the tail beyond |x|.
-
-    The tail's logarithm is nearly a parabola. This polynomial has the smallest largest error of |x| tail(|x|) up to
-    5.6, beyond which that is 6e-8 and less.
-    """
+    """The product of x and the normal distribution function, to 3e-7: max(x, 0) less |x| times the tail beyond |x|."""
     far = tl.minimum(tl.abs(x), 5.6)
     power = 3.309275416540913e-05 * far - 0.0007692191284149885
     power = ((power * far + 0.008080714382231236) * far - 0.05341210216283798) * far - 0.4587709903717041
@@ -358,11 +337,9 @@ def finish_tile(
     total, added, row, row_there, first_column, columns, vectors, outputs, numbers, KIND: tl.constexpr,
     LOADED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Finish a tile of sums and write it; PART columns at a time, to hold fewer registers.
+    """Finish a tile of sums (ROWS, COLUMNS) and write it, PART columns at a time.
 
-    `total` is (ROWS, COLUMNS); `added` the residual, if it is LOADED already, and anything else if not; `row` (ROWS,)
-    int64 are pixels of the result, of which there are those in `row_there`; `columns` is the first column that is not
-    there.
+    `added` is the residual, if it is LOADED; `row` (ROWS,) int64 are pixels; `columns` is the first column not there.
     """
     if COLUMNS > PART:
         left, right = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))

@@ -1,10 +1,4 @@
-"""The network's input as codes, packed for a first convolution of few channels: space to depth.
-
-Tensor cores want 32 neighbouring bytes. So blocks of as many pixels as the filter moves become one pixel of a vector:
-7 x 7 moved by 2 becomes 4 x 4 blocks moved by 1, and patches of 16 x 16 a plain matrix product. A view whose pixels
-overlap shows each row of the filter as the channels of one pixel. A small filter that moves by one pixel is packed
-whole, in blocks that overlap. Padding is part of the packed image.
-"""
+"""The network's input as codes, packed for a first convolution of few channels: space to depth."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -32,14 +26,12 @@ def pack_image(
 ) -> None:
     """Launch out[n, i, j, (dy, dx, c)] = code of x[n, c, i * move - before + dy, j * move - before + dx].
 
-    Args:
-        x: (N, C, H, W), floating point, any strides.
-        out: int8 (N, rows, columns, V), dense, V at least side * side * C; what lies beyond is the code of 0.
-        before: pixels of padding above and on the left.
-        block: (side of a block, pixels from one to the next).
-        inverse: reciprocal of the grid's scale.
-        limits: lowest and highest integer, without the zero.
-        zero: code of 0; also of padding.
+    - `x`: (N, C, H, W), floating point, any strides.
+    - `out`: int8 (N, rows, columns, V), dense, V at least side * side * C; what lies beyond is the code of 0.
+    - `before`: pixels of padding above and on the left.
+    - `block`: (side of a block, pixels from one to the next).
+    - `limits`: lowest and highest integer, without the zero.
+    - `zero`: code of 0.
     """
     grid, arguments = pack_launch(x, out, before, block, inverse, limits, zero)
     _pack_kernel[grid](*arguments)

@@ -24,15 +24,10 @@ def layer_norm(
 ) -> None:
     """Launch a normalization of rows.
 
-    Args:
-        x: codes or values (rows, channels), neighbouring channels.
-        finish: of `finish_of`, on the device; its factor and bias are those of the normalization.
-        epsilon: added to the variance.
-        outputs: what is written.
-        scale: of the codes that are read; 1 for values.
-        zero: of the codes that are read.
-        elements: of a program, at least those of a row.
-        warps: of a program.
+    - `x`: codes or values (rows, channels), neighbouring channels.
+    - `finish`: its factor and bias are those of the normalization.
+    - `scale`, `zero`: of the codes that are read; scale 1 for values.
+    - `elements`: of a program, at least those of a row.
     """
     rows, channels = x.shape
     block = triton.next_power_of_2(channels)

@@ -1,9 +1,4 @@
-"""Matrix products of codes whose time is that of their memory: persistent programs that load by tensor descriptors.
-
-A program computes many tiles, and the loads of the next one, its residual among them, are under way while one is
-finished. A descriptor loads a whole tile with one instruction of Hopper's copy engine (TMA), which also leaves out what
-lies beyond the matrix.
-"""
+"""Matrix products of codes whose time is that of their memory: persistent programs that load by tensor descriptors."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -27,12 +22,7 @@ class PointwiseTile(NamedTuple):
     """The work of one program.
 
     Attributes:
-        rows: output pixels.
-        columns: output channels.
-        depth: input channels of one step.
         stages: tiles whose loads are under way at a time.
-        warps: of a program.
-        programs: on one multiprocessor.
     """
 
     rows: int
@@ -56,15 +46,12 @@ def pointwise(
 ) -> None:
     """Launch the product of `x` and the weight.
 
-    Args:
-        x: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
-        weight: of `pack_weight`, of one tap and one group.
-        finish: of `finish_of`, on the device.
-        outputs: codes that are added and written, in rows at multiples of 16 bytes; no values.
-        columns: output channels, a multiple of 16: the copy engine writes whole 16 bytes, past the last column too.
-        tile: of a program.
-        multiprocessors: of the GPU.
-        zero: code of 0 of the input.
+    - `x`: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
+    - `weight`: of `pack_weight`, of one tap and one group.
+    - `finish`: of `finish_of`, on the device.
+    - `outputs`: codes, in rows at multiples of 16 bytes; no values.
+    - `columns`: a multiple of 16: the copy engine writes whole 16 bytes.
+    - `zero`: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     pixels, filters = describe_operands(x, weight, columns, tile)

@@ -26,14 +26,10 @@ def max_pool(
 ) -> None:
     """Launch a maximum over windows.
 
-    Args:
-        x: int8 (N, C, H, W), any strides with neighbouring channels.
-        out: int8, rows of pixels `pitch` apart.
-        pitch: elements from one pixel of the result to the next.
-        kernel: of the window.
-        geometry: how it moves.
-        out_size: (OH, OW).
-        each: elements of a thread.
+    - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
+    - `out`: int8, rows of pixels `pitch` apart.
+    - `pitch`: elements from one pixel of the result to the next.
+    - `out_size`: (OH, OW).
     """
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
@@ -104,15 +100,11 @@ def average_pool(
 ) -> None:
     """Launch an average over windows.
 
-    Args:
-        x: int8 (N, C, H, W), any strides with neighbouring channels.
-        finish: of `finish_of`, on the device; its factor is that of the sum over a whole window.
-        outputs: what is written.
-        kernel: of the window.
-        geometry: how it moves.
-        out_size: (OH, OW).
-        zero: code of 0.
-        counts_padding: padding counts as zeros; else the average is over what lies in the image.
+    - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
+    - `finish`: of `finish_of`, on the device; its factor is that of the sum over a whole window.
+    - `out_size`: (OH, OW).
+    - `zero`: code of 0.
+    - `counts_padding`: padding counts as zeros; else the average is over what lies in the image.
     """
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
@@ -199,12 +191,9 @@ def _average_kernel(
 def image_mean(x: Tensor, finish: Finish, outputs: Outputs, columns: int, *, zero: int = 0) -> None:
     """Launch the average over whole images, with many pixels of a few channels under way at a time.
 
-    Args:
-        x: int8 (N, C, H, W), any strides with neighbouring channels.
-        finish: of `finish_of`, on the device; its factor is that of the sum over an image.
-        outputs: what is written.
-        columns: channels of a program.
-        zero: code of 0.
+    - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
+    - `finish`: of `finish_of`, on the device; its factor is that of the sum over an image.
+    - `zero`: code of 0.
     """
     images, channels, height, width = x.shape
     pixels = min(64, triton.next_power_of_2(height * width))

@@ -1,10 +1,4 @@
-"""Convolutions and matrix products of codes for inference, in one kernel with all that follows them.
-
-Each tap is a shifted view of the image (implicit GEMM). Images lie channels last; a pixel's channels take a multiple of
-16 bytes, and weights of the channels that fill it up are 0, so that what is read there does not matter. Where there are
-too few tiles to fill the GPU, the sum is split: programs add their parts to a workspace of INT32, exactly and in any
-order, and the last one finishes the tile and leaves zeros for the next run.
-"""
+"""Convolutions and matrix products of codes for inference, in one kernel with all that follows them."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -24,11 +18,7 @@ ALIGNED = 16
 
 
 class Geometry(NamedTuple):
-    """How a filter moves; padding is above and on the left, pixels beyond the image are never read.
-
-    Attributes:
-        stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x: vertical and horizontal.
-    """
+    """How a filter moves; padding is above and on the left, pixels beyond the image are never read."""
 
     stride_y: int = 1
     stride_x: int = 1
@@ -59,11 +49,7 @@ class Tile(NamedTuple):
     """The work of one program.
 
     Attributes:
-        rows: output pixels.
-        columns: output channels.
-        depth: input channels of one step.
         stages: steps whose loads are under way at a time.
-        warps: of a program.
         part: columns that the epilogue holds in registers at a time.
         registers: most registers of a thread; None = as many as the compiler takes.
         splits: programs that share the sum of one tile.
@@ -84,7 +70,7 @@ class Weight(NamedTuple):
 
     Attributes:
         codes: int8 (O, R, S, C), C filled up with zeros to a multiple of 16.
-        correction: int32 (O,), -zero * sum of the weight, for inputs whose zero is not 0; None for others.
+        correction: int32 (O,), -zero * sum of the weight; None where the input's zero is 0.
         groups: of output channels, which read as many groups of input channels.
         step: input channels from one group to the next.
     """
@@ -98,24 +84,17 @@ class Weight(NamedTuple):
 def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Tensor | None:
     """Sums that the code of 0 adds to each output channel, taken away: int32 (O,) on the device; None if it is 0.
 
-    Args:
-        weight: int8 (O, ...).
-        zero: code of 0 of the input.
-        device: where it is put.
+    - `weight`: int8 (O, ...).
+    - `zero`: code of 0 of the input.
     """
     return (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
 
 
 def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.device | str = "cpu") -> Weight:
-    """Lay a weight out for the kernel.
+    """Lay a weight out for the kernel; groups of fewer than 16 channels are joined, with zeros between them.
 
-    Groups of fewer than 16 channels are joined, with zeros between them, until tensor cores can read them.
-
-    Args:
-        weight: int8 (O, C / groups, R, S), or (O, C) of a matrix product.
-        zero: code of 0 of the input.
-        groups: of channels.
-        device: where it is put.
+    - `weight`: int8 (O, C / groups, R, S), or (O, C) of a matrix product.
+    - `zero`: code of 0 of the input.
     """
     weight = weight.reshape(*weight.shape, *[1] * (4 - weight.dim()))
     correction = zero_correction(weight, zero, device)
@@ -179,11 +158,11 @@ def product(
 ) -> None:
     """Launch the convolution of `x`.
 
-    x: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
-    weight, finish: of `pack_weight` and `finish_of`, on the device.
-    outputs, columns, out_size: what is added and written, its channels and (OH, OW).
-    geometry, zero: of the filter; the input's code of 0, which pads.
-    tile, space: of a program; memory for a tile with splits.
+    - `x`: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
+    - `weight`, `finish`: of `pack_weight` and `finish_of`, on the device.
+    - `columns`, `out_size`: output channels and (OH, OW).
+    - `zero`: the input's code of 0, which pads.
+    - `space`: memory for a tile with splits.
     """
     images, _, height, width = x.shape
     image_step, _, row_step, pixel_step = x.stride()

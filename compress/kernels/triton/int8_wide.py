@@ -1,9 +1,4 @@
-"""Matrix products of codes of few input channels: persistent programs that compute all columns of a tile of rows.
-
-An expanding 1 x 1 convolution of a mobile network reads 16 to 64 channels and writes six times as many, no power of
-two: 96, 144, 192. Here a program holds the whole weight and computes whole rows: pixels are read once, the next tile's
-while this one is finished, no column is computed in vain, and a tile of results is one run of memory.
-"""
+"""Matrix products of codes of few input channels: persistent programs that compute all columns of a tile of rows."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -23,12 +18,9 @@ class WideTile(NamedTuple):
     """The work of one program.
 
     Attributes:
-        rows: output pixels of a tile.
         widths: columns that are computed at a time, powers of two; a program computes all of these.
         depth: all input channels, a power of two.
         stages: tiles whose loads are under way at a time.
-        warps: of a program.
-        programs: on one multiprocessor.
     """
 
     rows: int
@@ -52,15 +44,10 @@ def wide(
 ) -> None:
     """Launch the product of `x` and the weight.
 
-    Args:
-        x: int8 (rows, K) with neighbouring channels and room for the weight's.
-        weight: of `pack_weight`, of one tap and one group.
-        finish: of `finish_of`, on the device; its grid has one scale.
-        outputs: what is added and written.
-        columns: output channels.
-        tile: of a program.
-        multiprocessors: of the GPU.
-        zero: code of 0 of the input.
+    - `x`: int8 (rows, K) with neighbouring channels and room for the weight's.
+    - `weight`: of `pack_weight`, of one tap and one group.
+    - `finish`: of `finish_of`, on the device; its grid has one scale.
+    - `zero`: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     strip = sum(tile.widths)
@@ -164,7 +151,6 @@ def _all_columns(
     STRIP: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):
-    """The products of a tile of rows with all filters, finished and written."""
     first = tl.program_id(0) * STRIP
     for part in tl.static_range(len(WIDTHS)):
         column = first + tl.arange(0, WIDTHS[part])

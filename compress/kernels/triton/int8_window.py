@@ -1,10 +1,4 @@
-"""Convolutions of codes whose taps are boxes of the image: loads by tensor descriptors of four dimensions.
-
-For each tap a program loads a box of (images, rows, columns, channels), moved by the tap, with one instruction of
-Hopper's copy engine (TMA), which also fills in the padding. Threads compute no addresses and no conditions, and both
-factors go from shared memory to the tensor cores. The compiler leaves there only a first factor that is loaded as it
-is, which a box is not; so the filter is the first one here, and the product is transposed: output channels by pixels.
-"""
+"""Convolutions of codes whose taps are boxes of the image: loads by tensor descriptors of four dimensions."""
 
 # ruff: noqa: ANN001, ANN202, N803, N806  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -25,11 +19,7 @@ class WindowTile(NamedTuple):
     """The work of one program.
 
     Attributes:
-        images, high, wide: box of output pixels.
-        columns: output channels.
-        depth: input channels of one step.
         stages: steps whose loads are under way at a time.
-        warps: of a program.
     """
 
     images: int
@@ -53,16 +43,14 @@ def window(
 ) -> None:
     """Launch the convolution of `x`, whose code of 0 is 0.
 
-    Args:
-        x: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for the
-            weight's channels.
-        weight: of `pack_weight`, of one group.
-        finish: of `finish_of`, on the device; its grid has one scale.
-        outputs: codes that are added and written, in rows at multiples of 16 bytes; no values.
-        columns: output channels, a multiple of 16: the copy engine writes whole 16 bytes.
-        geometry: of the filter, which moves by one pixel.
-        out_size: (OH, OW).
-        tile: of a program.
+    - `x`: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for the
+      weight's channels.
+    - `weight`: of `pack_weight`, of one group.
+    - `finish`: of `finish_of`, on the device; its grid has one scale.
+    - `outputs`: codes, in rows at multiples of 16 bytes; no values.
+    - `columns`: a multiple of 16.
+    - `geometry`: of a filter that moves by one pixel.
+    - `out_size`: (OH, OW).
     """
     images, _, height, width = x.shape
     _, taps_y, taps_x, channels = weight.codes.shape

@@ -1,8 +1,4 @@
-"""The one import of Triton; or a stand-in where it is not installed, so that kernels can be imported anywhere.
-
-A decorator of the stand-in returns the function that it is given, and its constants are their values; nothing can be
-launched. `HAS_TRITON` says which of the two it is; `compress.kernels.dispatch` asks it.
-"""
+"""The one import of Triton; or a stand-in where it is not installed, so that kernels can be imported anywhere."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Launches of Triton kernels that look the compiled kernel up only once.
-
-Triton's own `kernel[grid](...)` inspects every argument of every call: 30 to 60 us of Python. A `Launch` belongs to one
-kind of arguments (types, sizes and constants): its first call goes through Triton, all others call the compiled kernel.
-The key under which the caller keeps its launches must hold everything that Triton specializes on. The compiled kernel
-assumes pointers at multiples of 16 bytes; a call with another goes through Triton.
-"""
+"""Launches of Triton kernels that look the compiled kernel up only once."""
 
 from __future__ import annotations
 
@@ -36,12 +30,7 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, device: int, *tensors: Any) -> None:
-        """Run on the current stream of `device`.
-
-        Args:
-            device: index of the tensors' device; -1 for the CPU, where the interpreter runs.
-            tensors: the first arguments; None for one that is missing.
-        """
+        """Run on the current stream of `device`."""
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(device, *tensors)
@@ -65,7 +54,6 @@ class Launch:
 
 
 def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether all tensors begin at a multiple of 16 bytes."""
     joined = 0
     for tensor in tensors:
         if tensor is not None:
@@ -78,12 +66,8 @@ def launch(
 ) -> None:
     """Run a kernel; its launch is looked up by the types of its tensors. In a compiled graph, torch's code launches it.
 
-    Args:
-        kernel: a function under `triton.jit`.
-        grid: programs.
-        tensors: its first arguments, on one device.
-        constants: its last ones: numbers and constexprs.
-        options: of Triton's compiler: `num_warps`, `num_stages`.
+    - `kernel`: a function under `triton.jit`.
+    - `options`: of Triton's compiler: `num_warps`, `num_stages`.
     """
     if torch.compiler.is_compiling():
         kernel[grid](*tensors, *constants, **options)

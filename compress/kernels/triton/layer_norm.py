@@ -1,9 +1,4 @@
-"""Layer norm and fake quantization as one operation, with one Triton kernel each way.
-
-A program is one warp, so that the two means of a row are sums within the warp. It takes a few rows at a time; backward
-it goes down a part of the matrix, and keeps its sums of the gradients of weight and bias in registers. In a compiled
-graph the forward pass is torch's, whose compiler fuses it with its neighbours.
-"""
+"""Layer norm and fake quantization as one operation, with one Triton kernel each way."""
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -95,9 +90,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute rows of the gradient through quantizer and norm, plus `around`; COPY: written twice, in two types.
 
-    `grad` is the gradient of the quantized norm, and `around` the one that reaches the input of the norm from its other
-    consumers. `deviation` is the reciprocal of each row's standard deviation; `sums` (programs, 2, WIDE) are those of
-    the gradients of weight and bias.
+    `around` reaches the norm's input from its other consumers; `sums` (programs, 2, WIDE) are of weight and bias.
     """
     least = tl.cast(least, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
@@ -153,18 +146,14 @@ def norm_quantize(
     keep_sum: bool = False,
     keep_statistics: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Fake quantization of the layer norm of x + added over the last axis, in `dtype`.
+    """Compute the fake quantization of the layer norm of x + added over the last axis, in `dtype`.
 
-    Args:
-        x: (..., C), contiguous, at most `WIDEST` wide.
-        weight: (C,).
-        bias: (C,); None = there is none.
-        grid: of the result; one range.
-        eps: added to the variance.
-        dtype: of the result.
-        added: shape of `x`, contiguous; None = nothing is added.
-        keep_sum: x + added is a result too.
-        keep_statistics: the mean of each row and the reciprocal of its standard deviation are results too, the last.
+    - `x`: (..., C), contiguous, at most `WIDEST` wide.
+    - `weight`, `bias`: (C,).
+    - `grid`: of the result; one range.
+    - `added`: shape of `x`, contiguous; None = nothing is added.
+    - `keep_sum`: x + added is a result too.
+    - `keep_statistics`: mean and reciprocal of the standard deviation of each row are the last results.
 
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked for.
@@ -186,18 +175,11 @@ def norm_again(
     high: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The quantized norm of `norm_quantize` once more, to the last bit, from what it keeps.
+    """Return the quantized norm of `norm_quantize` once more, to the last bit, from what it keeps.
 
-    Args:
-        total: x + added, (..., C).
-        mean: of each row, float32.
-        deviation: the reciprocal of each row's standard deviation, float32.
-        weight: (C,).
-        amax: range of the result.
-        bias: (C,); None = there is none.
-        low: smallest integer.
-        high: largest integer.
-        dtype: of the result.
+    - `total`: x + added, (..., C).
+    - `mean`, `deviation`: of each row, float32; `deviation` is the reciprocal of the standard deviation.
+    - `weight`, `bias`: (C,); no bias = None.
     """
     result = torch.empty_like(total, dtype=dtype)
     tensors = (total, total, weight, weight if bias is None else bias, amax, total, result, mean, deviation)
@@ -237,7 +219,6 @@ class _NormQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of x, added, weight and bias."""
         around = others[0] if ctx.keep_sum else None
         refuse_second_derivative(grad, around)
         total, mean, deviation, weight, amax, *rest = ctx.saved_tensors
@@ -311,7 +292,6 @@ def _forward(
     epilogue: Epilogue,
     dtype: torch.dtype,
 ) -> _Forward:
-    """Compute the forward pass by the kernel."""
     total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
     result = torch.empty_like(x, dtype=dtype)
     rows = x.numel() // weight.numel()

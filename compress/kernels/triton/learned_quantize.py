@@ -1,8 +1,4 @@
-"""Fake quantization with a learned range, forward and backward: a program computes a tile of the elements of one range.
-
-Each program of the backward pass writes its own partial sum of the range's gradient, so the result does not depend on
-the order of programs.
-"""
+"""Kernels of fake quantization with a learned range; the order of programs does not change a result."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -119,10 +115,7 @@ class LearnedPlan:
 
     Args:
         y: dense; its shape, layout, type and device matter, its values do not.
-        has_bias: a bias is added.
-        has_residual: a tensor is added.
         rows: ranges; each holds as many neighbours in memory.
-        epilogue: activation and integers.
     """
 
     def __init__(self, y: Tensor, has_bias: bool, has_residual: bool, rows: int, epilogue: Epilogue) -> None:

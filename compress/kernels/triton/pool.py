@@ -1,11 +1,4 @@
-"""Max pooling after a fused chain, in the kernel of the chain: layer -> bias -> activation -> quantizer -> max pool.
-
-The tensor that a network pools is its largest; here its quantized form is never stored. One byte per pooled value holds
-where in its window the value came from, or that no gradient passes; the backward pass writes the gradient of the
-layer's result from it. As in torch the first of equal values passes the gradient; values are quantized before they are
-compared, because that makes values equal. On INT8 tensor cores (`conv_int8_training`) the convolution has written codes
-and bits, and the pool reads those.
-"""
+"""Max pooling after a fused chain, in the kernel of the chain: layer -> bias -> activation -> quantizer -> max pool."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -38,10 +31,9 @@ def forward_kernel(
     FROM: tl.constexpr, UP_TO: tl.constexpr, DISTINCT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of pooled values: quantize each value of a window, keep the first of the largest, and its place.
+    """Compute a tile of pooled values, and the place of the first of the largest in each window.
 
     DISTINCT: different integers are different values in the type of the result. CODED: `y` holds codes, with `bits`.
-    EMITS: write codes. FROM, UP_TO: as in `fake_quantize.forward_kernel`.
     """
     lower = tl.cast(lower, tl.float32)  # torch.compile passes Python's numbers in float64
     upper = tl.cast(upper, tl.float32)
@@ -195,7 +187,6 @@ class Pooled(NamedTuple):
     """The results of a chain that ends in a pool, all channels_last.
 
     Attributes:
-        value: quantized and pooled.
         places: uint8, the index of each value in its window; 255 where no gradient passes.
         codes: int8, of `value`; None unless asked for.
     """
@@ -256,17 +247,14 @@ def pool(
     bits: Tensor | None = None,
     emits: bool = False,
 ) -> Pooled:
-    """Bias, activation, fake quantization and max pooling in one kernel; or pooling of codes alone.
+    """Compute bias, activation, fake quantization and max pooling in one kernel; or pooling of codes alone.
 
-    Args:
-        y: (N, C, H, W) for which `fits`; or, with `bits`, codes of a result of the epilogue, C a multiple of 8.
-        amax: (), the range.
-        epilogue: one range, and the bias along axis 1.
-        window: of the pool.
-        dtype: of the values.
-        bias: (C,).
-        bits: of the codes, packed (`compress.kernels.bitmask`).
-        emits: write codes too, of at most 8 bits and a sign.
+    - `y`: (N, C, H, W) for which `fits`; or, with `bits`, codes of a result of the epilogue, C a multiple of 8.
+    - `amax`: (), the range.
+    - `epilogue`: one range, and the bias along axis 1.
+    - `bias`: (C,).
+    - `bits`: of the codes, packed (`compress.kernels.bitmask`).
+    - `emits`: write codes too, of at most 8 bits and a sign.
     """
     images, channels, height, width = y.shape
     out_height, out_width = window.out_size((height, width))
@@ -308,13 +296,9 @@ def unpool(
 ) -> tuple[Tensor, Tensor | None]:
     """(the gradient of `y`, its sum over all axes but that of the channels, float32, if wanted).
 
-    Args:
-        grad: of the pooled values.
-        places: of `pool`.
-        window: of the pool.
-        size: (H, W) of `y`.
-        dtype: of `y`.
-        wants_bias: whether the sum is computed.
+    - `places`: of `pool`.
+    - `size`: (H, W) of `y`.
+    - `dtype`: of `y`.
 
     Raises:
         QuantizationError: a second derivative is asked for.

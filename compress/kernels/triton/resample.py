@@ -1,8 +1,4 @@
-"""Antialiased bilinear resizing of windows of many images in one launch (see `compress.kernels.resample`).
-
-Images of different sizes have no common tensor, so the kernel gets their addresses. Each program computes a block of an
-image's pixels, all three colours of each.
-"""
+"""Antialiased bilinear resizing of windows of many images in one launch (see `compress.kernels.resample`)."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -74,7 +70,6 @@ def _taps(numbers, at):
 
 @triton.jit
 def _grey(value):
-    """The whole grey level next to a value from 0 to 255."""
     return (value + 0.5).to(tl.int32).to(tl.uint8)
 
 

@@ -1,8 +1,4 @@
-"""Rounding to a quantizer's integers inside Triton kernels, to the last bit as `fake_quantize`, in few instructions.
-
-A kernel has time for some twenty instructions per element before it is slower than the memory, and Triton's correct
-division (`div_rn`) alone takes more. `divide` takes the reciprocal once for all elements, and three instructions each.
-"""
+"""Rounding to a quantizer's integers inside Triton kernels, to the last bit as `fake_quantize`, in few instructions."""
 
 # ruff: noqa: ANN001, ANN201  (kernels: Triton gives their parameters types)
 # mypy: disable-error-code="no-untyped-def"
@@ -18,10 +14,7 @@ _ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction 
 def divide(x, by, reciprocal):
     """The quotient, rounded correctly where it is finite and not subnormal (Markstein, IBM J. Res. Dev. 34, 1990).
 
-    Args:
-        x: finite.
-        by: positive.
-        reciprocal: 1 / by, rounded correctly.
+    - `reciprocal`: 1 / by, rounded correctly.
     """
     quotient = x * reciprocal
     return tl.fma(tl.fma(-quotient, by, x), reciprocal, quotient)
@@ -38,12 +31,9 @@ def step_of(amax, high):
 def steps_of(x, lower, upper, scale, reciprocal):
     """Clip `x` to the bounds of an activation and divide it by the scale; far values are clipped too. Keeps NaN.
 
-    Args:
-        x: float32.
-        lower: bound, or minus infinity.
-        upper: bound, or infinity.
-        scale: one step; positive.
-        reciprocal: of `scale`, rounded correctly.
+    - `x`: float32.
+    - `scale`: one step; positive.
+    - `reciprocal`: of `scale`, rounded correctly.
     """
     most = tl.minimum(upper, _FAR * scale)
     least = tl.maximum(lower, -_FAR * scale)

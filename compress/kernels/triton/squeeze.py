@@ -1,15 +1,4 @@
-"""Squeeze and excitation with its neighbours: two passes over an image forward, two backward.
-
-The block computes, of the result `y` of a layer, with `act` an activation and `q` quantizers:
-
-    a = act(y + bias);  pooled = mean of q1(a) over the pixels;  gate = what the network makes of pooled;  q2(a * gate)
-
-The first pass (`squeeze`) reads `y` and writes the means alone; the second one (`excite`) reads `y` again and writes
-the quantized product. Only `y` is kept. The gradient of the mean is known only after the gate's, so the two operations
-share a `Link`: backward, `excite` computes the gate's gradient, hands the gradient of its result on as it is, and notes
-its tensors in the link; `squeeze`, which is next, does the rest. What `squeeze` returns as `kept` is therefore for
-`excite` alone. Sums are computed by one program each, or in parts that are added in a fixed order.
-"""
+"""Squeeze and excitation with its neighbours: two passes over an image forward, two backward."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -40,7 +29,6 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """(an activation, its derivative)."""
     if ACTIVATION == "":
         value = x
         slope = tl.full(x.shape, 1.0, tl.float32)
@@ -66,10 +54,7 @@ def _steps(value, scale, reciprocal, EXACT: tl.constexpr):
 
 @triton.jit
 def _tile(rows, eights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(columns, rows of a tile, this program's columns, which exist, offsets of elements, the image's first element).
-
-    Columns are given in eights, so that the compiler knows that a row begins at a multiple of 16 bytes.
-    """
+    """(columns, rows of a tile, this program's columns, which exist, offsets of elements, the first element)."""
     columns = eights * 8
     local = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -245,11 +230,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         images, pixels, eights: number of images, rows of each, and its columns in eights.
-        rows, columns: of a tile.
-        strips: of columns, of an image.
         steps: tiles that a program goes through, if several share a strip.
-        parts: number of programs that do.
-        warps: of a program.
     """
 
     images: int
@@ -304,11 +285,10 @@ def fits(y: Tensor) -> bool:
 def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid | None) -> tuple[Tensor, Tensor, Link]:
     """Average activation(y + bias), quantized, over the pixels.
 
-    Args:
-        y: (N, C, H, W), the result of a layer without its bias; `fits`.
-        bias: (C,).
-        activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
-        grid: integers and range, with one range; None = the mean is of values that are not quantized.
+    - `y`: (N, C, H, W), the result of a layer without its bias; `fits`.
+    - `bias`: (C,).
+    - `activation`: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
+    - `grid`: with one range; None = the mean is of values that are not quantized.
 
     Returns:
         (the means, (N, C, 1, 1), in the type of `y`; what `excite` takes for `y`; what it takes besides).
@@ -324,11 +304,9 @@ def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid |
 def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
     """Fake quantization of activation(y + bias) * gate.
 
-    Args:
-        kept: from `squeeze`.
-        gate: (N, C, 1, 1) or (1, C, 1, 1).
-        grid: integers and range, with one range.
-        link: from `squeeze`.
+    - `kept`: from `squeeze`.
+    - `gate`: (N, C, 1, 1) or (1, C, 1, 1).
+    - `link`: from `squeeze`.
 
     Returns:
         (N, C, H, W), channels_last, in the type of the product.
@@ -344,14 +322,12 @@ def excite_again(
 ) -> Tensor:
     """The result of `excite`, to the last bit, without gradients.
 
-    Args:
-        kept: from `squeeze`.
-        gate: as of `excite`.
-        amax: range.
-        bias: as of `squeeze`.
-        low: smallest integer.
-        high: largest integer.
-        activation: as of `squeeze`.
+    - `kept`: from `squeeze`.
+    - `gate`: as of `excite`.
+    - `bias`: as of `squeeze`.
+    - `low`: smallest integer.
+    - `high`: largest integer.
+    - `activation`: as of `squeeze`.
     """
     out = torch.empty_like(kept, dtype=torch.promote_types(kept.dtype, gate.dtype))
     tensors = (kept, kept if bias is None else bias, _rows(gate, kept), amax, out)
@@ -366,13 +342,12 @@ def _rows(gate: Tensor, y: Tensor) -> Tensor:
 
 
 class _Squeeze(torch.autograd.Function):
-    """Keeps `y`; its backward pass computes that of both operations (see the module's first lines)."""
+    """Keeps `y`; its backward pass computes that of both operations."""
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, bias: Tensor | None, grid: IntegerGrid | None, link: Link
     ) -> tuple[Tensor, Tensor]:
-        """(the means, `y`)."""
         out = torch.empty((*y.shape[:2], 1, 1), dtype=y.dtype, device=y.device)
         low, high = _ANY if grid is None else (grid.low, grid.high)
         tensors = (y, y if bias is None else bias, y if grid is None else grid.amax, out)
@@ -414,7 +389,6 @@ class _Excite(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
-        """The quantized product."""
         ctx.save_for_backward(y, gate, grid.amax)
         ctx.grid, ctx.link = (grid.low, grid.high), link
         low, high = grid.low, grid.high
@@ -422,7 +396,6 @@ class _Excite(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """(`grad`, the gradient of the gate)."""
         refuse_second_derivative(grad)
         y, gate, amax = ctx.saved_tensors
         link, (low, high) = ctx.link, ctx.grid

@@ -1,9 +1,4 @@
-"""Quantization of a group of weights in one launch, through a table of pointers.
-
-A program computes one tile of one weight; two tables, which depend on shapes alone, say which: `tiles` (weight, tile
-within it), and `about`, a row per weight with sizes, integers and its place in the buffer. `pointers` (of the weight
-and its range; of the gradient in the backward pass) is copied to the GPU when it has changed.
-"""
+"""Quantization of a group of weights in one launch, through a table of pointers."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -96,14 +91,10 @@ def _weight_gradients_kernel(
 def quantize_weights(
     owner: Any, weights: list[Tensor], grids: list[IntegerGrid], dtype: torch.dtype, coded: Sequence[bool] = ()
 ) -> tuple[Tensor | None, ...] | None:
-    """The weights quantized, with straight-through gradients; None where the kernels do not fit.
+    """Quantize the weights, with straight-through gradients; None where the kernels do not fit.
 
-    Args:
-        owner: key of a cache for everything that depends on shapes alone: the same object call after call.
-        weights: on one device.
-        grids: of the weights.
-        dtype: of the results.
-        coded: of which weights the integers are wanted too; they follow, int8, None where they are not.
+    - `owner`: key of a cache for everything that depends on shapes alone: the same object call after call.
+    - `coded`: of which weights the integers are wanted too; they follow, int8, None where they are not.
 
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked for.
@@ -154,11 +145,7 @@ class _Pointers:
         self.table = torch.empty(0, dtype=torch.int64, device=device)
 
     def fill(self, addresses: list[int]) -> None:
-        """Make the table hold `addresses`: a new table, as a kernel may still read the old one.
-
-        While a CUDA graph is recorded nothing can be copied from the host: the addresses are numbers of a kernel of the
-        graph, which writes them in every replay.
-        """
+        """Make the table hold `addresses`: a new table, as a kernel may still read the old one."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.table, self._addresses = written_on_device(addresses, self._device), []
         elif addresses != self._addresses:
@@ -175,12 +162,7 @@ def written_on_device(numbers: list[int], device: torch.device) -> Tensor:
 
 
 class _Group:
-    """The tables of a group, which depend on types and shapes alone: on `key`.
-
-    Attributes:
-        places: (shape, stride, offset in the buffer, memory format) of each weight; empty = the group does not fit.
-        size: of the buffer, in elements.
-    """
+    """The tables of a group, which depend on types and shapes alone: on `key`."""
 
     def __init__(self, key: tuple[Any, ...], weights: list[Tensor], grids: list[IntegerGrid]) -> None:
         self.key = key
@@ -205,7 +187,6 @@ class _Group:
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=self.device)
 
     def launch(self, kernel: Any, read: torch.dtype, written: torch.dtype, *tensors: Tensor | None) -> None:
-        """Run a kernel over all tiles."""
         wanted = tensors[-1] is not None
         key = (kernel is _weights_kernel, wanted, read, written, self.even, len(self.tiles), self.device_index)
         if key not in _LAUNCHES:
