@@ -19,10 +19,7 @@ from compress.errors import EngineError, EngineUnavailableError, near_misses
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
     """Refuse inputs that an engine does not take; return them contiguous, in the engine's order.
 
-    Args:
-        inputs: one array for each of `expected`, by name.
-        expected: the engine's inputs; a dimension of -1 takes any size from 1.
-        label: of the engine, for messages.
+    In `expected` a dimension of -1 takes any size from 1.
 
     Raises:
         EngineError: a name is missing or unknown, or an array is of another type or shape.

@@ -1,8 +1,4 @@
-"""The interface of an engine: it loads an ONNX file, runs arrays, and reports the layers that it runs.
-
-Each engine imports its library in one place, on first use, so that `import compress` needs none of them and `doctor`
-can report for each engine if it works on this machine, and why not.
-"""
+"""The interface of an engine; an engine imports its library on first use."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ class Availability:
     """Availability of an engine on this machine.
 
     Attributes:
-        name: engine, such as `openvino`.
-        available: True if it can build and run here.
         version: of its library; "" if that is missing.
         devices: devices that it can run on here, such as ("CPU",).
         reason: why it is not available; "" if it is.
@@ -56,12 +50,10 @@ class TensorInfo:
         return replace(self, shape=(batch_size, *self.shape[1:]))
 
     def with_sides(self, sides: Sequence[int]) -> TensorInfo:
-        """Return the tensor with open dimensions after the batch filled in, in their order, such as height and width.
-
-        Those that `sides` has no number for stay open.
+        """Return the tensor with open dimensions after the batch filled in, in their order.
 
         Raises:
-            EngineError: the tensor holds pictures of another height and width, and has no open dimension.
+            EngineError: the tensor holds images of another size, and has no open dimension.
         """
         fixed = len(self.shape) == 4 and -1 not in self.shape[1:]
         if fixed and len(sides) == 2 and tuple(sides) not in (self.shape[2:], self.shape[1:3]):  # NCHW, NHWC
@@ -78,13 +70,10 @@ class EngineInfo:
     """Description of an engine, shown beside every figure that is measured on it.
 
     Attributes:
-        engine: `openvino`, `onnxruntime`, `torch`, ...
         label: name of the row in tables, such as `openvino (f32)`.
-        version: of the library.
-        device: device that it runs on, such as `CPU`.
-        float_precision: type in which the part that is not quantized runs (`f32`, `bf16`, `f16`), as reported by the
-            engine itself; "unknown" if it does not report it.
-        options: as given to the library.
+        device: such as `CPU`.
+        float_precision: type of the part that is not quantized (`f32`, `bf16`, `f16`), as the engine reports it; else
+            "unknown".
         path: the model file; None for a module in memory.
     """
 
@@ -122,15 +111,13 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLayer:
-    """One layer that an engine runs, as reported by the engine itself.
+    """One layer that an engine runs, as the engine reports it.
 
     Attributes:
-        name: of the layer in the engine.
         kind: the engine's name of the operation, such as `Convolution`.
         precision: type in which it computes, such as `u8`, `bf16` or `f32`.
-        output_precisions: type of each output.
         kernel: implementation chosen; "" if the engine does not report it.
-        original_names: nodes of the ONNX file that were fused into it, in no particular order.
+        original_names: nodes of the ONNX file that were fused into it, in no order.
     """
 
     name: str
@@ -146,10 +133,8 @@ class GpuTimes:
     """Times of one batch by the GPU's own clock, in ms, one number for each run.
 
     Attributes:
-        batch_size: images of one run.
-        copy_in_ms: from pinned memory to the GPU.
+        copy_in_ms, copy_out_ms: between pinned memory and the GPU.
         compute_ms: the network alone.
-        copy_out_ms: from the GPU to pinned memory.
         total_ms: all three in one stream, measured as one.
     """
 
@@ -187,12 +172,6 @@ class Engine(ABC):
     @abstractmethod
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
         """Run once.
-
-        Args:
-            inputs: one array for each of `self.inputs`, by name, of its type and shape.
-
-        Returns:
-            One array for each of `self.outputs`, by name.
 
         Raises:
             EngineError: an input is missing, unknown or of another type or shape, or the library fails.
@@ -233,11 +212,6 @@ class Engine(ABC):
     ) -> GpuTimes | None:
         """Time a batch with and without copies; None if the engine does not run on a GPU or has no access to its clock.
 
-        Args:
-            inputs: one batch.
-            warmup: runs that are not timed.
-            runs: runs that are.
-
         Raises:
             EngineError: a number is out of range, or as in `run`.
         """
@@ -246,17 +220,8 @@ class Engine(ABC):
     def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run on tensors of this GPU, on torch's current stream, without a copy; does not wait for the result.
 
-        Calls belong on one stream: they share one execution context.
-
-        Args:
-            inputs: contiguous tensors by name, of the types and shapes that the engine takes.
-
-        Returns:
-            New tensors, filled when the current stream has come that far.
-
         Raises:
-            EngineError: this engine takes arrays alone (`takes_tensors` is False); or a tensor is of another device,
-                type or shape, or is not contiguous.
+            EngineError: this engine takes arrays alone, or a tensor is of another device, type, shape or layout.
         """
         raise EngineError(f"{self.info.label} takes arrays, not tensors of a GPU; use run")
 

@@ -1,8 +1,4 @@
-"""Reads the interface of an ONNX file before an engine's library does: inputs, outputs, float types, metadata.
-
-Libraries report a bad file in many ways, some of them as an empty model. So the file is read here first, and a
-missing, truncated or foreign one is refused in the same words on every engine.
-"""
+"""Reads the interface of an ONNX file before an engine's library does: inputs, outputs, float types, metadata."""
 
 from __future__ import annotations
 
@@ -20,16 +16,14 @@ class OnnxFile:
     """The interface of an ONNX model.
 
     Attributes:
-        path: the file.
         inputs: those that are not initializers; a dimension without a number is -1.
-        outputs: likewise.
         batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
         output_batch_names: symbol of the first dimension of each output; "" if it has none.
-        float_types: types in which floating-point weights and activations are stored: `f32`, `f16`, `bf16`, `f64`.
+        float_types: types of floating-point weights and activations: `f32`, `f16`, `bf16`, `f64`.
         opset: of the standard operators; 0 if the file names none.
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
         metadata: entries of `metadata_props`.
-        weight_files: files beside it that hold its weights (external data), sorted; () if it holds them itself.
+        weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 
     path: Path
@@ -64,10 +58,6 @@ def existing_file(path: Path | str) -> Path:
 def load_onnx(path: Path | str, *, weights: bool = False) -> Any:
     """Load an `onnx.ModelProto`.
 
-    Args:
-        path: of the file.
-        weights: read those in other files too.
-
     Raises:
         EngineError: the file is missing, truncated, or not an ONNX model.
     """
@@ -92,9 +82,7 @@ def read_onnx(path: Path | str) -> OnnxFile:
 def read_interface(path: Path, model: Any) -> OnnxFile:
     """Read the interface of a loaded model.
 
-    Args:
-        path: its file.
-        model: an `onnx.ModelProto`.
+    - `model`: an `onnx.ModelProto`.
 
     Raises:
         EngineError: it is not an ONNX model, or a truncated one.
@@ -122,7 +110,6 @@ def read_interface(path: Path, model: Any) -> OnnxFile:
 
 
 def _locations(graph: Any) -> Iterator[str]:
-    """Yield the names of the files of external data, of initializers and of constants."""
     constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
     for tensor in (*graph.initializer, *constants):
         yield from (entry.value for entry in tensor.external_data if entry.key == "location")
@@ -168,7 +155,6 @@ _QUANTIZED = {2: "u8", 3: "i8", 17: "fp8", 18: "fp8", 19: "fp8", 20: "fp8"}
 
 
 def _quantized_types(graph: Any) -> Iterator[str]:
-    """Yield the types of the zero points of QuantizeLinear, which are those that it writes."""
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":

@@ -1,9 +1,4 @@
-"""ONNX Runtime: runs an ONNX file in the types that it holds, on the CPU or another execution provider.
-
-It has no FP8 kernels, and fails to load a file in which its optimizations would fuse FP8 pairs. Such a file is run with
-its Q/DQ pairs unfused: right results at the speed of float; the label says so. Its threads would spin on after a run
-and slow down the engine that is measured next, so spinning ends with the run (`session.force_spinning_stop`).
-"""
+"""ONNX Runtime: runs an ONNX file in the types that it holds, on the CPU or another execution provider."""
 
 from __future__ import annotations
 
@@ -111,8 +106,7 @@ def load(path: Path | str, build: BuildOptions) -> ONNXRuntimeEngine:
 
     Raises:
         EngineUnavailableError: ONNX Runtime or the requested provider is not here.
-        EngineError: it cannot take the file (an operator or opset that it does not know, for example), did not use the
-            provider, or another precision is requested than the file has.
+        EngineError: it cannot take the file, did not use the provider, or the file has another precision.
     """
     ort = import_library(NAME, _INSTALL)
     provider = build.options.get("provider", CPU)
@@ -214,7 +208,6 @@ class ONNXRuntimeEngine(Engine):
 
 
 def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
-    """Return the library's options, and the same as text."""
     options = ort.SessionOptions()
     level = "none" if not _yes(build.options, "fuse", "yes") else "basic" if "fp8" in file.quantized_types else "all"
     levels = ort.GraphOptimizationLevel
@@ -241,7 +234,6 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
 
 
 def _yes(options: Mapping[str, str], name: str, default: str) -> bool:
-    """Return the value of an option that is `yes` or `no`."""
     value = options.get(name, default)
     if value not in {"yes", "no"}:
         raise EngineError(f"onnxruntime: {name} is {value!r}: it must be yes or no")

@@ -1,8 +1,4 @@
-"""OpenVINO, the default engine: it runs on every x86 and ARM CPU.
-
-On CPUs with bfloat16 instructions it computes the float part of a model in bf16 by default. So the type is read from
-the compiled model and shown in the label, and a `precision` that the model did not take is an error.
-"""
+"""OpenVINO, the default engine: it runs on every x86 and ARM CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ def load(path: Path | str, build: BuildOptions) -> OpenVINOEngine:
 
     Raises:
         EngineUnavailableError: OpenVINO or the requested device is not here.
-        EngineError: OpenVINO cannot take the file or an option, or runs in another precision than requested.
+        EngineError: OpenVINO cannot take the file or an option, or runs in another precision.
     """
     if build.precision is not None and build.precision not in PRECISIONS:
         raise EngineError(
@@ -150,7 +146,6 @@ class OpenVINOEngine(Engine):
 
 
 def _options(build: BuildOptions) -> dict[str, str]:
-    """Return the library's own names and values of the build options."""
     options = {"PERFORMANCE_HINT": "LATENCY"}
     if build.threads is not None:
         options["INFERENCE_NUM_THREADS"] = str(build.threads)

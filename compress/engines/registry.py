@@ -1,7 +1,4 @@
-"""The table of engines: for each, how it reports its availability, how it loads a file, and its options.
-
-To add an engine, add a file with an `availability` and a `load` function, and a row in `ENGINES`.
-"""
+"""The table of engines: for each, how it reports its availability, how it loads a file, and its options."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class EngineEntry:
     """One engine.
 
     Attributes:
-        availability: reports if it works on this machine; never raises.
+        availability: never raises.
         load: makes an engine from a file; None for an engine that runs modules in memory.
-        options: name and meaning of each option that `build_engine` passes on.
+        options: meaning of each option that `build_engine` passes on, by name.
         instead: for an engine without `load`: the reason, and how to use it.
         target: the target whose files suit it; None for an engine that takes any placement.
     """
@@ -90,18 +87,16 @@ def build_engine(
     """Load an ONNX file into an engine.
 
     Args:
-        path: the file; for TensorRT also an engine file that was built before.
-        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `cuda`, `tensorrt`, `tensorrt-rtx` or
-            `tensorrt-lean`; `engine_availability` lists those that work here.
-        batch_size: fixes the batch, which is faster; None keeps the file's own, dynamic or not.
+        path: for TensorRT also an engine file that was built before.
+        engine: such as `openvino`, `onnxruntime`, `cuda`, `tensorrt`, `tensorrt-rtx` or `tensorrt-lean`;
+            `engine_availability` lists those that work here.
+        batch_size: fixes the batch; None keeps the file's own.
         threads: CPU threads of one run; None = the engine's own choice.
-        precision: of the part that is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice, which
-            `Engine.info.float_precision` names.
-        options: of that engine, named in its row: `device` (openvino), `provider` (onnxruntime), ...
+        precision: of the part that is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice.
+        options: of that engine: `device` (openvino), `provider` (onnxruntime), ...
 
     Raises:
-        EngineError: the engine or an option is unknown; the file is missing, truncated, not ONNX, or refused by the
-            engine; or the engine did not take the precision.
+        EngineError: the engine or an option is unknown, or the engine did not take the file or the precision.
         EngineUnavailableError: the engine is not on this machine; the message says what to install.
 
     Examples:

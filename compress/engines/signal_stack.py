@@ -1,9 +1,4 @@
-"""Restores the alternate signal stack of a thread after a library has replaced it.
-
-OpenVINO gives the thread that compiles a model a signal stack of its own, and frees it with the model. If two models
-are freed in the order in which they were made, a freed stack stays set, and the next signal with a handler (SIGCHLD,
-when a worker of a DataLoader ends) kills the process. Restoring the stack at once prevents this.
-"""
+"""Restores the signal stack of a thread after OpenVINO has replaced it; a freed stack kills the process at a signal."""
 
 from __future__ import annotations
 

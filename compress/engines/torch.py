@@ -1,8 +1,4 @@
-"""A torch module in memory as an engine: the reference row, and the way to measure fake quantization.
-
-The module is copied, so that measuring neither moves the caller's module nor changes its mode. On a GPU the time of a
-run includes the copies of inputs and outputs, as it does for the other engines, which take numpy arrays.
-"""
+"""A torch module in memory as an engine: the reference row, and the way to measure fake quantization."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ class TorchEngine(Engine):
     Args:
         module: takes one tensor, returns a tensor (named `logits`), or a dict, a dataclass or a sequence (`output_0`,
             ...) of them.
-        image_shape: of one input without the batch dimension, such as (3, 224, 224).
-        dtype: of the input.
+        image_shape: without the batch dimension, such as (3, 224, 224).
         device: `cpu`, `cuda`, `cuda:1`, ...
         label: name of the row; by default `torch (cpu)`.
         precision: `bf16` or `f16` run under autocast, `f32` refuses TF32 too; None = as torch is set.
@@ -145,7 +140,6 @@ def _array(tensor: Tensor) -> NDArray[np.generic]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` CPU threads, and restore the number at the end."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield

@@ -1,9 +1,4 @@
-"""Signed 8-bit activations of an ONNX file as unsigned ones with a zero point of 128: the same numbers, shifted.
-
-OpenVINO (2026.4.1, x86 with AVX-512) computes convolutions of concatenated signed tensors wrongly, 10 dB from ONNX
-Runtime and ONNX's reference evaluator; of the same numbers in unsigned types it computes them right. Of matrix products
-of a concat it is the other way round, so their inputs stay signed (tests/export/test_openvino_faults.py).
-"""
+"""Signed 8-bit activations of an ONNX file as unsigned ones with a zero point of 128: the same numbers, shifted."""
 
 from __future__ import annotations
 
@@ -24,10 +19,9 @@ def joins_signed(model: Any) -> bool:
 
 
 def to_unsigned(model: Any) -> None:
-    """Change pairs of QuantizeLinear and DequantizeLinear from int8 to uint8 whose values convolutions read, in place.
+    """Change QuantizeLinear and DequantizeLinear pairs that convolutions read from int8 to uint8, in place.
 
-    Weights stay as they are, and so does what a matrix product reads, or in int8 another node than DequantizeLinear.
-    The integers q become q + 128 with a zero point that is larger by as much, so that every real value is what it was.
+    Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products are unchanged.
     """
     graph = model.graph
     points = {tensor.name: tensor for tensor in graph.initializer}
@@ -48,7 +42,6 @@ def to_unsigned(model: Any) -> None:
 
 
 def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
-    """Return each QuantizeLinear to int8 that only DequantizeLinear nodes read, for convolutions, with these."""
     signed = {tensor.name for tensor in graph.initializer if tensor.data_type == _INT8}
     readers: dict[str, list[Any]] = {}
     for node in graph.node:

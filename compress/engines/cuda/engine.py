@@ -1,8 +1,4 @@
-"""Our own INT8 engine for NVIDIA GPUs: arrays or torch tensors in and out, one program for each set of input shapes.
-
-A file whose batch (or size) is open gets a program when a batch of a new shape comes first, which measures its kernels
-if the plan file does not know them. `batch_size` makes it at once.
-"""
+"""Our own INT8 engine for NVIDIA GPUs: arrays or torch tensors in and out, one program for each set of input shapes."""
 
 from __future__ import annotations
 
@@ -93,8 +89,8 @@ def load(path: Path | str, build: BuildOptions) -> CudaEngine:
 
     Raises:
         EngineUnavailableError: there is no such GPU, it is too old, or Triton is missing.
-        EngineError: the file has an operator or a quantizer that the engine cannot run, an option is bad, the plan file
-            belongs to another GPU or is damaged, or memory is short.
+        EngineError: an operator, a quantizer or an option that the engine cannot run; a plan file that is damaged or of
+            another GPU; or memory is short.
     """
     if build.precision is not None and build.precision not in PRECISIONS:
         raise EngineError(
@@ -105,11 +101,6 @@ def load(path: Path | str, build: BuildOptions) -> CudaEngine:
 
 
 def _device(name: str) -> torch.device:
-    """The device of an option.
-
-    Raises:
-        EngineError, EngineUnavailableError: it is no device, or is not here.
-    """
     kind, _, number = name.partition(":")
     if kind not in {"cuda", "cpu"} or (number and not number.isdigit()):
         raise EngineError(f"cuda: device is {name!r}: it must be cuda, cuda:0, cuda:1, ... or cpu")
@@ -126,13 +117,7 @@ def _device(name: str) -> torch.device:
 
 
 class CudaEngine(Engine):
-    """An ONNX file on one GPU; made by `load`.
-
-    Args:
-        path: of the file.
-        device: a GPU; or the CPU, where steps are computed in exact arithmetic.
-        build: options.
-    """
+    """An ONNX file on one GPU; made by `load`. On the CPU, steps are computed in exact arithmetic."""
 
     takes_tensors = True
 
@@ -265,7 +250,6 @@ class CudaEngine(Engine):
         return self._programs[key]
 
     def _network(self, shapes: Mapping[str, tuple[int, ...]]) -> FloatNetwork:
-        """The file's network in floating point."""
         return float_network(float_graph(read_graph(self._path, shapes)), self._dtype, self._device)
 
 
@@ -285,7 +269,7 @@ def check_tensors(
     """Refuse tensors that the engine cannot read.
 
     Raises:
-        EngineError: a name, type, shape or device is another; the message says what the engine takes.
+        EngineError: a name, type, shape or device is another.
     """
     names = [tensor.name for tensor in expected]
     if set(inputs) != set(names):

@@ -23,7 +23,6 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: of the kernel and how it is set up; the same in every process.
-        run: the launch.
     """
 
     name: str
@@ -46,11 +45,6 @@ def bind_reference(step: Step, layout: Layout, device: torch.device) -> Runner:
 class Executor:
     """A laid out plan with memory and a runner for every step.
 
-    Args:
-        layout: of the plan.
-        runners: one for each of its steps.
-        device: where it runs.
-
     Raises:
         torch.OutOfMemoryError: the arena does not fit.
     """
@@ -65,14 +59,7 @@ class Executor:
         self._forgotten = _forgotten(layout)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
-        """Run all steps on the current stream.
-
-        Args:
-            inputs: the network's inputs by name, on the device.
-
-        Returns:
-            The network's outputs by the file's names. They may lie in the arena: the next run overwrites them.
-        """
+        """Run all steps on the current stream."""
         tensors = self.start(inputs)
         for index in range(len(self.runners)):
             self.step(index, tensors)
@@ -148,10 +135,7 @@ FLOAT_KERNEL = "torch in "
 def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
     """A step as a layer.
 
-    Args:
-        step: of the layout.
-        layout: of the plan.
-        kernel: name of the candidate that computes it.
+    - `kernel`: name of the candidate that computes it.
     """
     kind = step.op if isinstance(step, Operation) else type(step).__name__
     return RuntimeLayer(

@@ -1,8 +1,4 @@
-"""A file's network in floating point: what runs where integers do not pay.
-
-Quantizers of activations become the limits of what their integers can hold, as a file may rely on them (ONNX Runtime's
-tools leave out a ReLU whose quantizer has no negative codes). Weights are the values of their integers.
-"""
+"""A file's network in floating point: what runs where integers do not pay."""
 
 from __future__ import annotations
 
@@ -43,17 +39,14 @@ def float_graph(graph: Graph) -> Graph:
 
 
 def _limits(grid: Grid) -> Activation:
-    """The values that the integers of a grid can hold."""
     return Activation("clip", (grid.low - grid.zero) * grid.scale[0], (grid.high - grid.zero) * grid.scale[0])
 
 
 def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> FloatNetwork:
     """The function of a graph without quantizers, in one floating-point type inside.
 
-    Args:
-        graph: of `float_graph`.
-        dtype: in which it computes; outputs have the types of the file.
-        device: of its inputs.
+    - `graph`: of `float_graph`.
+    - `dtype`: in which it computes; outputs have the types of the file.
     """
 
     def fitting(node: Node, index: int, value: Tensor) -> Tensor:
@@ -91,10 +84,7 @@ def _results(node: Node, given: list[Tensor | None]) -> tuple[Tensor, ...]:
 def compiled(network: FloatNetwork, examples: Mapping[str, Tensor], backend: str = "inductor") -> FloatNetwork:
     """The network as torch compiles it for inputs of one set of shapes and strides.
 
-    Args:
-        network: of `float_network`.
-        examples: its inputs, in order.
-        backend: of torch.compile.
+    - `network`: of `float_network`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # lazy: half a second, for few files
 

@@ -1,8 +1,4 @@
-"""The plan file beside a model: which kernel is the fastest for each step, measured once on one GPU.
-
-A choice is kept by the step's signature (`tuning.signature`): the shapes and strides that its kernel sees, not its
-name. So a model that is trained again keeps its plan, and only steps of a new shape are measured.
-"""
+"""The plan file beside a model: which kernel is the fastest for each step, measured once on one GPU."""
 
 from __future__ import annotations
 
@@ -28,10 +24,8 @@ class Machine:
     """The conditions under which a measurement is valid.
 
     Attributes:
-        gpu: name of the GPU.
         capability: its compute capability, such as "9.0".
         driver: its version, such as "580.159.04".
-        torch, triton: versions.
     """
 
     gpu: str
@@ -46,10 +40,8 @@ class PlanFile:
     """Choices of one machine.
 
     Attributes:
-        path: of the file.
-        machine: that they were measured on.
         choices: name of the fastest candidate, by `key` of a signature.
-        refused: why candidates were left out, by `key` and by their names; for people, nothing depends on it.
+        refused: why candidates were left out, by `key` and by their names.
         changed: there are choices that the file does not have yet.
     """
 
@@ -121,12 +113,10 @@ def _ending(machine: Machine) -> str:
 
 
 def plan_beside(model: Path, machine: Machine) -> PlanFile:
-    """The plan beside a model; where there is none, one with the choices of the plans of other models in its folder.
-
-    Networks of one run have the same layers: what was measured for the first holds for the others.
+    """The plan beside a model; where there is none, one with the choices of the other plans in its folder.
 
     Raises:
-        EngineError: as `read_plan` for the model's own plan; another one that cannot be used is passed over.
+        EngineError: as `read_plan` for the model's own plan.
     """
     path = default_path(model, machine)
     plan = read_plan(path, machine)

@@ -1,9 +1,4 @@
-"""A plan for one set of input shapes on one GPU: an arena, the fastest kernel for each step, and a CUDA graph.
-
-A CUDA graph holds addresses, so the network's input must lie where it was when the graph was captured. Large inputs
-are not copied there: the steps that read them (mostly one, which quantizes) are launched as they are, and the graph
-holds the rest. Small ones are copied, which costs less than a launch from Python.
-"""
+"""A plan for one set of input shapes on one GPU: an arena, kernels, and a CUDA graph."""
 
 from __future__ import annotations
 
@@ -55,8 +50,6 @@ class Recorded(NamedTuple):
     """A CUDA graph of a network, or of what follows its first steps.
 
     Attributes:
-        graph: what is replayed.
-        results: the network's outputs, which it writes.
         static: where it reads the network's inputs, by name.
         direct: steps that are launched before it; they read the inputs where these lie.
     """
@@ -71,19 +64,17 @@ class Program:
     """A laid out plan, ready to run again and again on one stream at a time.
 
     Args:
-        layout: of the plan.
         device: a GPU; or the CPU, where there is no graph.
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
-        jobs: processes that compile at a time; 0 = each kernel is compiled when it is first launched.
-        network: makes the same network in floating point; None = integers are computed even where that is slower.
-        progress: of compiling and measuring.
+        jobs: processes that compile at a time; 0 = a kernel is compiled when it is first launched.
+        network: makes the same network in floating point; None = only integers are computed.
 
     Attributes:
         kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if they were measured now.
         floats: the whole network runs in floating point, compiled by torch, as that is faster.
-        graphs_ms: milliseconds of each graph that was compared, by name; a graph of other results is not among them.
+        graphs_ms: milliseconds of each graph that was compared, by name.
 
     Raises:
         EngineError: the memory of the device does not suffice.
@@ -126,11 +117,7 @@ class Program:
             ) from error
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
-        """Run on the current stream; the results are new tensors.
-
-        Args:
-            inputs: by name, of the plan's shapes and types, on the device; any strides.
-        """
+        """Run on the current stream; the results are new tensors."""
         if self._recorded is None:
             return self._copied(self.executor.run(inputs))
         return self._replayed(self._recorded, inputs)
@@ -179,7 +166,6 @@ class Program:
         return {name: tensor.clone() for name, tensor in results.items()}
 
     def _capture(self) -> Recorded:
-        """Capture all steps but those that are launched directly."""
         executor = self.executor
         given = executor.empty_inputs()
         direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
@@ -196,10 +182,6 @@ class Program:
         return Recorded(graph, results, {} if direct else given, direct)
 
     def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
-        """The recorded steps, or the whole network in floating point where that is faster.
-
-        It is compiled only where integers take longer than the bare products do in floating point.
-        """
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
         choice, inputs = plan.get(place), self.executor.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
@@ -223,19 +205,12 @@ class Program:
         return other
 
     def _bare_ms(self) -> float:
-        """Milliseconds of all products alone in the plan's floating-point type."""
         dtype, device = self.layout.plan.dtype, self.executor.device
         return sum(bare_ms(step, self.layout, dtype, device) or 0.0 for step in self.layout.steps)
 
 
 def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outputs: list[str]) -> Recorded | None:
-    """The network in floating point as a graph; None if torch cannot compile it.
-
-    Args:
-        network: makes it.
-        inputs: by name.
-        outputs: their names.
-    """
+    """The network in floating point as a graph; None if torch cannot compile it."""
     last = torch.channels_last
     static = {k: x.contiguous(memory_format=last) if x.dim() == 4 else x.clone() for k, x in inputs.items()}
     try:
@@ -277,11 +252,6 @@ def _direct_steps(layout: Layout, input_bytes: int) -> int:
 def _compile(
     executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress
 ) -> list[dict[str, str]]:
-    """Compile the kernels of all candidates in processes of their own, into Triton's cache.
-
-    Returns:
-        For each step: why candidates cannot be launched or compiled, by their names.
-    """
     if executor.device.type != "cuda" or not jobs:
         return [{} for _ in ways]
     found = kernels_of(executor, ways)
@@ -299,12 +269,6 @@ def _compile(
 
 def time_program(program: Program, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int, runs: int) -> GpuTimes:
     """Time a batch on the current device.
-
-    Args:
-        program: of the inputs' shapes.
-        inputs: one batch.
-        warmup: runs that are not timed.
-        runs: runs that are.
 
     Raises:
         EngineError: a number is out of range.
@@ -347,7 +311,6 @@ def _batch(given: Mapping[str, Tensor]) -> int:
 
 
 def _marked(steps: tuple[Callable[[], None], ...]) -> list[torch.cuda.Event]:
-    """Queue the steps of one batch, with an event before the first and after each."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
     events[0].record()
     for step, event in zip(steps, events[1:], strict=True):

@@ -1,9 +1,4 @@
-"""The steps of a plan in exact integer arithmetic and float64, on any device: the oracle of the kernels.
-
-Sums of products of codes are exact (float64 holds integers up to 2^53). What follows them is computed in float64, so a
-kernel that computes it in float32 may differ by one code where a value lies within its precision of a tie. Operations
-in floating point are computed in float32.
-"""
+"""The steps of a plan in exact integer arithmetic and float64, on any device: the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -43,14 +38,9 @@ S = TypeVar("S", bound=Step)
 
 
 def compute(step: Step, tensors: Tensors) -> Results:
-    """The results of a step.
+    """Return the results of a step, by name: codes int8, values float64 (float32 of an operation in floating point).
 
-    Args:
-        step: of a plan.
-        tensors: what it reads, by name; also what it writes, for the shapes of the planner's own.
-
-    Returns:
-        By name; codes int8, values float64 (float32 of an operation in floating point).
+    `tensors` holds what it reads, by name, and what it writes, for the shapes.
     """
     for kind, function in _FUNCTIONS.items():
         if isinstance(step, kind):
@@ -61,10 +51,7 @@ def compute(step: Step, tensors: Tensors) -> Results:
 def steps_of(y: Tensor, grid: Grid, axis: int) -> Tensor:
     """`y` in steps of a grid, not rounded; float64.
 
-    Args:
-        y: real values.
-        grid: one scale, or one for each index along `axis`.
-        axis: of the channels.
+    - `grid`: one scale, or one for each index along `axis`.
     """
     return y / _along(torch.tensor(grid.scale, dtype=torch.float64, device=y.device), axis, y.dim())
 

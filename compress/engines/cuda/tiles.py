@@ -1,8 +1,4 @@
-"""Tiles that tuning measures for a step; the first is a guess from the step's shapes.
-
-A tile costs its compilation and its measurement in every first build, so those are left out that were the fastest in
-none of 552 measurements of layers on an H100 (ten networks; their times are described in results/h100/cuda_engine.md).
-"""
+"""Tiles that tuning measures for a step; the first is a guess from the step's shapes."""
 
 from __future__ import annotations
 
@@ -38,15 +34,7 @@ _MOST_WEIGHT_BYTES = 16 << 10
 
 
 def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int = 1) -> list[Tile]:
-    """Tiles of a product of (rows, taps x channels) and (taps x channels, columns), the guess first.
-
-    Args:
-        rows: pixels of the result.
-        channels: of a tap.
-        columns: output channels of a group.
-        taps: of the filter.
-        groups: products of this size.
-    """
+    """Tiles of a product of (rows, taps x channels) and (taps x channels, columns), the guess first."""
     width = max(16, 1 << (columns - 1).bit_length())
     deep = 128 if channels % 128 == 0 else 64 if channels % 64 == 0 or channels > 96 else 32
     found: list[Tile] = []
@@ -73,11 +61,7 @@ def _variants(high: int, wide: int, deep: int) -> list[Tile]:
 
 
 def _ahead_tiles(rows: int, channels: int, columns: int, taps: int, groups: int, deep: int) -> list[Tile]:
-    """Tiles for so few programs that the time of a load decides (batch 1): nearly all of their loads are under way.
-
-    Joining the sums of several programs takes two accesses to memory one after the other; with more loads under way
-    fewer programs share a sum.
-    """
+    """Tiles for so few programs that the time of a load decides (batch 1): nearly all of their loads are under way."""
     if rows * columns * groups > _FEW * 32 * 32:
         return []
     steps, found = taps * -(-channels // deep), []
@@ -90,7 +74,6 @@ def _ahead_tiles(rows: int, channels: int, columns: int, taps: int, groups: int,
 
 
 def _with_splits(tile: Tile, rows: int, channels: int, columns: int, taps: int, groups: int) -> Tile:
-    """The tile with as many splits as fill the GPU, where its steps allow it."""
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * groups
     steps = taps * -(-channels // tile.depth)
     splits = 1
@@ -111,13 +94,7 @@ def _cost(tile: Tile, rows: int, channels: int, columns: int, taps: int, groups:
 
 
 def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTile]:
-    """Tiles of persistent programs for a product of few channels and many rows; none where that cannot pay.
-
-    Args:
-        rows: pixels of the result.
-        channels: of the input.
-        columns: output channels.
-    """
+    """Tiles of persistent programs for a product of few channels and many rows; none where that cannot pay."""
     if channels > _SHALLOW or columns < 64 or rows * columns < 4 * _PROGRAMS * 64 * 128:
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
@@ -129,13 +106,7 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
 
 
 def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
-    """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU.
-
-    Args:
-        rows: pixels of the result.
-        channels: of the input.
-        columns: output channels.
-    """
+    """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU."""
     if channels <= _SHALLOW or columns < 64 or rows * columns < _PROGRAMS * 128 * 128:
         return []
     tile = Tile(128, 128, 128, 3, 8)
@@ -147,10 +118,7 @@ def depthwise_tiles(
 ) -> list[DepthwiseTile]:
     """Tiles of a depthwise convolution, the guess first.
 
-    Args:
-        shape: (N, C, OH, OW) of the result.
-        taps: of the filter.
-        stride: of the filter.
+    - `shape`: (N, C, OH, OW) of the result.
     """
     wide = min(64, max(16, 1 << (shape[1] - 1).bit_length()))
     large = stride[1] == 1 and taps[1] > 3  # a pixel is widened once for many products: long strips, float32
@@ -171,11 +139,7 @@ def rows_tiles(
 ) -> list[RowsTile]:
     """Tiles of a depthwise convolution by products of four bytes, of several rows at a time; none for large filters.
 
-    Args:
-        shape: (N, C, OH, OW) of the result.
-        taps: of the filter.
-        stride: of the filter.
-        words: of four channels.
+    - `shape`: (N, C, OH, OW) of the result.
     """
     if max(taps) > _MOST_UNROLLED:
         return []
@@ -194,13 +158,7 @@ def rows_tiles(
 def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:
     """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is the nearer roof.
 
-    Boxes spare addresses and conditions, not bytes. Their sides divide those of the result, so that no pixel is
-    computed in vain; the rest are images.
-
-    Args:
-        shape: (N, O, OH, OW) of the result.
-        channels: of the input.
-        taps: of the filter.
+    `shape` is (N, O, OH, OW) of the result; `channels` are those of the input.
     """
     images, columns, height, width = shape
     if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 64:
@@ -218,13 +176,7 @@ def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> 
 def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:
     """Tiles of persistent programs that hold the whole weight of few input channels; none where that cannot pay.
 
-    That is where a product does not expand (what is written is not the most of what is moved), where there are too few
-    rows to hold a weight for, and where registers do not hold it.
-
-    Args:
-        rows: pixels of the result.
-        channels: of the input.
-        columns: output channels.
+    `rows` are pixels of the result; `channels` are those of the input.
     """
     depth = max(32, 1 << (channels - 1).bit_length())
     strips = -(-columns // _MOST_HELD)
@@ -239,7 +191,6 @@ def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:
 
 
 def _widths(columns: int, most: int) -> tuple[int, ...]:
-    """Powers of two from 16 to `most` that make up `columns`, or a few more."""
     found: list[int] = []
     left = -(-columns // 16) * 16
     while left:

@@ -1,7 +1,4 @@
-"""Times what is launched on a GPU: several launches in one CUDA graph, so that the host's own time does not count.
-
-`bare_ms` is a layer's product in floating point by torch's libraries, which our INT8 kernel has to beat.
-"""
+"""Times what is launched on a GPU: several launches in one CUDA graph, so that the host's own time does not count."""
 
 from __future__ import annotations
 
@@ -22,15 +19,9 @@ _MOST_LAUNCHES = 50
 
 
 def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5) -> float:
-    """Median milliseconds of one call of `run`, which launches kernels and does not wait for them.
+    """Return the median milliseconds of one call of `run`, which launches kernels and does not wait for them.
 
-    Calls follow each other without a pause, so what fits into the cache is read from there, as it is in a network
-    whose step before has just written it. On a CPU, where Triton's interpreter runs, one call is timed by the clock.
-
-    Args:
-        run: allocates nothing that it keeps; may be captured into a CUDA graph.
-        device: on which it launches.
-        rounds: of which the median is taken.
+    `run` allocates nothing that it keeps and may be captured into a CUDA graph. On a CPU one call is timed.
 
     Raises:
         Exception: what the first call raises, such as a kernel that needs more shared memory than there is.
@@ -74,7 +65,6 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def _elapsed(run: Callable[[], object]) -> float:
-    """Milliseconds between two events around a call."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
@@ -89,10 +79,7 @@ _KNOWN: dict[object, float] = {}
 def bare_ms(
     step: Step, layout: Layout, dtype: torch.dtype = torch.float16, device: torch.device | None = None
 ) -> float | None:
-    """Milliseconds of a convolution or a linear layer with its bias, channels_last; None for other steps.
-
-    Its residual, its activation and its pooling are left out, so the layer takes at least this long.
-    """
+    """Return the milliseconds of a convolution or linear layer in floating point; None for other steps."""
     if not isinstance(step, (Convolution, Linear)):
         return None
     place = device or torch.device("cuda")

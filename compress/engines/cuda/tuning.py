@@ -1,8 +1,4 @@
-"""Which way to compute each step is the fastest: every candidate is compiled ahead and measured once.
-
-Steps of one signature (the same kernel on the same sizes and strides) share one measurement, so ResNet-50's 57 steps
-are about 25. What was found is a `Choices`, which a plan file keeps.
-"""
+"""Which way to compute each step is the fastest: every candidate is compiled ahead and measured once."""
 
 from __future__ import annotations
 
@@ -30,11 +26,9 @@ class StepDifference:
     """The difference between a step's kernel and the reference.
 
     Attributes:
-        step, kind: name and class.
         codes, differing: how many codes there are, and how many are not equal.
         largest: difference of codes, in steps of the grid.
-        relative: error of values, in relation to their norm; a value counts as the smallest normal number of its
-            type at least, below which fp16 has fewer bits (an untrained ConvNeXt scales its layers by 1e-6).
+        relative: error of values, in relation to their norm.
     """
 
     step: str
@@ -64,10 +58,7 @@ def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference
 def compared_with_exact(step: Step, run: Runner, tensors: dict[str, Tensor]) -> list[StepDifference]:
     """Run one step by `run` and compare each tensor that it writes with exact arithmetic.
 
-    Args:
-        step: of a plan.
-        run: a way to compute it.
-        tensors: what the step reads and where it writes, which `run` overwrites.
+    - `tensors`: what the step reads and where it writes, which `run` overwrites.
     """
     expected = {name: value.clone() for name, value in reference.compute(step, tensors).items()}
     run(tensors)
@@ -102,9 +93,8 @@ class Measured:
     """The candidates of a step and their times.
 
     Attributes:
-        step: its name.
         times_ms: of each candidate that can be chosen, by its name.
-        refused: why a candidate cannot be, by its name: it did not run, or its result was wrong.
+        refused: why a candidate cannot be chosen, by its name.
     """
 
     step: str
@@ -121,7 +111,6 @@ class Kernels(NamedTuple):
     """The Triton kernels of a candidate, or why it has none.
 
     Attributes:
-        requests: its Triton kernels.
         error: why it cannot be launched; "" if it can.
     """
 
@@ -130,12 +119,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[dict[str, Kernels]]:
-    """Return the kernels of each step's candidates, by the candidates' names; nothing is launched.
-
-    Args:
-        executor: of the plan.
-        ways: the candidates of each step.
-    """
+    """Return the kernels of each step's candidates, by the candidates' names; nothing is launched."""
     tensors = executor.start(executor.empty_inputs())
     found = []
     for index, candidates in enumerate(ways):
@@ -186,12 +170,7 @@ def measure(
     """Time the candidates of each step on its own tensors, and give the executor the fastest that is right.
 
     The fastest is compared with exact arithmetic; if it is wrong, it is refused and the next one is tried.
-
-    Args:
-        executor: of the plan; its runners are replaced.
-        ways: the candidates of each step.
-        refused: of `refusals`: candidates that are not tried; None = every one is.
-        progress: a task of as many units as there are steps.
+    `refused` are candidates that are not tried (of `refusals`); None = every one is.
 
     Raises:
         EngineError: no candidate of a step computes it right, or one has made the GPU unusable for this process.
@@ -266,10 +245,7 @@ def _check_usable(device: torch.device, culprit: str) -> None:
 
 
 def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor], executor: Executor) -> str:
-    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right.
-
-    What lies in the arena beside the result belongs to other steps, and must be as it was.
-    """
+    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right."""
     results = [tensors[name] for name in step.writes if name in executor.layout.places]
     before = _sum_beside(results, executor.arena)
     found = [d for d in compared_with_exact(step, candidate.run, tensors) if d.wrong]
@@ -284,7 +260,6 @@ def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor], executo
 
 
 def _sum_beside(results: Sequence[Tensor], arena: Tensor) -> int:
-    """Sum of the arena's bytes but those of `results`, which become zeros."""
     for result in results:
         result.zero_()
     return int(arena.sum(dtype=torch.int64))

@@ -1,11 +1,4 @@
-"""Builds a TensorRT engine file from an ONNX file, or reuses one that was built from the same file and options.
-
-TensorRT-RTX builds on any machine, for compute capabilities that are named; TensorRT builds on the GPU that will run
-the engine. Beside `model.engine` are written `model.engine.json` (`EngineMetadata`) and `model.engine.log`, the verbose
-log of the builder: it lists the engine's layers, which the audit reads.
-
-Each of the three is whole or absent, and the metadata are written last: an interrupted build leaves no engine in use.
-"""
+"""Builds a TensorRT engine file from an ONNX file, or reuses one of the same file and options."""
 
 from __future__ import annotations
 
@@ -44,8 +37,6 @@ class BuiltEngine:
 
     Attributes:
         path: the engine; `log_path(path)` and `metadata_path(path)` name the other two files.
-        metadata: content of the `.json` file.
-        log: messages of the builder.
         reused: True if it was there already, from the same file with the same options.
     """
 
@@ -77,12 +68,11 @@ def build_tensorrt(
         engine: `tensorrt-rtx`, or `tensorrt`, which needs the GPU that will run the engine.
         options: shapes, compute capabilities, effort.
         out: engine file; None = `default_engine_path` beside the model.
-        reuse: return the engine in `out` if it was built from this very file, version and options.
-        progress: listener of the build's progress.
+        reuse: return the engine in `out` if it was built from the same file, version and options.
+        progress: listener of the build.
 
     Raises:
-        EngineError: the library does not take the file, a node, a shape or an option, memory is short, or `out` is the
-            model itself.
+        EngineError: the library does not take the file or an option, memory is short, or `out` is the model itself.
         EngineUnavailableError: the library, or a GPU that it needs, is not here.
         KeyboardInterrupt: Ctrl-C; no file is left.
 
@@ -173,7 +163,6 @@ def _check_portable(flavour: Flavour, options: TensorRTOptions, *, has_gpu: bool
 
 
 def _reusable(path: Path, request: Request, digest: str) -> BuiltEngine | None:
-    """Return the engine that is there already, if a build now would give the same."""
     try:
         metadata = read_metadata(path)
         check_whole(path, metadata)
@@ -197,7 +186,6 @@ def _options(request: Request) -> dict[str, Any]:
 
 
 def _unused(request: Request) -> tuple[str, ...]:
-    """Describe options that had no effect."""
     batches = {tensor.shape[0] for tensor in request.file.inputs if tensor.shape}
     if request.options.batch == DEFAULT_BATCH or -1 in batches:
         return ()

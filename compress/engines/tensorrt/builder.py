@@ -1,8 +1,4 @@
-"""Runs one build by the library's own builder: parse, strongly typed network, configuration, serialized engine.
-
-The library blocks the thread that calls it, so the build has a thread of its own while the caller's waits for Ctrl-C;
-an interrupted build stops at its next step.
-"""
+"""Runs one build by the library's own builder: parse, strongly typed network, configuration, serialized engine."""
 
 from __future__ import annotations
 
@@ -45,17 +41,11 @@ def default_cache_path(version: str, gpu: str) -> Path:
 def use_timing_cache(
     library: Library, config: tensorrt.IBuilderConfig, path: Path | None, *, gpu: str
 ) -> tuple[TimingCache | None, tuple[str, ...]]:
-    """Give a builder's configuration the times that are stored.
-
-    Args:
-        library: runs the build.
-        config: its `IBuilderConfig`.
-        path: file with the times; None = the default one.
-        gpu: name of the GPU.
+    """Give a builder's configuration the times that are stored in `path`; None = the default file.
 
     Returns:
-        The file to write the times to afterwards (None if the library has none), and notes: a cache of another version
-        or GPU is neither used nor overwritten.
+        The file to write the times to afterwards (None if the library has none), and notes; a cache of another version
+        or GPU is not used.
 
     Raises:
         EngineError: `path` is a folder.
@@ -102,11 +92,6 @@ class Request:
 def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[bytes, tuple[str, ...]]:
     """Build an engine, and return its bytes and notes on the build.
 
-    Args:
-        request: file, options and library.
-        log: collects the library's messages.
-        bar: shows the builder's phases.
-
     Raises:
         EngineError: the library does not take a node, memory is short, or no engine is made.
         EngineUnavailableError: the library does not start.
@@ -142,7 +127,6 @@ def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[b
 
 
 def _use_device(request: Request) -> None:
-    """Make the GPU of the options current in this thread."""
     if request.gpu:
         torch.cuda.set_device(request.options.device)
 
@@ -193,11 +177,6 @@ def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> tensorrt.IP
 
 
 def _parse(request: Request, network: tensorrt.INetworkDefinition) -> None:
-    """Fill a network from the ONNX file.
-
-    Raises:
-        EngineError: the library does not take some nodes; the message names each.
-    """
     trt = request.library.trt
     path = request.file.path
     parser = trt.OnnxParser(network, request.library.logger)
@@ -276,7 +255,6 @@ def _set_flags(config: tensorrt.IBuilderConfig, request: Request) -> None:
 
 
 def _failure(request: Request, log: Log) -> str:
-    """Explain why there is no engine, and say what to do if that is known."""
     said = log.errors() or "it gives no reason"
     lower = said.lower()
     advice = ""

@@ -1,8 +1,4 @@
-"""Writes the commands that build the same engine with NVIDIA's tools on another machine; nothing is run.
-
-`trtexec` of TensorRT 10 needs a flag to compute in the types of the file; version 11 has no other mode and no precision
-flags. TensorRT-RTX has a tool of its own, and Polygraphy drives all three.
-"""
+"""Writes the commands that build the same engine with NVIDIA's tools on another machine; nothing is run."""
 
 from __future__ import annotations
 
@@ -53,10 +49,7 @@ def _is_setting(word: str) -> bool:
 def build_commands(file: OnnxFile, options: TensorRTOptions, *, engine: Path | None = None) -> tuple[Command, ...]:
     """Return commands that build and time the engine of an ONNX file, for TensorRT 10, 11 and TensorRT-RTX.
 
-    Args:
-        file: the model.
-        options: of the build.
-        engine: file to write; None = `<model>.engine`.
+    - `engine`: file to write; None = `<model>.engine`.
 
     Raises:
         EngineError: no option closes an open dimension.
@@ -158,17 +151,14 @@ def _bounds(dynamic: Mapping[str, Profile]) -> Iterator[tuple[str, list[tuple[st
 
 
 def _by_x(shapes: Iterable[tuple[str, Shape]]) -> str:
-    """Return `input:8x3x224x224`, with commas between inputs."""
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes)
 
 
 def _by_list(shapes: Iterable[tuple[str, Shape]]) -> list[str]:
-    """Return `input:[8,3,224,224]` for each input."""
     return [f"{name}:[{','.join(map(str, shape))}]" for name, shape in shapes]
 
 
 def _dotted(sm: int) -> str:
-    """Return 8.9 for 89."""
     return f"{sm // 10}.{sm % 10}"
 
 

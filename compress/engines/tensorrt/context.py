@@ -1,8 +1,4 @@
-"""One TensorRT execution context with its own stream, pinned memory, buffers on the GPU and CUDA graph.
-
-A batch takes three steps, which are queued in the stream: copy in, compute, copy out. The host writes into pinned
-memory, and waits only for the result. Buffers are allocated again when the shapes change.
-"""
+"""One TensorRT execution context with its own stream, pinned memory, buffers on the GPU and CUDA graph."""
 
 from __future__ import annotations
 
@@ -39,9 +35,7 @@ class ExecutionContext:
     """An execution context with memory of its own.
 
     Args:
-        context: the library's, made by its engine.
         metadata: names, types and profiles of inputs and outputs.
-        device: the GPU.
         cuda_graph: capture a run of each new shape and replay it.
     """
 
@@ -111,7 +105,6 @@ class ExecutionContext:
         return outputs
 
     def _bind(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Allocate memory for inputs of these shapes, unless they are those of the last batch."""
         if shapes == self._shapes:
             return
         self._release()
@@ -129,7 +122,6 @@ class ExecutionContext:
             self._capture()
 
     def _new_outputs(self, *, pinned: bool) -> dict[str, Tensor]:
-        """Allocate outputs of the shapes that the context has computed from those of its inputs."""
         place: dict[str, Any] = {"pin_memory": True} if pinned else {"device": self._device}
         outputs = {}
         for tensor in self._metadata.outputs:
@@ -139,14 +131,12 @@ class ExecutionContext:
         return outputs
 
     def _release(self) -> None:
-        """Free buffers and graph, whose addresses or shapes are no longer those of the context."""
         self.stream.synchronize()
         self._shapes, self._graph = {}, None
         for tensors in (self._pinned_in, self._pinned_out, self._inputs, self._outputs):
             tensors.clear()
 
     def _capture(self) -> None:
-        """Record one run as a graph."""
         self._enqueue(self.stream)  # not recorded: the first run with a shape may allocate
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -160,19 +150,12 @@ class ExecutionContext:
 
 
 def _numpy(tensor: Tensor) -> NDArray[np.generic]:
-    """Return a copy, because the next batch overwrites the pinned memory."""
     array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
     return array
 
 
 def time_context(context: ExecutionContext, batch_size: int, *, warmup: int, runs: int) -> GpuTimes:
     """Time the batch whose inputs an execution context holds on the GPU.
-
-    Args:
-        context: after one run of the batch.
-        batch_size: images of the batch.
-        warmup: runs that are not timed.
-        runs: runs that are.
 
     Raises:
         EngineError: a number is out of range.
@@ -196,7 +179,6 @@ def time_context(context: ExecutionContext, batch_size: int, *, warmup: int, run
 
 
 def _marked(context: ExecutionContext, steps: tuple[Callable[[], None], ...]) -> list[torch.cuda.Event]:
-    """Queue the steps of one batch, with an event before the first and after each."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
     events[0].record(context.stream)
     for step, event in zip(steps, events[1:], strict=True):
@@ -207,9 +189,6 @@ def _marked(context: ExecutionContext, steps: tuple[Callable[[], None], ...]) ->
 
 def best_batch(times: Mapping[int, GpuTimes]) -> int:
     """Return the batch size of the highest throughput without transfers; the smaller one of two that are equal.
-
-    Args:
-        times: by batch size.
 
     Raises:
         EngineError: there are none.

@@ -1,9 +1,4 @@
-"""Runs a built TensorRT engine: arrays or torch tensors in and out, streams, CUDA graphs, overlapping batches.
-
-An `ExecutionContext` runs one batch at a time; while one computes, the next one copies. `run_tensors` takes tensors on
-the GPU, runs on torch's current stream and copies nothing. An engine file that cannot run here (another GPU, version or
-model, a truncated file) is refused before it is loaded.
-"""
+"""Runs a built TensorRT engine: arrays or torch tensors in and out, streams, CUDA graphs, overlapping batches."""
 
 from __future__ import annotations
 
@@ -51,13 +46,11 @@ if TYPE_CHECKING:
 def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngine:
     """Load an engine file, or an ONNX file, from which the engine is built first if there is none yet.
 
-    Args:
-        path: the file.
-        build: `threads` has no meaning here; `precision` must be that of the file, whose types the engine runs.
-        engine: a key of `FLAVOURS`. The lean runtime runs the engine that TensorRT built, beside an ONNX file too.
+    - `build`: `threads` has no meaning here; `precision` must be that of the file.
+    - `engine`: a key of `FLAVOURS`; the lean runtime runs the engine that TensorRT built.
 
     Raises:
-        EngineUnavailableError: the library or a GPU is not here; the message names an engine for another machine.
+        EngineUnavailableError: the library or a GPU is not here.
         EngineError: the file or an option is bad, or the engine is foreign, stale or truncated.
     """
     file = existing_file(path)
@@ -152,12 +145,9 @@ class TensorRTEngine(Engine):
     """An engine file on one GPU; made by `load`.
 
     Args:
-        library: TensorRT or TensorRT-RTX.
-        path: the engine file.
         metadata: of the engine file, already checked against it.
         options: `device` is the GPU; `batch` of equal numbers fixes the batch of `inputs`.
-        cuda_graph: replay a run as one CUDA graph. It pays for small batches, whose launches take longer than their
-            work.
+        cuda_graph: replay a run as one CUDA graph.
         contexts: execution contexts that `run_many` overlaps.
 
     Raises:

@@ -1,9 +1,4 @@
-"""Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX, libraries with one Python API; no other file does.
-
-`Flavour` holds their differences. All are strongly typed as compress uses them (TensorRT 10 needs a flag for that). A
-library that is installed can still fail (placeholders of these names, files overwritten by another version, an old
-driver): each case is reported with what to do.
-"""
+"""Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX, libraries with one Python API; no other file does."""
 
 from __future__ import annotations
 
@@ -34,10 +29,8 @@ class Flavour:
 
     Attributes:
         name: of the engine in compress.
-        module: Python module.
         title: NVIDIA's name.
-        install: command that installs it.
-        portable: True if it builds for named compute capabilities, on any machine; else it builds for the GPU here.
+        portable: True if it builds for named compute capabilities; else it builds for the GPU here.
         timing_cache: True if it times kernels while it builds, and can store the times.
         runs: engine whose files it runs; "" = its own. Then it has no builder.
     """
@@ -153,8 +146,7 @@ def start_runtime(library: Library) -> tensorrt.Runtime:
     """Make a runtime, which loads engines.
 
     Raises:
-        EngineUnavailableError: the library does not start, such as without a driver. It still returns an object then,
-            whose use or end stops the process with a segmentation fault (version 11.4).
+        EngineUnavailableError: the library does not start, such as without a driver.
     """
     with library.listening() as log:
         runtime: tensorrt.Runtime = library.trt.Runtime(library.logger)
@@ -168,10 +160,7 @@ _LOADED: dict[str, Library] = {}
 
 
 def tensorrt_library(name: str) -> Library:
-    """Return the library of an engine, imported on first use.
-
-    Args:
-        name: a key of `FLAVOURS`.
+    """Return the library of an engine, imported on first use; `name` is a key of `FLAVOURS`.
 
     Raises:
         EngineError: the name is another.
@@ -216,7 +205,6 @@ def _import(module: str, member: str) -> tuple[Any, str]:
 
 
 def _installed() -> dict[str, str]:
-    """Return name and version of every installed distribution whose name starts with TensorRT."""
     found = {}
     for distribution in importlib.metadata.distributions():
         name = str(distribution.metadata["Name"] or "").lower().replace("-", "_")
@@ -228,12 +216,7 @@ def _installed() -> dict[str, str]:
 def two_versions(module: str, installed: Mapping[str, str]) -> str:
     """Explain why the installed packages of a library contradict each other; "" if they do not.
 
-    Packages for CUDA 12 and 13 (`tensorrt_cu12_bindings`, `tensorrt_cu13_bindings`, ...) write to one folder, so the
-    later one leaves a mixture that imports and then fails in unexpected ways.
-
-    Args:
-        module: `tensorrt` or `tensorrt_rtx`.
-        installed: version of each distribution, by name with underscores.
+    `installed` holds the version of each distribution, by name with underscores.
 
     >>> two_versions("tensorrt", {"tensorrt_cu12_libs": "10.9.0", "tensorrt_cu12_bindings": "10.9.0"})
     ''
@@ -254,10 +237,8 @@ def two_versions(module: str, installed: Mapping[str, str]) -> str:
 def driver_problem(driver_cuda: int | None, library_cuda: int | None, *, title: str) -> str:
     """Explain why a driver is too old for a library; "" if it is not, or if either version is unknown.
 
-    Args:
-        driver_cuda: CUDA version as reported by the driver, such as 12040 for 12.4.
-        library_cuda: CUDA major version that the library was made for.
-        title: of the library.
+    - `driver_cuda`: CUDA version as reported by the driver, such as 12040 for 12.4.
+    - `library_cuda`: CUDA major version that the library was made for.
 
     >>> driver_problem(12040, 13, title="TensorRT-RTX")
     'the driver is too old: it supports CUDA 12.4 and TensorRT-RTX here is made for CUDA 13; update the driver, or \
@@ -312,10 +293,7 @@ def gpu_problem(flavour: Flavour, device: int = 0) -> str:
 def sm_problem(flavour: Flavour, known: Sequence[int], here: tuple[str, int] | None) -> str:
     """Explain why a library does not run on this kind of GPU; "" if it does.
 
-    Args:
-        flavour: of the library.
-        known: compute capabilities that it can name; () = unknown.
-        here: name and compute capability of the GPU.
+    `known` are compute capabilities, () = unknown; `here` is name and compute capability of the GPU.
 
     >>> sm_problem(FLAVOURS["tensorrt-rtx"], (86, 89), ("NVIDIA H200", 90))
     'TensorRT-RTX does not run on NVIDIA H200 (SM 90; it does on 86, 89); that GPU needs TensorRT itself'

@@ -1,8 +1,4 @@
-"""Metadata of a built engine: its model, where it may run, and checks that refuse an engine that may not.
-
-An engine file is opaque. Loaded on another GPU, with another version, or after its ONNX file has changed, it fails late
-or, worse, runs another network than the requested one. So each is written with a `.json`, and checked against it.
-"""
+"""Metadata of a built engine: its model, where it may run, and checks that refuse an engine that may not."""
 
 from __future__ import annotations
 
@@ -32,19 +28,17 @@ class EngineMetadata:
 
     Attributes:
         engine: `tensorrt` or `tensorrt-rtx`.
-        version: of the library that built it; `parser_version` of its ONNX parser.
-        gpu: name of the GPU that it was built on; "" if it was built without one.
+        version, parser_version: of the library that built it, and of its ONNX parser.
+        gpu: that it was built on; "" if it was built without one.
         sms: compute capabilities that it was built for.
-        recipe, variant: digest of the recipe and variant of the network, from the ONNX file; "" if it has none.
-        onnx, onnx_sha256: name and hash (`model_sha256`) of the file that it was built from.
-        engine_bytes, engine_sha256: size and hash of the engine file.
+        recipe, variant: digest of the recipe, and variant, from the ONNX file; "" if it has none.
+        onnx, onnx_sha256: name and hash (`model_sha256`) of the ONNX file.
         options: as in `TensorRTOptions`.
         profiles: shapes that it admits, by input.
         inputs, outputs: those of the ONNX file; -1 where the profile has a range.
-        float_types: types in the ONNX file of everything that is not quantized.
-        onnx_metadata: `metadata_props` of the ONNX file: preprocessing, labels.
-        build_seconds: duration of the build.
-        notes: remarks on the build that a user might not expect.
+        float_types: types of everything that is not quantized.
+        onnx_metadata: `metadata_props` of the ONNX file.
+        notes: remarks on the build.
     """
 
     engine: str
@@ -92,11 +86,7 @@ class EngineMetadata:
 
     @property
     def float_precision(self) -> str:
-        """Type of everything that is not quantized. Strongly typed engines compute in the types of the file.
-
-        A file of half types has float inputs and outputs, which are cast at its edges; its products are in half.
-        Products of float32 are in TF32 if the GPU has it (Ampere and later) and the build allowed it.
-        """
+        """Type of everything that is not quantized. Strongly typed engines compute in the types of the file."""
         kinds = set(self.float_types)
         narrow = kinds - {"f32"} or kinds
         kind = narrow.pop() if len(narrow) == 1 else "unknown"
@@ -188,15 +178,10 @@ def check_fresh(engine: Path, metadata: EngineMetadata, onnx: Path) -> None:
 def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu: str, sm: int) -> None:
     """Refuse an engine that this library and GPU cannot run.
 
-    Args:
-        engine: the file, for messages.
-        metadata: of the engine.
-        version: of the library here.
-        gpu: name of the GPU here.
-        sm: its compute capability, 89 for 8.9.
+    `version`, `gpu` and `sm` (89 for 8.9) are those here.
 
     Raises:
-        EngineError: the engine is refused; the message says what it was built for, what is here, and what to do.
+        EngineError: the engine is refused; the message says why and what to do.
     """
     flavour = FLAVOURS[metadata.engine]
     later = metadata.options.get("version_compatible") and _numbers(version) >= _numbers(metadata.version)

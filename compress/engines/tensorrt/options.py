@@ -1,8 +1,4 @@
-"""Options of a TensorRT build, and the shapes that an engine admits; the library is not needed.
-
-A network with a dynamic batch or size gets an optimization profile: the smallest and largest shape that the engine will
-take, and the one in between that its kernels are chosen for. An engine of one fixed shape is the fastest.
-"""
+"""Options of a TensorRT build, and the shapes that an engine admits; the library is not needed."""
 
 from __future__ import annotations
 
@@ -147,11 +143,9 @@ OPTIONS = {name: meaning for name, (_, meaning) in _OPTIONS.items()}
 
 
 def parse_options(given: Mapping[str, str], *, batch_size: int | None = None) -> TensorRTOptions:
-    """Parse options that are given as text, to `build_engine` or on the command line.
+    """Parse options that are given as text, by the names of `OPTIONS`.
 
-    Args:
-        given: by the names of `OPTIONS`.
-        batch_size: the one batch that the engine admits; None = that of `given`.
+    `batch_size` is the one batch that the engine admits; None = that of `given`.
 
     Raises:
         EngineError: a name is unknown, or a text is not a value of its option.
@@ -218,14 +212,11 @@ def check_admitted(name: str, shape: Sequence[int], profile: Profile, *, label: 
 def choose_sms(options: TensorRTOptions, known: Sequence[int], here: int | None, *, title: str) -> tuple[int, ...]:
     """Return the compute capabilities that a portable engine is built for.
 
-    Args:
-        options: `sms` holds the requested ones.
-        known: those that the library can name.
-        here: compute capability of the GPU of this machine; None without one.
-        title: of the library, for messages.
+    - `known`: those that the library can name.
+    - `here`: of the GPU of this machine; None without one.
 
     Raises:
-        EngineError: the library does not build for one of them, such as that of a data-centre GPU.
+        EngineError: the library does not build for one of them.
     """
     if not options.sms:
         return (here,) if here is not None and here in known else tuple(sm for sm in PORTABLE_SMS if sm in known)

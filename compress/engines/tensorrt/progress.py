@@ -1,8 +1,4 @@
-"""Converts the phases that the builder reports into one progress bar: phases nest, and each counts its own steps.
-
-A phase of n steps that runs inside step k of its parent fills a part of that step. So one number, from 0 to 1, gives
-the progress of the whole build.
-"""
+"""Converts the phases that the builder reports into one progress bar: phases nest, and each counts its own steps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The launches of each kind of step, and the candidates to choose from.
-
-A `Candidate` is one way to compute a step. The first of a list is a good guess from the shapes alone; `tuning` measures
-all of them. Launches take whatever strides their tensors have; where rows of pixels do not lie evenly they are copied
-first.
-"""
+"""The launches of each kind of step, and the candidates to choose from."""
 
 from __future__ import annotations
 
@@ -48,10 +43,7 @@ _KINDS: dict[type[Step], Callable[..., list[Candidate]]] = {
 def candidates(step: Step, layout: Layout, bindings: Bindings) -> list[Candidate]:
     """All ways to compute a step; the first is the guess.
 
-    Args:
-        step: of the layout.
-        layout: of the plan.
-        bindings: what steps keep on the device.
+    - `bindings`: what steps keep on the device.
     """
     found = _KINDS[type(step)](step, layout, bindings)
     return found + (float_product(step, layout, bindings) if isinstance(step, (Convolution, Linear)) else [])

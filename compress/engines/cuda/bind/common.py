@@ -20,13 +20,9 @@ from compress.kernels.triton.int8_product import ALIGNED
 
 @dataclass
 class Bindings:
-    """The cache of steps on a device, kept from one launch to the next: packed weights, epilogues, workspaces.
-
-    Weights are kept by step, so that plans for several batch sizes of one network share them.
+    """The cache of steps on a device: packed weights, epilogues, workspaces.
 
     Attributes:
-        device: of the launches.
-        kept: by key.
         floats: products of codes may be computed in floating point where their results are values.
     """
 
@@ -131,10 +127,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def in_words(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of one shape and type as elements of up to 8 bytes: a copy takes as long as it has elements.
-
-    They are given back as they are where their innermost elements do not lie so.
-    """
+    """Two tensors of one shape and type as elements of up to 8 bytes, where their innermost elements lie so."""
     inner = next((i for i, n in enumerate(a.shape) if n > 1 and a.stride(i) == b.stride(i) == 1), None)
     if a.dtype != b.dtype or inner is None:
         return a, b

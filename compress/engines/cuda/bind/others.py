@@ -136,8 +136,6 @@ def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> l
 
 
 def _table(step: Elementwise, bindings: Bindings) -> Tensor:
-    """The code that each code becomes."""
-
     def make() -> Tensor:
         codes = torch.arange(-128, 128, dtype=torch.int8).reshape(1, 256)
         results = reference.compute(step, {step.x.name: codes})

@@ -55,13 +55,7 @@ def bind_depthwise(
 ) -> list[Candidate]:
     """Candidates of a depthwise convolution.
 
-    Args:
-        step: of the plan.
-        layout: of the plan.
-        bindings: what steps keep.
-        shape: (N, C, OH, OW) of the result.
-        finish: its epilogue.
-        geometry: of the filter.
+    - `shape`: (N, C, OH, OW) of the result.
     """
     rest = (step, bindings, shape, finish, geometry)
     dilated = geometry.dilation_x > 1 or geometry.dilation_y > 1
@@ -109,7 +103,6 @@ def _taps(step: Convolution) -> tuple[int, int]:
 
 
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    """Candidates by products of four bytes that compute several rows at a time."""
     zero = _zero(step)
     weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
 
@@ -134,18 +127,6 @@ def _product(
     read: Callable[[Tensors], Tensor],
     axis: int,
 ) -> list[Candidate]:
-    """Candidates of the implicit matrix product.
-
-    Args:
-        step: of the plan.
-        bindings: what steps keep.
-        weight: packed.
-        shape: (N, O, OH, OW) of the result.
-        geometry: of the filter.
-        taps: of the filter.
-        read: gives the input as (N, C, H, W).
-        axis: of the channels in the plan's tensors.
-    """
     finish = product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
     images, columns, *size = shape
@@ -192,16 +173,7 @@ def _of_rows(
 def _pointwise(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates of persistent programs that load by descriptors, for rows that lie evenly; none for others.
-
-    Args:
-        step: of the plan; a convolution of one tap that moves by one, or a matrix product.
-        layout: of the plan.
-        bindings: what steps keep.
-        weight: packed.
-        columns: output channels.
-        axes: of the channels in the input and in the result.
-    """
+    """Candidates of persistent programs that load by descriptors, for rows that lie evenly; none for others."""
     e, channels = step.epilogue, weight.codes.shape[-1]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     rows = [_even_rows(step.x.name, layout, axes[0]), *(_even_rows(name, layout, axes[1]) for name in names)]
@@ -382,10 +354,7 @@ _TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def float_product(step: Convolution | Linear, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """The candidate of a product by torch's libraries, with all conversions, where the result is values alone.
-
-    Half precision holds codes exactly. A result that is quantized again is left out: its rounding would change codes.
-    """
+    """The candidate of a product by torch's libraries, with all conversions, where the result is values alone."""
     e, dtype = step.epilogue, layout.plan.dtype
     if not bindings.floats or dtype not in _TYPES or e.out.codes or e.residual.name:
         return []

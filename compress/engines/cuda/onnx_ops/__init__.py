@@ -1,9 +1,4 @@
-"""ONNX operations as torch functions: the float part of a plan, constant folding and the shapes of a graph.
-
-Each operation is a function of its attributes and its inputs. It runs on real tensors, on any device and in any
-floating-point type, and on `meta` tensors, which hold no data: run on those, the table infers shapes. Inputs that
-decide about a shape (the target of a Reshape, say) must be real.
-"""
+"""ONNX operations as torch functions: the float part of a plan, constant folding and the shapes of a graph."""
 
 from __future__ import annotations
 
@@ -40,27 +35,14 @@ _READ_BY_THE_HOST: dict[str, tuple[int, ...]] = {
 
 
 def is_read_by_the_host(kind: str, index: int, value: Tensor) -> bool:
-    """Whether an operation reads an input's values on the host, such as the target of a Reshape.
-
-    Such an input must not lie on a GPU, where reading it would wait for all work, and fail in a CUDA graph.
-
-    Args:
-        kind: ONNX operator.
-        index: of the input.
-        value: the input.
-    """
+    """Return True if an operation reads input number `index` on the host; that input must not lie on a GPU."""
     if kind == "Gather":
         return index == 1 and value.numel() == 1
     return index in ((1,) if kind.startswith("Reduce") else _READ_BY_THE_HOST.get(kind, ()))
 
 
 def apply(kind: str, attributes: Attributes, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Run one operation.
-
-    Args:
-        kind: ONNX operator, such as `Softmax`.
-        attributes: of the node.
-        inputs: in the order of the operator; None for one that is left out.
+    """Run one ONNX operation, such as `Softmax`; an input that is left out is None.
 
     Raises:
         EngineError: an operator, or a form of one, that is not in the table.

@@ -106,7 +106,6 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Averages are summed in float32 at least."""
     return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 

@@ -15,10 +15,7 @@ from compress.errors import EngineError
 def window_pads(attributes: Attributes, size: Sequence[int], kernel: Sequence[int]) -> list[tuple[int, int]]:
     """(before, after) of each spatial axis of a convolution or pool, from `pads` or `auto_pad`.
 
-    Args:
-        attributes: of the node.
-        size: of the image, without batch and channels.
-        kernel: size of the window.
+    - `size`: of the image, without batch and channels.
     """
     rank = len(size)
     automatic = attributes.get("auto_pad", "NOTSET")

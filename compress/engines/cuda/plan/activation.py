@@ -1,9 +1,4 @@
-"""Activations that a kernel's epilogue computes, and how they are recognized in a graph.
-
-Exporters spell an activation in many ways (GELU as five operations in three orders, SiLU as a product with a sigmoid).
-So it is recognized by what it computes: a group of elementwise operations that depends on one tensor is run on numbers
-from -12 to 12 and compared with each known function.
-"""
+"""Activations that a kernel's epilogue computes, and how they are recognized in a graph."""
 
 from __future__ import annotations
 
@@ -82,10 +77,7 @@ _LARGEST_GROUP = 16
 
 
 def recognize_activations(graph: Graph) -> Graph:
-    """Replace groups of operations that compute a known activation by one node `Activation`.
-
-    Its attribute `activation` is an `Activation`. A Clip without bounds of its own is left as it is.
-    """
+    """Replace groups of operations that compute a known activation by one node `Activation`."""
     producers, consumers = graph.producers(), graph.consumers()
     replaced: dict[str, Node] = {}
     covered: set[str] = set()
@@ -172,7 +164,6 @@ def _known(graph: Graph, group: list[Node], source: str) -> Activation | None:
 
 
 def _simple(graph: Graph, node: Node) -> Activation | None:
-    """Activations whose parameters are the node's attributes or constants."""
     a = node.attributes
     if node.op == "Relu":
         return RELU

@@ -28,13 +28,7 @@ def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
 
 
 class _Scores(NamedTuple):
-    """The scores after some nodes.
-
-    Attributes:
-        nodes: from the product of queries and keys on.
-        scale: factor so far.
-        mask: sum of the constants so far, of as many axes as the scores; None = none.
-    """
+    """The scores after some nodes."""
 
     nodes: list[Node]
     scale: float
@@ -71,10 +65,7 @@ def _added(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
 
 
 def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
-    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these again.
-
-    The first axis of the mask is 1, all windows, or a number that divides them: then it repeats.
-    """
+    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these again."""
     if len(after) == len(before) + 1 and after[2:] == before[1:]:
         return mask[None] if len(mask) in (1, after[1]) else None
     if len(after) == len(before) - 1 == 4 and before[2:] == after[1:]:
@@ -85,7 +76,6 @@ def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) ->
 def _from_softmax(
     view: View, q: Source, k: Source, nodes: list[Node], scale: float, mask: Tensor | None
 ) -> tuple[Attention, int] | None:
-    """The step, of nodes that end in the softmax."""
     softmax = nodes[-1]
     rank = len(view.shape(softmax.outputs[0]))
     quantize = view.only_consumer(softmax.outputs[0])

@@ -1,9 +1,4 @@
-"""An ONNX file as a small graph with static shapes and folded constants: what the planner works on.
-
-A plan is made for one set of input shapes, so every shape is a number. Shapes are inferred by running the network on
-tensors without data (`onnx_ops`); what depends on constants and shapes alone is computed here, once. Quantized weights
-stay integers: a DequantizeLinear is never folded.
-"""
+"""An ONNX file as a small graph with static shapes and folded constants: what the planner works on."""
 
 from __future__ import annotations
 
@@ -37,9 +32,7 @@ class Node:
     """One operation. An input that is left out is "".
 
     Attributes:
-        op: ONNX operator, or a name of the planner's own for what its passes recognized.
-        name: as in the file.
-        inputs, outputs: names of tensors.
+        op: ONNX operator, or a name of the planner's own.
         attributes: plain Python values and tensors.
         origins: names of the file's nodes that it was made of.
     """
@@ -63,8 +56,6 @@ class Graph:
     Attributes:
         nodes: in an order in which they can run.
         constants: values known beforehand, on the CPU.
-        shapes, dtypes: of every tensor.
-        inputs, outputs: names of the network's own.
     """
 
     nodes: tuple[Node, ...]
@@ -89,16 +80,13 @@ class Graph:
 
 
 def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = None, *, batch_size: int = 1) -> Graph:
-    """Read a file for inputs of given shapes.
+    """Read an ONNX file for inputs of given shapes.
 
-    Args:
-        path: of an ONNX file.
-        sizes: shape of an input, by name; the file's own where it is left out.
-        batch_size: of inputs whose first dimension the file leaves open.
+    - `sizes`: shape of an input, by name; the file's own where it is left out.
+    - `batch_size`: of inputs whose first dimension the file leaves open.
 
     Raises:
-        EngineError: a file that is missing, broken or not of tensors only, an operator that is not supported, or a
-            shape that is not known.
+        EngineError: the file is missing or broken, an operator is not supported, or a shape is not known.
     """
     outside = read_onnx(path)
     try:
@@ -172,9 +160,7 @@ def _is_float_cast(graph: Graph, node: Node) -> bool:
 def sorted_nodes(nodes: Sequence[Node], known: Iterable[str]) -> list[Node]:
     """`nodes` in an order in which they can run, as near to the given one as possible.
 
-    Args:
-        nodes: in any order.
-        known: tensors that are there before any of them runs.
+    - `known`: tensors that are there before any of them runs.
     """
     producers = {name: node for node in nodes for name in node.outputs}
     done, ready, result = set(known), set(), []
@@ -319,7 +305,6 @@ def _checked(node: Node, values: Mapping[str, Tensor], path: Path | str) -> tupl
 
 
 def _quantized(node: Node, inputs: Sequence[Tensor | None]) -> Tensor:
-    """The result of a Q or DQ node, without data."""
     x, scale = inputs[0], inputs[1]
     zero = inputs[2] if len(inputs) > 2 else None
     if x is None or scale is None:

@@ -1,9 +1,4 @@
-"""The memory layout of a plan: buffer, offset and strides of every tensor; and which moves are copies.
-
-Images lie channels last, and a row of channels takes a multiple of 16 bytes, so that every pixel can be read in wide
-accesses. A reshape, a transpose or a slice is then mostly a view; the rest become copies. The parts of a concatenation
-are written where the whole lies. Results that torch allocates, and their views, are called loose here.
-"""
+"""The memory layout of a plan: buffer, offset and strides of every tensor; and which moves are copies."""
 
 from __future__ import annotations
 
@@ -53,11 +48,7 @@ class Lifetime:
 
 
 def assign_offsets(lifetimes: Mapping[str, Lifetime]) -> tuple[dict[str, int], int]:
-    """Offsets of buffers in an arena, and its size, in bytes.
-
-    Args:
-        lifetimes: of the buffers, by name.
-    """
+    """Offsets of buffers in an arena, and its size, in bytes."""
     offsets: dict[str, int] = {}
     total = 0
     for name in sorted(lifetimes, key=lambda n: (-lifetimes[n].size, lifetimes[n].first)):
@@ -88,9 +79,7 @@ class Place:
     """The place of a tensor in memory.
 
     Attributes:
-        buffer: that it is a part of.
         shape, strides, offset: in elements, as of a torch tensor.
-        dtype: of its elements.
     """
 
     buffer: str
@@ -116,8 +105,6 @@ class Copy(Step):
     """Elements copied from one place to another of the same shape.
 
     Attributes:
-        source: tensor, or a constant.
-        target: tensor.
         fill: what `whole` is set to before; None = it is not.
         whole: the tensor that the target is a part of; "" without `fill`.
     """
@@ -143,12 +130,9 @@ class Layout:
     """A plan with a place for everything.
 
     Attributes:
-        plan: that was laid out.
-        steps: of the plan, without the moves that are views; copies in the place of those that are not.
-        places: of all tensors but the loose ones.
+        steps: of the plan, without the moves that are views; copies in place of the others.
+        places: of all tensors but those that torch allocates.
         offsets: of the buffers in the arena, bytes.
-        arena_bytes: size of the arena.
-        buffer_bytes: sizes of the buffers.
     """
 
     plan: Plan
@@ -159,11 +143,7 @@ class Layout:
     buffer_bytes: dict[str, int]
 
     def views(self, arena: Tensor) -> dict[str, Tensor]:
-        """All placed tensors as views of an arena.
-
-        Args:
-            arena: uint8, of `arena_bytes`.
-        """
+        """All placed tensors as views of an arena."""
         found = {}
         for name, place in self.places.items():
             if place.buffer in self.offsets:
@@ -218,7 +198,6 @@ class _Layouter:
     # Allocation
 
     def _place(self, name: str, step: Step) -> Place:
-        """The place of a tensor that a step writes."""
         if name in self.inside:
             whole, axis, start = self.inside[name]
             parent = self.places.get(whole) or self._place(whole, step)
@@ -229,7 +208,6 @@ class _Layouter:
         return self.places[name]
 
     def _dense(self, name: str, order: Sequence[int]) -> Place:
-        """A new buffer, whose axes lie in `order`, outermost first."""
         tensor = self.plan.tensors[name]
         size, strides = 1, [1] * len(tensor.shape)
         step = max(1, _ROW_BYTES // tensor.dtype.itemsize)
@@ -255,7 +233,6 @@ class _Layouter:
         return {n for s in self.plan.steps if isinstance(s, Computed) and not isinstance(s, kinds) for n in s.writes}
 
     def _order(self, name: str, step: Step) -> list[int]:
-        """In which order the axes of a result lie."""
         rank = len(self.plan.tensors[name].shape)
         last = list(_CHANNELS_LAST)
         image = isinstance(step, (Convolution, MaxPool, AveragePool)) or (isinstance(step, Linear) and step.axis == 1)
@@ -321,7 +298,6 @@ class _Layouter:
         self.steps.append(step)
 
     def _copy(self, step: Move, source: str | Tensor, target: Place, whole: str = "") -> None:
-        """Append a copy to a place that gets a name of its own."""
         name = f"{step.name}/target_{len(self.places)}"
         self.places[name] = target
         fill = step.fill if whole else None
@@ -350,7 +326,6 @@ class _Layouter:
             start += size
 
     def _join_parts(self) -> None:
-        """Decide which tensors are written where the concatenation that reads them lies."""
         made = {n for s in self.plan.steps if isinstance(s, (Product, Computed)) for n in s.writes}
         concats = [s for s in self.plan.steps if isinstance(s, Move) and s.op == "Concat"]
         border = set(self.plan.outputs.values())
@@ -392,7 +367,6 @@ class _Layouter:
 
 
 def _viewed(step: Move, source: Place) -> tuple[Tensor, ...]:
-    """The result of a move for a tensor without data."""
     inputs = [source.meta() if isinstance(x, str) else x for x in step.inputs]
     return apply(step.op, step.attributes, inputs)
 
@@ -402,7 +376,6 @@ def _is_enlarging(step: Move, before: tuple[int, ...], after: tuple[int, ...]) -
 
 
 def _inner(step: Move, whole: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The part of a padded tensor that holds what was padded."""
     inputs = tuple(None if isinstance(x, str) else x for x in step.inputs)
     for axis, (before, _) in enumerate(pads_of(step.attributes, inputs, whole.dim())):
         whole = whole.narrow(axis, before, shape[axis])

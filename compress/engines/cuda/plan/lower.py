@@ -1,8 +1,4 @@
-"""From a graph with quantizers to the steps of a plan: which operations one kernel computes together.
-
-A product of codes with a weight takes along what follows it as long as nothing else reads the values in between. What
-is left over becomes an elementwise step, a normalization, attention, a move, or an operation in floating point.
-"""
+"""From a graph with quantizers to the steps of a plan: which operations one kernel computes together."""
 
 from __future__ import annotations
 
@@ -50,14 +46,13 @@ def make_plan(
 ) -> Plan:
     """Read a file and plan its steps for one set of input shapes.
 
-    Args:
-        path: of an ONNX file with Q/DQ nodes, or without: then everything is computed in floating point.
-        sizes: shape of an input, by name; the file's own where it is left out.
-        batch_size: of inputs whose first dimension the file leaves open.
-        dtype: of what is not quantized.
+    - `path`: of an ONNX file; without Q/DQ nodes everything is computed in floating point.
+    - `sizes`: shape of an input, by name; the file's own where it is left out.
+    - `batch_size`: of inputs whose first dimension the file leaves open.
+    - `dtype`: of what is not quantized.
 
     Raises:
-        EngineError: a file, an operator or a quantizer that the engine cannot run; says which and what to do.
+        EngineError: a file, an operator or a quantizer that the engine cannot run.
     """
     return lower(read_graph(path, sizes, batch_size=batch_size), dtype)
 
@@ -89,14 +84,12 @@ def lower(graph: Graph, dtype: torch.dtype = torch.float16) -> Plan:
 
 
 def _with_quantizer(view: View, step: Step) -> Step:
-    """A step that also names the quantizer that it takes along."""
     made = [view.producers[name] for name in step.writes if name in view.producers]
     added = [o for node in made if node.op == "Quantize" for o in node.origins if o not in step.origins]
     return replace(step, origins=(*step.origins, *added)) if added else step
 
 
 def _step_of(view: View, node: Node) -> Found:
-    """The step that begins with a node, and the place of its last node."""
     for match in _MATCHES:
         found = match(view, node)
         if found is not None:
@@ -117,7 +110,6 @@ def _tensors(view: View, steps: Sequence[Step], dtype: torch.dtype) -> dict[str,
 
 
 def _dequantized(view: View, steps: Sequence[Step]) -> list[Found]:
-    """Steps for the Dequantize nodes whose values something reads as they are."""
     written = {name for step in steps for name in step.writes} | set(view.graph.inputs)
     wanted = {name for step in steps for name in step.reads} | set(view.graph.outputs)
     found: list[Found] = []

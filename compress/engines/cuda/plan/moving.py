@@ -1,9 +1,4 @@
-"""Quantizers moved to where they fuse.
-
-A quantizer with one scale commutes with what only moves values (reshapes, transposes, slices, concatenations on one
-grid) and with maxima. So a Quantize is moved up to the operation that computes the values, which then writes one byte
-instead of two or four, and a Dequantize down to the operation that needs them.
-"""
+"""Quantizers moved to where they fuse."""
 
 from __future__ import annotations
 
@@ -50,7 +45,6 @@ def _joined(graph: Graph) -> Graph:
 
 
 def _move_down(graph: Graph) -> Graph:
-    """Dequantize after an operation in place of before it, where that is the same."""
     dequantizers = {n.outputs[0]: n for n in graph.nodes if n.op == "Dequantize"}
     nodes: list[Node] = []
     dtypes, shapes = dict(graph.dtypes), dict(graph.shapes)
@@ -146,7 +140,6 @@ def _scalar_factor(graph: Graph, node: Node) -> tuple[str, float] | None:
 
 
 def _exchanged(graph: Graph, above: Node, quantize: Node) -> Graph:
-    """A graph in which `quantize` comes before `above`, on each of its data inputs."""
     count = len(above.inputs) if above.op == "Concat" else 1
     dtypes, shapes, added = dict(graph.dtypes), dict(graph.shapes), []
     codes = []

@@ -133,7 +133,6 @@ class _Chain:
     nodes: tuple[Node, ...] = ()
 
     def past(self, *nodes: Node, **changes: Any) -> _Chain:
-        """The chain with further nodes."""
         return replace(self, name=nodes[-1].outputs[0], nodes=(*self.nodes, *nodes), **changes)
 
 
@@ -194,11 +193,6 @@ def _turned(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | 
 
 
 def _added(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
-    """A residual that is added to the branch as it is.
-
-    Of two branches that both end in products, the later one takes the sum; but one whose other operand is quantized
-    takes it in any case, as that operand is rounded before it is added.
-    """
     other = _other(view, chain, reader)
     if other is None:
         return None
@@ -208,7 +202,6 @@ def _added(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | N
 
 
 def _rounded(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
-    """A branch that is quantized and dequantized before another quantized one is added to it."""
     if reader.op != "Quantize" or chain.middle is not None or len(reader.attributes["grid"].scale) != 1:
         return None
     back = view.only_consumer(reader.outputs[0])

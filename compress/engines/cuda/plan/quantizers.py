@@ -1,7 +1,4 @@
-"""Q/DQ nodes as the planner reads them: grids of 8-bit codes, and integer weights.
-
-All codes are signed bytes: an unsigned byte is moved down by 128, and so is its zero point.
-"""
+"""Q/DQ nodes as the planner reads them: grids of 8-bit codes, and integer weights."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ TAKES = frozenset({"Slice", "Split", "Gather", "Expand", "Tile", "DepthToSpace",
 
 @dataclass(frozen=True)
 class Grid:
-    """Which integer a real value becomes: round(x / scale) + zero, limited to low ... high.
+    """Which integer a real value becomes: round(x / scale) + zero, limited to low ... high, within -128 and 127.
 
     Attributes:
-        scale: of all values (one number) or of each channel.
-        zero: the integer of 0.
-        low, high: limits, within -128 and 127.
+        scale: one number, or one of each channel.
     """
 
     scale: tuple[float, ...]
@@ -64,7 +59,7 @@ class QuantizedGraph:
 
     Attributes:
         graph: with nodes `Quantize` and `Dequantize`, each with the attribute `grid`; codes are int8.
-        weights: integer constants, by the name of the tensor that the float graph reads.
+        weights: integer constants, by tensor.
     """
 
     graph: Graph
@@ -75,8 +70,7 @@ def resolve_quantizers(graph: Graph) -> QuantizedGraph:
     """Turn QuantizeLinear and DequantizeLinear into `Quantize`, `Dequantize`, integer weights and constants.
 
     Raises:
-        EngineError: a quantizer of another type than INT8, a scale that is computed or not positive, or an integer
-            tensor that something other than a DequantizeLinear reads.
+        EngineError: a quantizer is not INT8, a scale is computed or not positive, or another node reads the integers.
     """
     weights: dict[str, QuantizedConstant] = {}
     constants = dict(graph.constants)
@@ -135,7 +129,6 @@ def _parameters(graph: Graph, node: Node) -> tuple[Tensor, Tensor | None]:
 
 
 def _type(graph: Graph, node: Node, zero: Tensor | None) -> torch.dtype:
-    """The type of a Q or DQ node's integers."""
     integers = node.outputs[0] if node.op == "QuantizeLinear" else node.inputs[0]
     dtype = graph.dtypes[integers] if zero is None else zero.dtype
     if dtype not in (torch.int8, torch.uint8):
@@ -168,7 +161,6 @@ def _check_blocks(node: Node) -> None:
 
 
 def _grid(graph: Graph, node: Node) -> Grid:
-    """The grid of an activation's Q or DQ node."""
     scale, zero = _parameters(graph, node)
     dtype = _type(graph, node, zero)
     if scale.numel() != 1:
@@ -214,7 +206,6 @@ def _moved_constant(node: Node, weights: Mapping[str, QuantizedConstant]) -> Qua
 
 
 def _check_codes(graph: Graph) -> None:
-    """Refuse integer tensors that something computes with."""
     consumers, moving = graph.consumers(), MOVES | TAKES | {"Dequantize", "MaxPool", "Concat"}
     for node in graph.nodes:
         if node.op != "Quantize":

@@ -31,10 +31,9 @@ class PackImage(Computed):
     """An image as codes in blocks: `out` is (N, rows, columns, V).
 
     Attributes:
-        block: side of a block.
         move: pixels from one block to the next; fewer than `block` where blocks overlap.
         before: pixels of padding above and on the left.
-        view: the tensor as the convolution reads it, (N, K, rows, OW), whose pixels overlap.
+        view: the tensor as the convolution reads it, (N, K, rows, OW).
     """
 
     block: int

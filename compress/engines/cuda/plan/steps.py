@@ -1,8 +1,4 @@
-"""The steps of a plan, each one launch or a few, over named tensors.
-
-A step is data only. A backend (`reference`, `bind`) computes it, and has a function for
-every kind of step here.
-"""
+"""The steps of a plan, as data: each one launch or a few, over named tensors."""
 
 from __future__ import annotations
 
@@ -90,12 +86,9 @@ class Epilogue:
         y = second(y + residual)
 
     Attributes:
-        factor: real value of one step of the sum, for each output channel; float64.
-        bias: for each output channel; float64.
-        first, second: activations before and after the residual.
-        middle: grid on which the branch is rounded before the residual is added; None = it is not.
-        residual: what is added, of the shape of the result.
-        out: where the result goes.
+        factor, bias: for each output channel; float64.
+        middle: None = the branch is not rounded.
+        residual: of the shape of the result.
     """
 
     factor: Tensor
@@ -114,7 +107,6 @@ class Product(Step):
     Attributes:
         x: codes; their grid's `zero` is the code of a real 0, which also pads.
         weight: int8.
-        epilogue: all that follows.
     """
 
     x: Source
@@ -139,8 +131,6 @@ class Convolution(Product):
 
     Attributes:
         stride, dilation: each (vertical, horizontal).
-        padding: of the image, with zeros.
-        groups: of channels.
     """
 
     stride: Pair = (1, 1)
@@ -162,12 +152,7 @@ class Linear(Product):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computed(Step):
-    """A step of one or two operands that writes codes, values or both.
-
-    Attributes:
-        x: first operand.
-        out: where the result goes.
-    """
+    """A step of one or two operands that writes codes, values or both."""
 
     x: Source
     out: Output
@@ -199,7 +184,6 @@ class AveragePool(Computed):
 
     Attributes:
         kernel: of the whole image for a global average.
-        stride, padding: of the window.
         counts_padding: padding counts as zeros; else only what lies in the image is averaged.
     """
 
@@ -214,13 +198,7 @@ Combination = Literal["none", "add", "sub", "mul"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Elementwise(Computed):
-    """activation(x combined with y), element by element; also what quantizes, dequantizes and requantizes.
-
-    Attributes:
-        y: second operand, which broadcasts.
-        combination: of the two.
-        activation: of the result.
-    """
+    """activation(x combined with y), element by element; also what quantizes, dequantizes and requantizes."""
 
     y: Source = NOTHING
     combination: Combination = "none"
@@ -238,7 +216,6 @@ class LayerNorm(Computed):
 
     Attributes:
         weight, bias: float32, of the last axis; None for ones and zeros.
-        epsilon: added to the variance.
     """
 
     weight: Tensor | None
@@ -253,9 +230,7 @@ class Attention(Computed):
     Attributes:
         x: queries (..., L, D); the zero of their grid is 0.
         k, v: keys (..., S, D) and values (..., S, E); the zeros of their grids are 0.
-        scale: factor of the scores.
-        mask: constant that is added to the scores, float32, of as many axes, broadcasts; its first axis may also be a
-            divisor of theirs: then it repeats (the windows of one image, for all images). None = none.
+        mask: float32, broadcasts; its first axis may be a divisor of that of the scores: then it repeats. None = none.
         probabilities: grid of the softmax's result.
     """
 
@@ -276,10 +251,7 @@ class Operation(Step):
     """An ONNX operator on tensors.
 
     Attributes:
-        op: ONNX operator.
         inputs: tensors; a `Tensor` in the place of a constant, None for one that is left out.
-        outputs: tensors.
-        attributes: of the operator.
     """
 
     op: str
@@ -319,7 +291,6 @@ class PlanTensor:
     """A tensor of a plan.
 
     Attributes:
-        shape: as in the ONNX file.
         dtype: int8 for codes, the plan's floating-point type for values; indices and booleans as they are.
     """
 
@@ -332,12 +303,9 @@ class Plan:
     """A network as steps.
 
     Attributes:
-        steps: in the order in which they run.
-        tensors: by name, the network's inputs included.
-        inputs: names of the network's inputs.
         outputs: the tensor that holds each of the network's outputs, by the file's name.
         dtype: floating-point type of what is not quantized.
-        constants: tensors that are known beforehand and that a step reads as an operand.
+        constants: tensors known beforehand that a step reads as an operand.
     """
 
     steps: tuple[Step, ...]

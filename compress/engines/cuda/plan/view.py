@@ -17,9 +17,6 @@ class View:
     """A quantized graph, and which of its nodes are part of a step already.
 
     Attributes:
-        graph: with resolved and moved quantizers.
-        weights: integer constants.
-        producers, consumers: of its tensors.
         index: place of a node in the order.
         absorbed: names of nodes that a step computes.
     """
@@ -85,12 +82,7 @@ class View:
         return constant.double().reshape(-1).expand(shape[axis]).clone()
 
     def output(self, name: str, *, channels: bool = False) -> Output:
-        """The outputs of a step whose consumers want codes, values, or both; absorbs a Quantize.
-
-        Args:
-            name: of the tensor.
-            channels: the step can write codes with a scale for each channel.
-        """
+        """The outputs of a step whose consumers want codes, values, or both; absorbs a Quantize."""
         readers = self.consumers.get(name, [])
         fitting = [r for r in readers if r.op == "Quantize" and (channels or len(r.attributes["grid"].scale) == 1)]
         value = name if name in self.graph.outputs or not readers or len(fitting) < len(readers) else ""
