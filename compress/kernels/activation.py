@@ -47,7 +47,7 @@ def smooth_quantize(
     - `kernels`: None = Triton on a GPU, where layout and type fit.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
+        QuantizationError: a second derivative is asked of Triton kernels.
     """
     if use_triton(y, kernels):
         y = dense(y)

@@ -49,7 +49,7 @@ def fused_quantize(
         Shape and memory format of `y`.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
+        QuantizationError: a second derivative is asked of Triton kernels.
     """
     dtype = dtype or y.dtype
     y = dense(y)

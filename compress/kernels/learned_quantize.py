@@ -36,7 +36,7 @@ def learned_quantize(
     - `kernels`: None = Triton on a GPU, where layout and type fit.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
+        QuantizationError: a second derivative is asked of Triton kernels.
     """
     y = dense(y)
     plan = learned_plan_of(y, bias, residual, amax, epilogue) if use_triton_eager(y, kernels) else None
@@ -62,7 +62,6 @@ class _LearnedQuantize(torch.autograd.Function):
         axis: int | None,
         bias_dim: int,
     ) -> Tensor:
-        """By Triton's kernel if there is a plan, else by torch's operations."""
         if residual is not None:
             residual = like(residual, y)
         ctx.save_for_backward(y, amax, bias, residual)

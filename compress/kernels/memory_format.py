@@ -48,6 +48,7 @@ def empty_channels_last(shape: tuple[int, ...], dtype: torch.dtype, device: torc
     """(the memory that a kernel writes to, the same memory as a channels_last tensor of `shape`): two views."""
     n, c, h, w = shape
     if torch.compiler.is_compiling():
+        # the compiler merges two equal `empty_strided` calls and copies, and fills a channels_last `empty` with zeros
         base = torch.empty((n, h, w, c), dtype=dtype, device=device)
         return base, base.permute(0, 3, 1, 2)
     view = torch.empty_strided(shape, (c * h * w, 1, c * w, c), dtype=dtype, device=device)

@@ -132,7 +132,6 @@ def compile_requests(
 ) -> list[Compiled]:
     """Compile kernels in processes of their own; one that fails is no error here.
 
-    - `requests`: of `recorded`.
     - `capability`: of the GPU, such as (9, 0).
     - `resources`: find registers and spills too, which costs a call of a tool for each.
     - `seconds`: after which the rest is given up, with an error in its result; None = never.

@@ -220,7 +220,7 @@ def batch_norm_quantize(
         (the result, laid out as `x` and in its type; mean and reciprocal of the standard deviation of each channel)
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     found = _BatchNormQuantize.apply(x, weight, bias, amax, *running, eps, epilogue)
     return found

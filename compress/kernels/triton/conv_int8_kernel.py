@@ -84,7 +84,7 @@ def _load_pixels(ptr, y, x, height, width, known, PADDED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _next_tap(tap_y, tap_x, channel, channels, TAPS_X: tl.constexpr):
-    """Go to the next tap after the last channel: by selection, as loads after a branch would not be prefetched."""
+    """Go to the next tap after the last channel, by selection: loads after a branch would not be prefetched."""
     done = channel >= channels
     channel = tl.where(done, 0, channel)
     tap_x = tl.where(done, tap_x + 1, tap_x)
@@ -100,7 +100,7 @@ def _epilogue(
     x_high, weight_high, residual_high, least, low, high, lower, upper,
     ADDED_CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Finish the sums, PART columns at a time: one half after the other takes half the registers."""
+    """Finish the sums, PART columns at a time."""
     if COLUMNS > PART:
         left, right = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
         _epilogue(

@@ -89,7 +89,7 @@ def _loaded(base_ptr, pixel, there, channels, column):
 
 @triton.jit
 def _with_pixels(sums, pixels, weights, PLACE: tl.constexpr, TAPS: tl.constexpr, STRIP: tl.constexpr):
-    """The sums of a strip with the products of a column of pixels, the PLACE-th of those under the filters."""
+    """The sums of a strip with the products of a column of pixels."""
     found = ()
     for i in tl.static_range(STRIP):
         if i <= PLACE and PLACE - i < TAPS:
@@ -151,7 +151,7 @@ def filter_gradient_kernel(
 
 @triton.jit
 def _with_grads(sums, pixels, grads, PLACE: tl.constexpr, TAPS: tl.constexpr, STRIP: tl.constexpr):
-    """The sums of a row of taps with the products of a column of pixels and the gradients that it reaches."""
+    """The sums of a row of taps with the products of a column of pixels."""
     found = ()
     for tap in tl.static_range(TAPS):
         if tap <= PLACE and PLACE - tap < STRIP:
@@ -209,7 +209,7 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: (C,).
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     return _Depthwise.apply(x.contiguous(memory_format=_LAST), weight, bias)
 

@@ -18,10 +18,9 @@ def deep(
 ) -> None:
     """Launch the product of `x` and the weight.
 
-    - `x`: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
-    - `weight`: of `pack_weight`, of one tap and one group.
-    - `finish`: of `finish_of`, on the device.
-    - `zero`: code of 0 of the input.
+    - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
+    - `weight`: of one tap and one group.
+    - `zero`: the input's code of 0.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     pixels, filters = describe_operands(x, weight, columns, tile)

@@ -36,7 +36,7 @@ class DepthwiseTile(NamedTuple):
 def pack_depthwise(weight: Tensor, zero: int = 0, *, floats: bool, device: torch.device | str = "cpu") -> Weight:
     """A weight (C, 1, R, S), int8, as the kernel reads it: (R, S, C), int32 or float32, C filled up with zeros.
 
-    - `zero`: code of 0 of the input.
+    - `zero`: the input's code of 0.
     - `floats`: for tiles whose sums are float32; at most `MOST_FLOAT_TAPS` taps.
     """
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED))
@@ -61,7 +61,6 @@ def depthwise(
 
     - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
     - `weight`: of `pack_depthwise`, with the tile's `floats`.
-    - `finish`: of `finish_of`, on the device.
     - `out_size`: (OH, OW).
     - `zero`: code of 0 of the input, which pads.
     """

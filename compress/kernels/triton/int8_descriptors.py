@@ -32,8 +32,8 @@ def describe_operands(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of the pixels and of the filters.
 
-    - `x`: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
-    - `weight`: of `pack_weight`, of one tap and one group.
+    - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
+    - `weight`: of one tap and one group.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     return (

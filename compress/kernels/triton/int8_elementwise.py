@@ -151,7 +151,6 @@ def _elementwise_kernel(
 
 @triton.jit
 def _places(row, column, sizes, step):
-    """Offsets of elements in a tensor of four axes, the middle two of which have `sizes`."""
     line = row // sizes[1]
     rows = (row % sizes[1]).to(tl.int64) * step[2] + (line % sizes[0]).to(tl.int64) * step[1]
     rows += (line // sizes[0]).to(tl.int64) * step[0]

@@ -95,7 +95,6 @@ class Numbers(NamedTuple):
     """Numbers of an epilogue, of which a kernel is compiled only once.
 
     Attributes:
-        first_lower, first_upper, second_lower, second_upper: bounds of the activations; the slope of leaky ReLU.
         middle_inverse, middle_scale, middle_low, middle_high: of the grid between branch and residual, without zero.
         low, high: limits of the output's grid, without its zero.
     """
@@ -226,7 +225,7 @@ def finish_of(
 
 
 def _folds(first: Function, second: Function, residual: Residual | None, uniform: bool) -> bool:
-    """True if the epilogue may be computed in steps of the output: everything scales, with one factor or linearly."""
+    """True if the epilogue may be computed in steps of the output."""
     functions = (first, second)
     homogeneous = all(f.kind in {"none", "clip", "leaky_relu"} for f in functions)
     bounded = any(f.kind == "clip" and math.isfinite(b) and b for f in functions for b in (f.lower, f.upper))

@@ -85,7 +85,7 @@ def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Te
     """Sums that the code of 0 adds to each output channel, taken away: int32 (O,) on the device; None if it is 0.
 
     - `weight`: int8 (O, ...).
-    - `zero`: code of 0 of the input.
+    - `zero`: the input's code of 0.
     """
     return (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
 
@@ -94,7 +94,7 @@ def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.de
     """Lay a weight out for the kernel; groups of fewer than 16 channels are joined, with zeros between them.
 
     - `weight`: int8 (O, C / groups, R, S), or (O, C) of a matrix product.
-    - `zero`: code of 0 of the input.
+    - `zero`: the input's code of 0.
     """
     weight = weight.reshape(*weight.shape, *[1] * (4 - weight.dim()))
     correction = zero_correction(weight, zero, device)
@@ -108,7 +108,6 @@ def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.de
 
 
 def _joined_groups(weight: Tensor, groups: int, joined: int) -> Tensor:
-    """A weight of `groups` / `joined` groups, each of them `joined` of the old ones on its diagonal."""
     outputs, inputs, *taps = weight.shape
     each = outputs // groups
     wide = weight.new_zeros(groups // joined, joined, each, joined, inputs, *taps)
@@ -290,7 +289,7 @@ def _sums(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Sums of products of a tile over all taps and channels, or over the share of one of several programs."""
+    """Sums of products of a tile over all taps and channels, or over one program's share."""
     depth = tl.arange(0, DEPTH)
     x_at = at[:, None] + depth[None, :]
     weight_at = filter_at[None, :] + depth[:, None]

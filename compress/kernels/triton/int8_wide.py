@@ -45,9 +45,9 @@ def wide(
     """Launch the product of `x` and the weight.
 
     - `x`: int8 (rows, K) with neighbouring channels and room for the weight's.
-    - `weight`: of `pack_weight`, of one tap and one group.
+    - `weight`: of one tap and one group.
     - `finish`: of `finish_of`, on the device; its grid has one scale.
-    - `zero`: code of 0 of the input.
+    - `zero`: the input's code of 0.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     strip = sum(tile.widths)

@@ -45,7 +45,6 @@ def window(
 
     - `x`: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for the
       weight's channels.
-    - `weight`: of `pack_weight`, of one group.
     - `finish`: of `finish_of`, on the device; its grid has one scale.
     - `outputs`: codes, in rows at multiples of 16 bytes; no values.
     - `columns`: a multiple of 16.

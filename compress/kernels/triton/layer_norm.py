@@ -156,7 +156,7 @@ def norm_quantize(
     - `keep_statistics`: mean and reciprocal of the standard deviation of each row are the last results.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     numbers = (eps, grid.low, grid.high, dtype, keep_sum, keep_statistics)
     results = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)

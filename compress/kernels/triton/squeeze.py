@@ -294,7 +294,7 @@ def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid |
         (the means, (N, C, 1, 1), in the type of `y`; what `excite` takes for `y`; what it takes besides).
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     link = Link(None if bias is None else bias.detach(), activation)
     pooled, kept = _Squeeze.apply(y, bias, grid, link)
@@ -312,7 +312,7 @@ def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
         (N, C, H, W), channels_last, in the type of the product.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     return _Excite.apply(kept, _rows(gate, kept), grid, link)
 

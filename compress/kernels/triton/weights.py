@@ -97,7 +97,7 @@ def quantize_weights(
     - `coded`: of which weights the integers are wanted too; they follow, int8, None where they are not.
 
     Raises:
-        QuantizationError: in the backward pass, if a second derivative is asked for.
+        QuantizationError: a second derivative is asked for.
     """
     shapes = [(w.shape, w.stride(), w.dtype, *grid[1:]) for w, grid in zip(weights, grids, strict=True)]
     key = (shapes, dtype, weights[0].get_device())
@@ -123,7 +123,6 @@ _LAUNCHES = BoundedCache()
 
 
 def _fits(weights: list[Tensor], grids: list[IntegerGrid]) -> bool:
-    """Whether all are dense with the channel axis outermost, and of one type that the kernels take."""
     first = weights[0]
     return first.dtype in _TYPES and all(
         w.dtype == first.dtype
