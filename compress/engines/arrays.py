@@ -73,7 +73,7 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
 
 
 def import_library(module: str, install: str) -> Any:
-    """Import an engine's library on first use, which sends nothing home.
+    """Import an engine's library on first use, without telemetry.
 
     Raises:
         EngineUnavailableError: it is not installed, or cannot be imported.
@@ -97,7 +97,7 @@ _TELLING = re.compile(r"no conversion rule|not supported|unsupported|not impleme
 
 
 def reason(error: BaseException, *, limit: int = 500) -> str:
-    """Return a library's message on one line, without the places in its own source that it adds."""
+    """Return a library's message on one line, without source positions."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith(("Exception from src", "Traceback"))]
     telling = [line for line in kept if _TELLING.search(line)]  # these name the operator, and may stand last

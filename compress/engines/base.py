@@ -91,10 +91,10 @@ class BuildOptions:
     """Options that an engine is built with.
 
     Attributes:
-        batch_size: fixes the first dimension of every input; None leaves it as the file has it.
+        batch_size: first dimension of every input; None leaves it as the file has it.
         threads: CPU threads of one run; None = the library's own choice.
         precision: of the part that is not quantized (`f32`, `bf16`, `f16`); None = the library's own choice.
-        options: further ones of this engine, by name.
+        options: of this engine, by name.
     """
 
     batch_size: int | None = None
@@ -200,7 +200,7 @@ class Engine(ABC):
         )
 
     def layer_runs_ms(self) -> list[dict[str, float]]:
-        """Return `layer_times_ms` of each run that the engine remembers, the last one last: by default that alone.
+        """Return `layer_times_ms` of each run that the engine remembers, the last one last.
 
         Raises:
             EngineError: as `layer_times_ms`.
@@ -210,7 +210,7 @@ class Engine(ABC):
     def gpu_times(
         self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100
     ) -> GpuTimes | None:
-        """Time a batch with and without copies; None if the engine does not run on a GPU or has no access to its clock.
+        """Time a batch with and without copies; None without access to a GPU's clock.
 
         Raises:
             EngineError: a number is out of range, or as in `run`.

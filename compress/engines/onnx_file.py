@@ -141,7 +141,6 @@ _FLOATS = {1: "f32", 10: "f16", 11: "f64", 16: "bf16"}
 
 
 def _float_types(graph: Any) -> Iterator[str]:
-    """Yield the types of float weights, inputs, outputs, and of the casts and constants between them."""
     numbers = [tensor.data_type for tensor in graph.initializer]
     numbers += [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
     for node in graph.node:

@@ -218,6 +218,7 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
     }[level]
     options.log_severity_level = _ERRORS_ONLY
     options.inter_op_num_threads = 1
+    # threads that spin on after a run would slow down the engine that is measured next
     entries = {"session.force_spinning_stop": "1"}
     if file.opset >= _TYPED_OPSET and "i8" in file.quantized_types:
         entries["session.qdqisint8allowed"] = "1"
@@ -258,5 +259,5 @@ def _outputs(file: OnnxFile, batch_size: int | None) -> tuple[TensorInfo, ...]:
 
 
 def _float_precision(file: OnnxFile, provider: str) -> str:
-    """Return `f32` if nothing else is possible, else "unknown": half types are cast, and GPUs may use TF32."""
+    """Return `f32` if nothing else is possible, else "unknown"."""
     return "f32" if provider == CPU and file.float_types <= {"f32"} else "unknown"

@@ -115,7 +115,7 @@ def _checked_device(name: str) -> torch.device:
 
 
 def _float_precision(module: nn.Module, device: torch.device, precision: str | None) -> str:
-    """Return the type of the products; on a GPU torch computes those of float32 in TF32 if its settings allow it."""
+    """Return the type of the products, TF32 if torch's settings allow it."""
     if precision is not None:
         return precision
     kinds = {tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()}

@@ -23,6 +23,8 @@ def to_unsigned(model: Any) -> None:
 
     Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products are unchanged.
     """
+    # OpenVINO 2026.4.1 (x86, AVX-512) computes convolutions of concatenated signed tensors wrongly, and matrix
+    # products of concatenated unsigned ones
     graph = model.graph
     points = {tensor.name: tensor for tensor in graph.initializer}
     made: set[str] = set()
@@ -63,7 +65,6 @@ def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def _weighted(nodes: list[Any], readers: dict[str, list[Any]]) -> set[str]:
-    """Return the kinds of layers with weights that read values of nodes before they are quantized again."""
     kinds, seen, waiting = set(), set[str](), list(nodes)
     while waiting:
         for name in waiting.pop().output:

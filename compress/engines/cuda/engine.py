@@ -254,7 +254,6 @@ class CudaEngine(Engine):
 
 
 def _candidates(device: torch.device, *, floats: bool) -> Ways | None:
-    """The ways of a device to compute a step; None on the CPU."""
     if device.type != "cuda":
         return None
     import_library("triton", "pip install triton")  # says how to get it

@@ -74,7 +74,7 @@ class Executor:
         }
 
     def random_inputs(self) -> Tensors:
-        """Inputs of standard normal numbers from a fixed seed; of zeros where they are no floating-point numbers."""
+        """Inputs of standard normal numbers from a fixed seed; zeros for types other than floating point."""
         found = self.empty_inputs()
         generator = torch.Generator(self.device).manual_seed(0)
         for value in found.values():
@@ -149,7 +149,7 @@ def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
 
 
 def precision(step: Step, layout: Layout, kernel: str) -> str:
-    """Type in which a step computes: that of its products; of a step that only moves, that of what it moves."""
+    """Type in which a step computes, or of what it moves."""
     if kernel.startswith(FLOAT_KERNEL):
         return kernel.removeprefix(FLOAT_KERNEL)
     if isinstance(step, (Product, Attention, MaxPool, AveragePool)):

@@ -45,7 +45,6 @@ def _limits(grid: Grid) -> Activation:
 def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> FloatNetwork:
     """The function of a graph without quantizers, in one floating-point type inside.
 
-    - `graph`: of `float_graph`.
     - `dtype`: in which it computes; outputs have the types of the file.
     """
 
@@ -82,10 +81,7 @@ def _results(node: Node, given: list[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def compiled(network: FloatNetwork, examples: Mapping[str, Tensor], backend: str = "inductor") -> FloatNetwork:
-    """The network as torch compiles it for inputs of one set of shapes and strides.
-
-    - `network`: of `float_network`.
-    """
+    """The network as torch compiles it for inputs of one set of shapes and strides."""
     from torch.fx.experimental.proxy_tensor import make_fx  # lazy: half a second, for few files
 
     with torch.no_grad():

@@ -172,7 +172,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """The version of the GPU's driver, such as 580.159.04; that of torch's CUDA where the system does not show it."""
+    """The version of the GPU's driver, such as 580.159.04; else that of torch's CUDA."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:

@@ -61,7 +61,7 @@ def _variants(high: int, wide: int, deep: int) -> list[Tile]:
 
 
 def _ahead_tiles(rows: int, channels: int, columns: int, taps: int, groups: int, deep: int) -> list[Tile]:
-    """Tiles for so few programs that the time of a load decides (batch 1): nearly all of their loads are under way."""
+    """Tiles for few programs (batch 1): nearly all of their loads are under way."""
     if rows * columns * groups > _FEW * 32 * 32:
         return []
     steps, found = taps * -(-channels // deep), []

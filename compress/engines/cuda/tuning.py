@@ -232,7 +232,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_usable(device: torch.device, culprit: str) -> None:
-    """Refuse to go on after an error that ends all launches of a process, such as an access to memory out of bounds."""
+    """Refuse to go on after an error that ends all launches of a process."""
     if device.type != "cuda":
         return
     try:
@@ -245,7 +245,7 @@ def _check_usable(device: torch.device, culprit: str) -> None:
 
 
 def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor], executor: Executor) -> str:
-    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right."""
+    """How a candidate's result differs from exact arithmetic by more than rounding; "" if it is right."""
     results = [tensors[name] for name in step.writes if name in executor.layout.places]
     before = _sum_beside(results, executor.arena)
     found = [d for d in compared_with_exact(step, candidate.run, tensors) if d.wrong]
@@ -275,7 +275,7 @@ def _content(value: Any) -> list[Any]:
 
 
 def _described(value: Any, layout: Layout) -> Any:
-    """A field of a step without what does not decide about its time: names and scales."""
+    """A field of a step without names and scales."""
     if isinstance(value, Grid):
         return ("grid", len(value.scale), value.zero != 0)
     if isinstance(value, Tensor):

@@ -156,7 +156,7 @@ def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
 
 
 def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> tensorrt.IProgressMonitor:
-    """Make the object that the builder reports its phases to; if `step_complete` returns False, it stops."""
+    """Make the object that the builder reports its phases to; it stops the build at `stop`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -202,7 +202,7 @@ def _parser_error(error: tensorrt.ParserError) -> str:
 def _config(
     request: Request, builder: tensorrt.Builder, network: tensorrt.INetworkDefinition
 ) -> tensorrt.IBuilderConfig:
-    """Return the builder's configuration. It does not choose precisions: they are those of the ONNX file."""
+    """Return the builder's configuration; precisions are those of the ONNX file."""
     trt = request.library.trt
     options = request.options
     config = builder.create_builder_config()

@@ -297,7 +297,6 @@ class TensorRTEngine(Engine):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Add the engine's name and the library's log to an error that CUDA or the library raises."""
         with self._library.listening() as log:
             try:
                 yield
@@ -315,7 +314,6 @@ class TensorRTEngine(Engine):
 
 
 def _with_batch(tensors: tuple[TensorInfo, ...], batch: int | None) -> tuple[TensorInfo, ...]:
-    """Fix an open batch to `batch`; None leaves it open."""
     return tuple(t.with_batch(batch) if batch is not None and t.shape[:1] == (-1,) else t for t in tensors)
 
 

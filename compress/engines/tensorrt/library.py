@@ -151,7 +151,7 @@ def start_runtime(library: Library) -> tensorrt.Runtime:
     with library.listening() as log:
         runtime: tensorrt.Runtime = library.trt.Runtime(library.logger)
     if log.errors():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))  # it is never freed
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))  # never freed: its end stops the process (11.4)
         raise EngineUnavailableError(f"{library.flavour.title} {library.version} does not start: {log.errors()}")
     return runtime
 
@@ -190,7 +190,7 @@ def tensorrt_library(name: str) -> Library:
 
 
 def _import(module: str, member: str) -> tuple[Any, str]:
-    """Return the imported module, which has `member`, and "", or None and the reason. Placeholders raise any error."""
+    """(the imported module, "") if it has `member`; else (None, the reason)."""
     try:
         library = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -32,7 +32,7 @@ class Bindings:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU; without one that of Hopper, so that every kernel can be interpreted."""
+        """Compute capability of the GPU, or of Hopper without one."""
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
 
     @property
@@ -83,7 +83,7 @@ def plain_finish(
 
 
 def pixel_rows(x: Tensor, channel_axis: int) -> Tensor | None:
-    """A tensor as (rows, channels), a view with neighbouring channels; None if it does not lie so."""
+    """A tensor as (rows, channels), a view with neighbouring channels; None if there is no such view."""
     turned = x.movedim(channel_axis, -1)
     try:
         rows = turned.view(-1, turned.shape[-1])

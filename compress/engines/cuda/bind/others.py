@@ -229,7 +229,6 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
 
 
 def _mask(step: Attention, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
-    """The mask on the device, of the scores' shape but for a first axis that repeats."""
     mask = cast(Tensor, step.mask).to(bindings.device)
     repeats = mask.dim() == len(lengths) and 1 < len(mask) < lengths[0]
     return mask.expand((len(mask), *lengths[1:]) if repeats else lengths)

@@ -165,7 +165,7 @@ def _product(
 def _of_rows(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates for a product of rows that lie evenly, of few input channels and of many; see `_pointwise`."""
+    """Candidates for a product of rows that lie evenly."""
     rest = (step, layout, bindings, weight, columns, axes)
     return _pointwise(*rest) + _deep(*rest) + _wide(*rest)
 
@@ -173,7 +173,7 @@ def _of_rows(
 def _pointwise(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates of persistent programs that load by descriptors, for rows that lie evenly; none for others."""
+    """Persistent candidates that load by descriptors; none for rows that do not lie evenly."""
     e, channels = step.epilogue, weight.codes.shape[-1]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     rows = [_even_rows(step.x.name, layout, axes[0]), *(_even_rows(name, layout, axes[1]) for name in names)]
@@ -225,7 +225,7 @@ def _deep(
 def _wide(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates of persistent programs that hold the weight, for a product of few channels; see `_pointwise`."""
+    """Persistent candidates that hold the weight."""
     e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
     finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
     if weight.groups > 1 or rows is None or rows[1] < channels or finish.vectors.inverse is not None:
@@ -256,7 +256,7 @@ def _window(
     shape: tuple[int, int, int, int],
     geometry: Geometry,
 ) -> list[Candidate]:
-    """Candidates that load boxes of the image by descriptors, for filters of several taps that move by one pixel."""
+    """Candidates that load boxes of the image by descriptors."""
     e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
@@ -279,7 +279,7 @@ def _window(
 
 
 def _even_rows(name: str, layout: Layout, axis: int) -> tuple[int, int] | None:
-    """(rows, elements from one to the next) of codes that descriptors can describe; None for others."""
+    """(rows, elements from one to the next) of codes that descriptors can describe."""
     place = layout.places.get(name)
     rows = None if place is None else pixel_rows(place.meta(), axis)
     if place is None or rows is None or place.dtype != torch.int8 or rows.dim() != 2:
@@ -354,7 +354,7 @@ _TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def float_product(step: Convolution | Linear, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """The candidate of a product by torch's libraries, with all conversions, where the result is values alone."""
+    """The candidate of a product by torch's libraries, where the result is values alone."""
     e, dtype = step.epilogue, layout.plan.dtype
     if not bindings.floats or dtype not in _TYPES or e.out.codes or e.residual.name:
         return []

@@ -103,7 +103,7 @@ def recognize_activations(graph: Graph) -> Graph:
 def _largest_match(
     graph: Graph, node: Node, producers: Mapping[str, Node], consumers: Mapping[str, list[Node]]
 ) -> tuple[Activation, str, list[Node]] | None:
-    """(the activation that ends in `node`, the tensor that it is a function of, its nodes); None if there is none."""
+    """(the activation that ends in `node`, the tensor that it is a function of, its nodes)."""
     group, best = [node], None
     while True:
         sources = _sources(graph, group)
@@ -142,7 +142,6 @@ def _sources(graph: Graph, group: list[Node]) -> list[str]:
 
 
 def _known(graph: Graph, group: list[Node], source: str) -> Activation | None:
-    """The activation that a group computes of `source`; None if it is none of those known."""
     if source in graph.constants or graph.shapes[source] != graph.shapes[group[0].outputs[0]]:
         return None
     if len(group) == 1:
@@ -183,7 +182,7 @@ def _simple(graph: Graph, node: Node) -> Activation | None:
 
 
 def _run(graph: Graph, group: list[Node], source: str, x: Tensor) -> Tensor | None:
-    """The result of a group for the numbers `x`, in float64; None if it cannot be computed so."""
+    """The result of a group for the numbers `x`, in float64."""
     values = {source: x}
     for member in reversed(group):  # consumers were added first
         inputs: list[Tensor | None] = []

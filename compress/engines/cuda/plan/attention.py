@@ -57,7 +57,6 @@ def _followed(view: View, scores: _Scores, node: Node) -> _Scores | None:
 
 
 def _added(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
-    """The sum of a mask and a constant that broadcasts, of `rank` axes; None if they repeat in different ways."""
     constant = constant.reshape([1] * (rank - constant.dim()) + list(constant.shape))
     if mask is None:
         return constant
@@ -65,7 +64,7 @@ def _added(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
 
 
 def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
-    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these again."""
+    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these."""
     if len(after) == len(before) + 1 and after[2:] == before[1:]:
         return mask[None] if len(mask) in (1, after[1]) else None
     if len(after) == len(before) - 1 == 4 and before[2:] == after[1:]:
@@ -113,6 +112,6 @@ def _from_softmax(
 
 
 def _symmetric(view: View, name: str) -> Source | None:
-    """The codes of a tensor, on a grid around 0; None if there are none."""
+    """The codes of a tensor, on a grid around 0."""
     found = view.codes(name)
     return found if found is not None and found.grid is not None and found.grid.zero == 0 else None

@@ -128,7 +128,7 @@ def without_dead(graph: Graph, nodes: Iterable[Node] | None = None) -> Graph:
 
 
 def without_casts(graph: Graph) -> Graph:
-    """`graph` without casts between floating-point types: a plan has one such type inside, whatever the file has."""
+    """`graph` without casts between floating-point types."""
     same: dict[str, str] = {}
     nodes: list[Node] = []
     consumers = graph.consumers()
@@ -269,7 +269,7 @@ def _dtype(info: TensorInfo) -> torch.dtype:
 
 
 def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -> list[Node]:
-    """Run what is known, and all else on tensors without data; add the results to `values`, return what must run."""
+    """Run what is known, and all else without data; add results to `values`, return what must run."""
     kept = []
     for node in nodes:
         inputs = [values[name] if name else None for name in _checked(node, values, path)]
@@ -291,7 +291,7 @@ def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -
 
 
 def _pads_nothing(node: Node, inputs: Sequence[Tensor | None]) -> bool:
-    """True for a Pad of no pixels, as exporters write it where a size happens to fit (Swin's merging of patches)."""
+    """True for a Pad of no pixels."""
     if node.op != "Pad" or inputs[0] is None:
         return False
     return all(pair == (0, 0) for pair in pads_of(node.attributes, tuple(inputs), inputs[0].dim()))

@@ -226,7 +226,6 @@ _COMBINATIONS: dict[str, Combination] = {"Add": "add", "Sub": "sub", "Mul": "mul
 
 
 def _elementwise(view: View, node: Node) -> Found | None:
-    """A sum or product of two tensors, or an activation, with the activation and quantizer that follow."""
     if node.op not in {*_COMBINATIONS, "Activation"} or not view.graph.dtypes[node.outputs[0]].is_floating_point:
         return None
     shape, names = view.shape(node.outputs[0]), list(node.inputs)

@@ -75,7 +75,7 @@ def _move_down(graph: Graph) -> Graph:
 def _commuting_inputs(
     graph: Graph, node: Node, dequantizers: Mapping[str, Node]
 ) -> tuple[tuple[str, ...], Grid] | None:
-    """(the integers of a node's dequantized data inputs, their grid) if it may compute on them; else None."""
+    """(the integers of a node's dequantized data inputs, their grid) if it may compute on them."""
     data = node.inputs if node.op == "Concat" else node.inputs[:1]
     if not data or any(name not in dequantizers for name in data):
         return None
@@ -101,7 +101,6 @@ def _commutes(graph: Graph, node: Node, grid: Grid) -> bool:
 
 
 def _move_up(graph: Graph) -> Graph | None:
-    """Move one Quantize before the operation that it follows; None where none can be moved."""
     producers, consumers = graph.producers(), graph.consumers()
     for node in graph.nodes:
         above = producers.get(node.inputs[0]) if node.op == "Quantize" else None
@@ -167,7 +166,6 @@ def _exchanged(graph: Graph, above: Node, quantize: Node) -> Graph:
 
 
 def _split_columns(graph: Graph) -> Graph | None:
-    """Quantize a product's columns each with the scale of the slice that they belong to; None where there is none."""
     producers, consumers = graph.producers(), graph.consumers()
     for node in graph.nodes:
         name = node.outputs[0]
@@ -186,7 +184,7 @@ def _split_columns(graph: Graph) -> Graph | None:
 
 
 def _is_product(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
-    """True for a convolution or matrix product with a constant factor, and for the sum of one and a bias."""
+    """True for a convolution or matrix product with a constant factor, with or without bias."""
     if node.op in {"Add", "Sub"}:
         parts = [name for name in node.inputs if name not in graph.constants]
         above = producers.get(parts[0]) if len(parts) == 1 else None
@@ -197,7 +195,7 @@ def _is_product(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool
 def _leaves(
     graph: Graph, name: str, consumers: Mapping[str, list[Node]], factor: float
 ) -> list[tuple[Node, list[Node], float]] | None:
-    """(Quantize, the nodes before it, factor) of each leaf of a tree of moves; None if a leaf is no Quantize."""
+    """(Quantize, the nodes before it, factor) of each leaf of a tree of moves; else None."""
     found: list[tuple[Node, list[Node], float]] = []
     for reader in consumers.get(name, []):
         scalar = _scalar_factor(graph, reader)
@@ -216,7 +214,6 @@ def _leaves(
 
 
 def _on_columns(graph: Graph, product: Node, leaves: list[tuple[Node, list[Node], float]]) -> Graph | None:
-    """The graph with one Quantize of a scale for each column; None if two leaves share columns."""
     name = product.outputs[0]
     shape = graph.shapes[name]
     axis = 1 if len(shape) == 4 else len(shape) - 1

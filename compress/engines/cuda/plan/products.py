@@ -53,7 +53,7 @@ def match_product(view: View, node: Node) -> tuple[Product, int] | None:
 
 
 def _bias(view: View, node: Node, weight: QuantizedConstant) -> Tensor | None:
-    """The constant bias, float64; zeros where there is none, None where it is computed or of another shape."""
+    """The constant bias, float64; zeros where there is none, None where it does not fit."""
     outputs = weight.codes.shape[0]
     if node.op == "MatMul" or (node.op == "Gemm" and not node.attributes.get("transB", 0)):
         outputs = weight.codes.shape[-1]
@@ -90,7 +90,6 @@ def _convolution(view: View, node: Node, x: Source, weight: QuantizedConstant) -
 
 
 def _without_pad(view: View, node: Node, x: Source, padding: Padding) -> tuple[Source, Padding]:
-    """The input before a Pad of codes that only this convolution reads, and the padding of both."""
     pad = view.producers.get(x.name)
     before = view.producers[node.inputs[0]]
     alone = view.only_consumer(x.name) is before and view.only_consumer(node.inputs[0]) is node
@@ -156,7 +155,6 @@ def _follow(view: View, product: Node, chain: _Chain) -> _Chain:
 
 
 def _affine(view: View, chain: _Chain, reader: Node) -> _Chain | None:
-    """A product or a sum with a constant for each channel, before anything that is not linear."""
     if reader.op not in {"Add", "Sub", "Mul", "Div"} or chain.first != NONE or chain.residual.name:
         return None
     shape = view.shape(reader.outputs[0])
@@ -185,7 +183,7 @@ def _activated(chain: _Chain, reader: Node) -> _Chain | None:
 
 
 def _turned(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
-    """A Transpose from (N, H, W, C) to (N, C, H, W) after a matrix product: in memory channels lie last in both."""
+    """A Transpose from (N, H, W, C) to (N, C, H, W) after a matrix product."""
     image = len(view.shape(chain.name)) == 4 and tuple(reader.attributes.get("perm", ())) == (0, 3, 1, 2)
     if reader.op != "Transpose" or product.op == "Conv" or chain.axis != -1 or chain.residual.name or not image:
         return None
@@ -216,7 +214,6 @@ def _rounded(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain |
 
 
 def _other(view: View, chain: _Chain, reader: Node) -> str | None:
-    """The other operand of a sum of two tensors of one shape; None if `reader` is no such sum."""
     if reader.op != "Add" or chain.residual.name or chain.second != NONE or reader.inputs[0] == reader.inputs[1]:
         return None
     other = reader.inputs[1 - reader.inputs.index(chain.name)]

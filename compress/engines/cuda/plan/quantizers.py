@@ -140,7 +140,7 @@ def _type(graph: Graph, node: Node, zero: Tensor | None) -> torch.dtype:
 
 
 def _codes(graph: Graph, node: Node, values: Tensor) -> Tensor:
-    """The integers of a constant that the file holds as values and quantizes (pytorch-quantization, ModelOpt)."""
+    """The integers of a constant that the file holds as values and quantizes."""
     scale, zero = _parameters(graph, node)
     dtype, axis = _type(graph, node, zero), int(node.attributes.get("axis", 1)) % max(values.dim(), 1)
     _check_blocks(node)
@@ -173,7 +173,7 @@ def _grid(graph: Graph, node: Node) -> Grid:
 
 
 def _constant(graph: Graph, node: Node, codes: Tensor) -> QuantizedConstant | Tensor:
-    """A dequantized constant: integers of 8 bits, or real values where it is something else (an INT32 bias)."""
+    """A dequantized constant: 8-bit integers, or real values (an INT32 bias)."""
     scale, zero = _parameters(graph, node)
     axis = None if scale.numel() == 1 else int(node.attributes.get("axis", 1)) % max(codes.dim(), 1)
     _check_blocks(node)
@@ -192,7 +192,6 @@ def _constant(graph: Graph, node: Node, codes: Tensor) -> QuantizedConstant | Te
 
 
 def _moved_constant(node: Node, weights: Mapping[str, QuantizedConstant]) -> QuantizedConstant | None:
-    """An integer weight after an operation that only moves values; None for all else."""
     weight = weights.get(node.given(0))
     if weight is None or node.op not in MOVES or (weight.axis is not None and node.op not in {"Transpose", "Identity"}):
         return None

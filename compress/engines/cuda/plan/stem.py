@@ -105,7 +105,7 @@ def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTen
 
 
 def _holds_whole_filter(step: Convolution) -> bool:
-    """True if a vector holds all that a filter reads: one that moves by one pixel, whose rows would begin anywhere."""
+    """True if a vector holds all that a filter reads."""
     _, channels, taps_y, taps_x = step.weight.shape
     return step.stride == (1, 1) and taps_y == taps_x and taps_y * taps_x * channels <= _LARGEST_VECTOR
 
