@@ -22,13 +22,11 @@ _MOST = 128  # rows or columns of a tile
 
 
 class AttentionTile(NamedTuple):
-    """The block that a program of a kernel holds at a time.
+    """The block that a program holds at a time; in `keys_kernel` rows are keys and columns queries, else the reverse.
 
     Attributes:
-        rows: queries, or keys in `keys_kernel`.
-        columns: keys, or queries in `keys_kernel`.
         whole: one block of columns holds them all.
-        stages: blocks of columns whose loads are in flight at a time.
+        stages: blocks of columns whose loads are in flight.
     """
 
     rows: int
@@ -103,11 +101,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: AttentionTiles | None = None
 ) -> Tensor:
-    """Return fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous; q, k and v `fits`.
+    """Return fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous.
 
-    - `q`: (..., T, D).
-    - `k`: (..., S, D).
-    - `v`: (..., S, E).
+    - `q`, `k`, `v`: (..., T, D), (..., S, D), (..., S, E), for which `fits`.
     - `amax`: (), the range of the probabilities; one step is amax / high.
     - `high`: odd, at most 255.
     - `tiles`: None = `default_tiles`.

@@ -1,4 +1,4 @@
-"""Attention of queries, keys and values as a linear layer writes them: side by side in the rows of one matrix."""
+"""Attention of queries, keys and values that lie side by side in the rows of one matrix."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def packed_attention(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Keeps its input, quantized if it is; a bit for each element that is quantized; and one number per row."""
+    """Keeps its input, a bit for each quantized element, and one number per row."""
 
     @staticmethod
     def forward(

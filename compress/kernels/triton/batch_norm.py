@@ -71,7 +71,7 @@ def statistics_kernel(
     PROGRAMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the sums of all programs: mean and reciprocal of the standard deviation; RUNNING: update running ones."""
+    """Add the sums of all programs: mean and reciprocal of the standard deviation."""
     local, column, inside, at = strip(2 * columns, PROGRAMS, COLUMNS)
     inside = column < columns
     total = tl.zeros([PROGRAMS, COLUMNS], dtype=tl.float32)
@@ -297,7 +297,7 @@ class _BatchNormQuantize(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal of the standard deviation of each channel of a batch; the running ones follow."""
+    """Mean and reciprocal of the standard deviation of each channel of a batch; updates the running ones."""
     columns = x.shape[1]
     s = Strips.of(x.numel(), columns, *_BACKWARD)
     sums = torch.empty((s.programs, 2, columns), dtype=torch.float32, device=x.device)

@@ -82,7 +82,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> ConvTile:
     """Return a tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
 
-    - `limited`: whether a limit of registers can be set; without one, a large tile is as fast only for a long sum.
+    `limited`: a limit of registers can be set.
     """
     depth = 64 if channels > 32 else 32
     narrow = ConvTile(128, 64, depth, 4, 4, 32, 168)
@@ -108,7 +108,7 @@ def conv_codes(
     dtype: torch.dtype | None = None,
     tile: ConvTile | None = None,
 ) -> ConvResult:
-    """Compute quantize(activation(conv(x, weight) + bias + residual)), read as codes and written as codes.
+    """Compute quantize(activation(conv(x, weight) + bias + residual)), from codes to codes.
 
     - `x`: activations for which `fits`.
     - `weight`: one group.
@@ -118,7 +118,7 @@ def conv_codes(
     - `bias`: (O,), floating point.
     - `residual`: codes or floating point, (N, O, OH, OW), channels_last.
     - `bits`: write the bits of the backward pass.
-    - `dtype`: of the quantized values, if they are to be written too.
+    - `dtype`: of the quantized values; None = they are not written.
     - `tile`: None = `default_tile`.
     """
     q, w = x.integers, weight.integers

@@ -85,7 +85,7 @@ def convolve(
 
 
 class _Convolve(torch.autograd.Function):
-    """Keeps the quantized input and weight, which other layers keep too, and the packed bits, or a pool's places."""
+    """Keeps the quantized input and weight, and the packed bits or a pool's places."""
 
     @staticmethod
     def forward(
@@ -197,10 +197,9 @@ def _conv_codes(
 
 
 def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:
-    """The integers of quantized values: int8, laid out as `value`, which is dense.
+    """Return the integers of quantized values, dense and floating point: int8, laid out as `value`.
 
-    - `value`: quantized values, of any floating point type.
-    - `amax`: (), their range.
+    `amax` is (), their range.
     """
     codes = torch.empty_like(value, dtype=torch.int8)
     n = value.numel()

@@ -1,4 +1,4 @@
-"""Depthwise convolutions of training with filters of 7 x 7 and more, moved by one pixel, in half precision."""
+"""Depthwise convolutions of training in half precision, of filters of 7 x 7 and more that move by one pixel."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -116,7 +116,7 @@ def filter_gradient_kernel(
     CHANNELS: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """Sum the products of gradients and pixels under one row of taps; the last row is the bias's gradient."""
+    """Sum the products of gradients and pixels under a row of taps; the last row is the bias's gradient."""
     tap_y = tl.program_id(0) % TAPS_Y  # neighbours in time read the same pixels
     program = tl.program_id(0) // TAPS_Y
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

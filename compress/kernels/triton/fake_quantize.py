@@ -1,4 +1,4 @@
-"""Fake quantization of a layer's result with its epilogue, in one pass over memory: kernels and their launches."""
+"""Kernels of fake quantization of a layer's result with its epilogue, and their launches."""
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -225,9 +225,8 @@ class Plan:
     """Launches for tensors of the same types and shapes.
 
     Args:
-        y: dense; its shape, layout, type and device matter, its values do not.
+        y: dense; its values do not matter.
         bias_dtype, residual_dtype: None = there is none.
-        epilogue, dtype: as of `compress.kernels.fake_quantize.fused_quantize`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Matrix products of codes of many input channels: a program computes one tile, and loads its next steps ahead."""
+"""Matrix products of codes of many input channels; a program computes one tile."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"

@@ -36,7 +36,6 @@ class RowsTile(NamedTuple):
 
     Attributes:
         chunk: words of four channels that a program takes of a position; a divisor of all of them.
-        warps: of a program; each thread computes one word of channels of one position.
     """
 
     high: int

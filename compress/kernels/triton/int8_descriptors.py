@@ -1,4 +1,4 @@
-"""Tensor descriptors of a matrix product of codes: a kernel loads or stores a whole tile by one of them (TMA)."""
+"""Tensor descriptors of a matrix product of codes, by which a kernel loads or stores a tile (TMA)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ def describe_operands(
 def describe_results(
     finish: Finish, outputs: Outputs, rows: int, columns: int, tile: ProductTile
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the descriptors of the residual and of the codes that are written; without a residual both are the same.
+    """Return the descriptors of the residual and of the codes; without a residual both are the same.
 
-    - `finish`: of `finish_of`.
-    - `outputs`: codes that are added and written, in rows at multiples of 16 bytes.
+    `outputs` are in rows at multiples of 16 bytes.
     """
 
     def described(tensor: Tensor, pitch: int) -> TensorDescriptor:

@@ -74,7 +74,7 @@ def elementwise(
 
 
 def _collapsed(tensors: list[Tensor | None]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """(four sizes, strides of each tensor), channels last: axes that all tensors hold as one are joined."""
+    """(four sizes, strides of each tensor), channels last; axes are joined where all tensors allow it."""
     there = [t for t in tensors if t is not None]
     shape = list(there[0].shape)
     strides = [[0] * len(shape) if t is None else list(t.stride()) for t in tensors]

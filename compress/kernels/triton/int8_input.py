@@ -27,9 +27,9 @@ def pack_image(
     """Launch out[n, i, j, (dy, dx, c)] = code of x[n, c, i * move - before + dy, j * move - before + dx].
 
     - `x`: (N, C, H, W), floating point, any strides.
-    - `out`: int8 (N, rows, columns, V), dense, V at least side * side * C; what lies beyond is the code of 0.
-    - `before`: pixels of padding above and on the left.
-    - `block`: (side of a block, pixels from one to the next).
+    - `out`: int8 (N, rows, columns, V), dense, V at least side * side * C, filled up with the code of 0.
+    - `before`: pixels of padding.
+    - `block`: (side, move).
     - `limits`: lowest and highest integer, without the zero.
     - `zero`: code of 0.
     """

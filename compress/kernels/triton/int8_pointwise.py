@@ -1,4 +1,4 @@
-"""Matrix products of codes whose time is that of their memory: persistent programs that load by tensor descriptors."""
+"""Matrix products of codes limited by memory: persistent programs that load by tensor descriptors."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"

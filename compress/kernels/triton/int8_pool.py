@@ -1,4 +1,4 @@
-"""Pools of codes for inference: maxima on the same grid, and averages that are put on another one."""
+"""Pools of codes for inference: maxima, and averages on another grid."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -101,10 +101,10 @@ def average_pool(
     """Launch an average over windows.
 
     - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
-    - `finish`: of `finish_of`, on the device; its factor is that of the sum over a whole window.
+    - `finish`: its factor is that of the sum over a whole window.
     - `out_size`: (OH, OW).
     - `zero`: code of 0.
-    - `counts_padding`: padding counts as zeros; else the average is over what lies in the image.
+    - `counts_padding`: padding counts as zeros; else it is left out.
     """
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
@@ -189,10 +189,10 @@ def _average_kernel(
 
 
 def image_mean(x: Tensor, finish: Finish, outputs: Outputs, columns: int, *, zero: int = 0) -> None:
-    """Launch the average over whole images, with many pixels of a few channels under way at a time.
+    """Launch the average over whole images.
 
     - `x`: int8 (N, C, H, W), any strides with neighbouring channels.
-    - `finish`: of `finish_of`, on the device; its factor is that of the sum over an image.
+    - `finish`: its factor is that of the sum over an image.
     - `zero`: code of 0.
     """
     images, channels, height, width = x.shape

@@ -18,7 +18,7 @@ ALIGNED = 16
 
 
 class Geometry(NamedTuple):
-    """How a filter moves; padding is above and on the left, pixels beyond the image are never read."""
+    """How a filter moves; padding is above and on the left."""
 
     stride_y: int = 1
     stride_x: int = 1
@@ -82,10 +82,9 @@ class Weight(NamedTuple):
 
 
 def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Tensor | None:
-    """Sums that the code of 0 adds to each output channel, taken away: int32 (O,) on the device; None if it is 0.
+    """Sums that the code of 0 adds to each output channel, negative: int32 (O,); None if `zero` is 0.
 
-    - `weight`: int8 (O, ...).
-    - `zero`: the input's code of 0.
+    `weight` is int8 (O, ...).
     """
     return (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
 
@@ -248,7 +247,7 @@ def _product_kernel(
 
 @triton.jit
 def _first_taps(x_ptr, row, first_row, rows, step, sizes, geometry, FLAT: tl.constexpr):
-    """(where a tile begins, its pixels' first taps from there, their vertical and horizontal places in the image)."""
+    """(where a tile begins, its pixels' first taps, their vertical and horizontal places in the image)."""
     pixel = tl.where(row < rows, row, rows - 1)  # read something that is there; it is not stored
     if FLAT:
         x_ptr += first_row.to(tl.int64) * step.pixel

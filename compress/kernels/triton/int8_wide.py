@@ -1,4 +1,4 @@
-"""Matrix products of codes of few input channels: persistent programs that compute all columns of a tile of rows."""
+"""Matrix products of codes of few input channels, by persistent programs that compute whole rows."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"

@@ -268,7 +268,7 @@ class Link:
     """What `squeeze` and `excite` of one block tell each other.
 
     Attributes:
-        bias, activation: of `squeeze`, which `excite` computes again; the bias without its gradient.
+        bias, activation: of `squeeze`; the bias without its gradient.
         found: of `excite`'s backward pass: the gate, and the integers of its quantizer.
     """
 
