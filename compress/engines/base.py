@@ -24,9 +24,9 @@ class Availability:
 
     Attributes:
         version: of its library; "" if that is missing.
-        devices: devices that it can run on here, such as ("CPU",).
+        devices: such as ("CPU",).
         reason: why it is not available; "" if it is.
-        install: command or action that makes it available; "" if it is.
+        install: what makes it available; "" if it is.
     """
 
     name: str
@@ -114,7 +114,7 @@ class RuntimeLayer:
     """One layer that an engine runs, as the engine reports it.
 
     Attributes:
-        kind: the engine's name of the operation, such as `Convolution`.
+        kind: such as `Convolution`.
         precision: type in which it computes, such as `u8`, `bf16` or `f32`.
         kernel: implementation chosen; "" if the engine does not report it.
         original_names: nodes of the ONNX file that were fused into it, in no order.

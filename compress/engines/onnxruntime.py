@@ -42,7 +42,7 @@ def read_profile(text: str) -> list[Profile]:
 
 
 def _runs(events: list[Mapping[str, Any]]) -> Iterator[Profile]:
-    """Yield the nodes of each run: the event of the run itself follows those of its nodes."""
+    """Yield the nodes of each run; a run's own event follows them."""
     nodes: dict[str, tuple[RuntimeLayer, float]] = {}
     for event in events:
         name = str(event.get("name", ""))
@@ -176,7 +176,7 @@ class ONNXRuntimeEngine(Engine):
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`; the nodes of the optimized graph, each with the type of its first input."""
+        """See `Engine.runtime_layers`; each node has the type of its first input."""
         return tuple(layer for layer, _ in self._profiled()[-1].values())
 
     def layer_times_ms(self) -> dict[str, float]:
@@ -188,7 +188,7 @@ class ONNXRuntimeEngine(Engine):
         return [{name: ms for name, (_, ms) in run.items() if ms} for run in self._profiled()]
 
     def _profiled(self) -> list[Profile]:
-        """Return the profiles of the runs until now, which end here; without one, that of a run on zeros."""
+        """Return the profiles of the runs until now; without one, that of a run on zeros."""
         if self._folder is None or self._session is None:
             raise EngineError(
                 f"{self.info.label} does not report its layers: it was not built to time them; give build_engine "

@@ -157,7 +157,7 @@ def _options(build: BuildOptions) -> dict[str, str]:
 
 
 def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
-    """Return the model, and the interface of its file; None for an `.xml` file, whose names are OpenVINO's own."""
+    """Return the model, and the interface of its file; None for an `.xml` file."""
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
     try:
@@ -176,7 +176,7 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
 
 
 def _tensors(ports: Any, declared: tuple[TensorInfo, ...] | None, *, where: str) -> tuple[TensorInfo, ...]:
-    """Return inputs or outputs in the file's order and under its names; a port may have several of its own."""
+    """Return inputs or outputs in the file's order and under its names."""
     if declared is None:
         return tuple(_tensor(port, port.get_any_name()) for port in ports)
     by_name = {name: port for port in ports for name in port.get_names()}

@@ -1,4 +1,4 @@
-"""The table of engines: for each, how it reports its availability, how it loads a file, and its options."""
+"""The table of engines; a new engine is a row in `ENGINES`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch module in memory as an engine: the reference row, and the way to measure fake quantization."""
+"""A torch module in memory as an engine."""
 
 from __future__ import annotations
 

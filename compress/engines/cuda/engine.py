@@ -1,4 +1,4 @@
-"""Our own INT8 engine for NVIDIA GPUs: arrays or torch tensors in and out, one program for each set of input shapes."""
+"""Our own INT8 engine for NVIDIA GPUs: arrays or torch tensors in and out."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def load(path: Path | str, build: BuildOptions) -> CudaEngine:
 
     Raises:
         EngineUnavailableError: there is no such GPU, it is too old, or Triton is missing.
-        EngineError: an operator, a quantizer or an option that the engine cannot run; a plan file that is damaged or of
-            another GPU; or memory is short.
+        EngineError: the file, an option or the plan file cannot be used, or memory is short.
     """
     if build.precision is not None and build.precision not in PRECISIONS:
         raise EngineError(
@@ -160,7 +159,7 @@ class CudaEngine(Engine):
             make_plan(path, batch_size=1, dtype=self._dtype)  # refuses here what no batch can run
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`. The time of a run includes the copies to the GPU and back."""
+        """See `Engine.run`; the time includes the copies to the GPU and back."""
         self._check_open()
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in checked.items()}

@@ -43,10 +43,7 @@ def _limits(grid: Grid) -> Activation:
 
 
 def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> FloatNetwork:
-    """The function of a graph without quantizers, in one floating-point type inside.
-
-    - `dtype`: in which it computes; outputs have the types of the file.
-    """
+    """The function of a graph without quantizers, computed in `dtype`; outputs have the types of the file."""
 
     def fitting(node: Node, index: int, value: Tensor) -> Tensor:
         if is_read_by_the_host(node.op, index, value):

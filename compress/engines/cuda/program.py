@@ -72,9 +72,9 @@ class Program:
 
     Attributes:
         kernels: name of the candidate that computes each step.
-        measured: times of all candidates of each step, if they were measured now.
-        floats: the whole network runs in floating point, compiled by torch, as that is faster.
-        graphs_ms: milliseconds of each graph that was compared, by name.
+        measured: times of all candidates of each step, if measured now.
+        floats: the whole network runs in floating point, compiled by torch.
+        graphs_ms: milliseconds of each graph that was compared.
 
     Raises:
         EngineError: the memory of the device does not suffice.
@@ -143,7 +143,7 @@ class Program:
     def _choose(
         self, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int, progress: Progress
     ) -> list[str]:
-        """Give the executor the fastest way of each step, measured where the plan does not know it; their names."""
+        """Give the executor the fastest way of each step; return their names."""
         signatures = [signature(step, self.layout) for step in self.layout.steps]
         known = [plan.get(text) or "" if plan is not None else "" for text in signatures]
         known = [name if name in {w.name for w in way} else "" for way, name in zip(ways, known, strict=True)]
@@ -232,7 +232,7 @@ def _multiplies_codes(step: Step) -> bool:
 
 
 def _alike(ours: Tensors, floats: Tensors) -> bool:
-    """True if results in floating point differ from those of integers by rounding, not by a mistake."""
+    """True if results in floating point differ from those of integers by rounding."""
     pairs = [(value.double(), floats[name].double()) for name, value in ours.items() if value.is_floating_point()]
     return all(float((a - b).norm()) <= _MOST_APART * float(a.norm()) for a, b in pairs)
 

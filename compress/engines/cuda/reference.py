@@ -1,4 +1,4 @@
-"""The steps of a plan in exact integer arithmetic and float64, on any device: the oracle of the kernels."""
+"""The steps of a plan in exact integer arithmetic and float64, on any device."""
 
 from __future__ import annotations
 

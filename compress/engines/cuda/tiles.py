@@ -156,10 +156,7 @@ def rows_tiles(
 
 
 def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:
-    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is the nearer roof.
-
-    `shape` is (N, O, OH, OW) of the result; `channels` are those of the input.
-    """
+    """Tiles of convolutions that load boxes; none where they do not pay. `shape` is (N, O, OH, OW) of the result."""
     images, columns, height, width = shape
     if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 64:
         return []
@@ -174,10 +171,7 @@ def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> 
 
 
 def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:
-    """Tiles of persistent programs that hold the whole weight of few input channels; none where that cannot pay.
-
-    `rows` are pixels of the result; `channels` are those of the input.
-    """
+    """Tiles of persistent programs that hold the whole weight of few input channels; none where that cannot pay."""
     depth = max(32, 1 << (channels - 1).bit_length())
     strips = -(-columns // _MOST_HELD)
     each = -(-columns // strips)

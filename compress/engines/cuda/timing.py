@@ -1,4 +1,4 @@
-"""Times what is launched on a GPU: several launches in one CUDA graph, so that the host's own time does not count."""
+"""Times of what is launched on a GPU, without the host's own time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5)
 
 
 def repeated_ms(run: Callable[[], object], *, calls: int = 20, rounds: int = 5) -> float:
-    """Median milliseconds of a call of `run` whose calls are queued one after another, such as a graph's replay."""
+    """Median milliseconds of a call of `run` whose calls are queued one after another."""
 
     def repeated() -> None:
         for _ in range(calls):

@@ -130,7 +130,7 @@ def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[
 
 
 def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> Kernels:
-    """Return the kernels of a candidate; its error is raised where the step has no other candidate."""
+    """Return the kernels of a candidate; raise its error where there is no other candidate."""
     with recorded() as recording:
         try:
             candidate.run(tensors)
@@ -266,7 +266,7 @@ def _sum_beside(results: Sequence[Tensor], arena: Tensor) -> int:
 
 
 def signature(step: Step, layout: Layout) -> str:
-    """A text that is the same for steps that launch the same kernels on tensors that lie the same way."""
+    """A text that is the same for steps that launch the same kernels on tensors that lie alike."""
     return repr((type(step).__name__, [(f.name, _described(getattr(step, f.name), layout)) for f in _content(step)]))
 
 

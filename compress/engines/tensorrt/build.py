@@ -150,7 +150,7 @@ def _capabilities(library: Library, options: TensorRTOptions) -> tuple[int, ...]
 
 
 def _check_portable(flavour: Flavour, options: TensorRTOptions, *, has_gpu: bool) -> None:
-    """Refuse options that TensorRT-RTX lacks: it would ignore them, or fail with a message about something else."""
+    """Refuse options that TensorRT-RTX lacks."""
     lacks = (
         ("timing_cache", options.timing_cache is not None, "it times nothing while it builds"),
         ("hardware", options.hardware != "none", "name the compute capabilities with sm"),

@@ -143,7 +143,7 @@ def _created(make: Callable[[tensorrt.ILogger], tensorrt.Builder], library: Libr
 
 
 def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
-    """Run `work` in a thread; on Ctrl-C set `stop`, wait for the thread to end, and raise KeyboardInterrupt."""
+    """Run `work` in a thread; on Ctrl-C set `stop`, wait, and raise KeyboardInterrupt."""
     with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as pool:  # its end waits for the thread
         future = pool.submit(work)
         try:

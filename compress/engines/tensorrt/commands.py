@@ -145,7 +145,7 @@ def _polygraphy_head(target: str) -> tuple[str, ...]:
 
 
 def _bounds(dynamic: Mapping[str, Profile]) -> Iterator[tuple[str, list[tuple[str, Shape]]]]:
-    """Yield `min`, `opt` and `max`, each with the shapes of all open inputs; nothing if no input is open."""
+    """Yield `min`, `opt` and `max` with the shapes of all open inputs; nothing if none is open."""
     for bound in ("min", "opt", "max") if dynamic else ():
         yield bound, [(name, getattr(profile, bound)) for name, profile in dynamic.items()]
 

@@ -237,7 +237,7 @@ class TensorRTEngine(Engine):
         return self._contexts[index]
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`. The time of a run includes the copies to the GPU and back."""
+        """See `Engine.run`; the time includes the copies to the GPU and back."""
         context = self._context(0)
         self._submit(context, inputs)
         return self._result(context)

@@ -1,4 +1,4 @@
-"""Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX, libraries with one Python API; no other file does."""
+"""Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX; no other file does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts the phases that the builder reports into one progress bar: phases nest, and each counts its own steps."""
+"""Converts the nested phases that the builder reports into one progress bar."""
 
 from __future__ import annotations
 

@@ -41,9 +41,6 @@ _KINDS: dict[type[Step], Callable[..., list[Candidate]]] = {
 
 
 def candidates(step: Step, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """All ways to compute a step; the first is the guess.
-
-    - `bindings`: what steps keep on the device.
-    """
+    """All ways to compute a step; the first is the guess."""
     found = _KINDS[type(step)](step, layout, bindings)
     return found + (float_product(step, layout, bindings) if isinstance(step, (Convolution, Linear)) else [])

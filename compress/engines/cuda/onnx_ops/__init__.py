@@ -1,4 +1,4 @@
-"""ONNX operations as torch functions: the float part of a plan, constant folding and the shapes of a graph."""
+"""ONNX operations as torch functions, also on tensors without data."""
 
 from __future__ import annotations
 

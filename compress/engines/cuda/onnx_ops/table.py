@@ -1,4 +1,4 @@
-"""Shared by the tables of operations: types, and the reading of a shape or a number from an input."""
+"""Types, shapes and numbers for the tables of operations."""
 
 from __future__ import annotations
 

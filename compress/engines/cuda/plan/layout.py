@@ -1,4 +1,4 @@
-"""The memory layout of a plan: buffer, offset and strides of every tensor; and which moves are copies."""
+"""The memory layout of a plan: buffer, offset and strides of every tensor."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class _Layouter:
         return Place(name, tensor.shape, tuple(strides), 0, tensor.dtype)
 
     def _pads_rows(self, name: str, order: Sequence[int]) -> bool:
-        """True if rows of channels are padded: those of images and matrices, except the network's own results."""
+        """True if rows of channels are padded."""
         image = len(order) == 4 and tuple(order) == (0, 2, 3, 1)
         rows = len(order) in (2, 3) and list(order) == sorted(order)
         same = len(order) == 4 and list(order) == sorted(order) and name in self._followers
@@ -228,7 +228,7 @@ class _Layouter:
 
     @property
     def _followers(self) -> set[str]:
-        """Tensors of four axes that a normalization writes: pixels of images whose channels lie last."""
+        """Tensors of four axes that a normalization writes, channels last."""
         kinds = (Attention, PackImage)
         return {n for s in self.plan.steps if isinstance(s, Computed) and not isinstance(s, kinds) for n in s.writes}
 
@@ -257,7 +257,7 @@ class _Layouter:
         return None
 
     def _feeds_image(self, name: str) -> bool:
-        """True if something that wants channels last reads a tensor of four axes, at once or after moves."""
+        """True if something that wants channels last reads a tensor of four axes."""
         for step in self.plan.steps:
             if name not in step.reads:
                 continue
@@ -282,7 +282,7 @@ class _Layouter:
                 self._copied(step, name, source)
 
     def _copied(self, step: Move, name: str, source: Place) -> None:
-        """A move that is no view: what it reads is copied to where its result lies."""
+        """A move that is no view, as a copy."""
         shape = self.plan.tensors[name].shape
         image = len(shape) == 4 and self._feeds_image(name)
         place = self._dense(name, [0, 2, 3, 1] if image else list(range(len(shape))))

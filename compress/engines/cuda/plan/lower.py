@@ -48,7 +48,7 @@ def make_plan(
 
     - `path`: of an ONNX file; without Q/DQ nodes everything is computed in floating point.
     - `sizes`: shape of an input, by name; the file's own where it is left out.
-    - `batch_size`: of inputs whose first dimension the file leaves open.
+    - `batch_size`: of inputs whose first dimension is open.
     - `dtype`: of what is not quantized.
 
     Raises:
@@ -98,7 +98,7 @@ def _step_of(view: View, node: Node) -> Found:
 
 
 def _tensors(view: View, steps: Sequence[Step], dtype: torch.dtype) -> dict[str, PlanTensor]:
-    """Shape and type of all that steps read and write; the network's own inputs and outputs keep their types."""
+    """Shape and type of all that steps read and write."""
     border = {*view.graph.inputs, *view.graph.outputs}
     names = [name for step in steps for name in (*step.reads, *step.writes)]
     found = {}

@@ -225,7 +225,7 @@ def _other(view: View, chain: _Chain, reader: Node) -> str | None:
 
 
 def _root(view: View, name: str) -> int:
-    """Place of the node that computes a tensor, before its activation and quantizers; -1 for an input."""
+    """Place of the node that computes a tensor; -1 for an input."""
     node = view.producers.get(name)
     while node is not None and node.op in _ALONE and node.inputs[0] in view.producers:
         node = view.producers[node.inputs[0]]

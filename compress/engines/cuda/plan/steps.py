@@ -225,11 +225,11 @@ class LayerNorm(Computed):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attention(Computed):
-    """softmax(scale q k' + mask) v of codes; the probabilities are rounded to a grid.
+    """softmax(scale q k' + mask) v of codes, whose zeros are 0; the probabilities are rounded to a grid.
 
     Attributes:
-        x: queries (..., L, D); the zero of their grid is 0.
-        k, v: keys (..., S, D) and values (..., S, E); the zeros of their grids are 0.
+        x: queries (..., L, D).
+        k, v: keys (..., S, D) and values (..., S, E).
         mask: float32, broadcasts; its first axis may be a divisor of that of the scores: then it repeats. None = none.
         probabilities: grid of the softmax's result.
     """
@@ -291,7 +291,7 @@ class PlanTensor:
     """A tensor of a plan.
 
     Attributes:
-        dtype: int8 for codes, the plan's floating-point type for values; indices and booleans as they are.
+        dtype: int8 for codes; values have the plan's type; indices and booleans keep theirs.
     """
 
     shape: tuple[int, ...]
