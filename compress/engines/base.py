@@ -171,7 +171,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """Run once.
+        """Run once, with an array for each of `self.inputs` by name.
 
         Raises:
             EngineError: an input is missing, unknown or of another type or shape, or the library fails.
@@ -219,6 +219,8 @@ class Engine(ABC):
 
     def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run on tensors of this GPU, on torch's current stream, without a copy; does not wait for the result.
+
+        Calls belong on one stream: they share one execution context.
 
         Raises:
             EngineError: this engine takes arrays alone, or a tensor is of another device, type, shape or layout.
