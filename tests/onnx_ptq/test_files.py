@@ -39,7 +39,8 @@ def test_result_computes_what_the_reference_evaluator_says(gated, target):
     expected = ReferenceEvaluator(onnx.load(path)).run(None, {"picture": PICTURES})[0]
     assert sqnr(expected, run(path, PICTURES)) > 25  # engines round sums of integers elsewhere
     assert 15 < sqnr(run(gated, PICTURES), expected) < 60
-    assert compress.audit_onnx(path).int8_share == 1
+    left = {row.name for row in compress.audit_onnx(path).rows if not row.int8}
+    assert left == ({"/up/ConvTranspose"} if target == "onnxruntime" else set())
 
 
 def test_names_open_batch_and_metadata_are_kept(gated, tmp_path):

@@ -33,7 +33,13 @@ from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
-_REFUSALS = {"cannot quantize", "unknown stays float", "last convolution of a head"}
+_REFUSALS = {
+    "cannot quantize",
+    "unknown stays float",
+    "last convolution of a head",
+    "float on the engine",
+    "conv_transpose stays float",
+}
 _APART = "the recipe gives its inputs scales of their own"
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 

@@ -96,6 +96,10 @@ def requests_of(
     if node.refusal:
         found.refuse(node, "cannot quantize", f"{node.layer} {node.refusal}")
         return found
+    reason = "" if own.rule else _engine_float(node, table)
+    if reason:
+        found.refuse(node, "float on the engine", reason)
+        return found
     if node.kind in WEIGHTED:
         found.weight = _weight_site(node, own.weights, table)
     if residual:
@@ -106,6 +110,15 @@ def requests_of(
     if node.kind in table.outputs and (node.kind != "add" or residual):
         _request_output(found, node, table)
     return found
+
+
+def _engine_float(node: Node, table: TargetTable) -> str:
+    """Return why the engine computes an operation of a kind that it has in 8 bits in float; "" if it does not."""
+    groups = node.parameters.groups if node.parameters is not None else 1
+    if groups != 1 and node.kind in table.grouped_float:
+        return table.grouped_float[node.kind]
+    end = _end_of_chain(node, table) if node.kind in table.rounded_results else None
+    return table.rounded_results[node.kind] if end is not None and _is_returned(end, table) else ""
 
 
 def _factors(node: Node) -> list[Node]:
@@ -164,21 +177,33 @@ def _request_residual(
 
 def _request_output(found: Requests, node: Node, table: TargetTable) -> None:
     """Request a result where its fused chain ends, unless the model returns it."""
-    end = node
-    while len(end.consumers) == 1:
-        (consumer,) = end.consumers
-        fuses = consumer.kind in table.fuses or consumer.kind in PASSING | {"batch_norm"}
-        if not fuses and not _absorbs_add(node, end, consumer, table):
-            break
-        end = consumer
-        if end.kind == "add":
-            return  # the add requests its own result
+    end = _end_of_chain(node, table)
+    if end is None:
+        return
     if _is_model_output(end, table):
         found.refuse(node, "output stays float", "the model's result and what follows it are not quantized")
         return
     rule, reason = f"{node.kind} output", table.outputs[node.kind]
     consumers = [consumer for consumer in end.consumers if consumer.kind not in {"output", "shape"}]
     found.tensors += [Request(end, consumer, node, rule, reason) for consumer in consumers]
+
+
+def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
+    """Return the last operation that fuses with one; None if that is an add, which requests its own result.
+
+    A BatchNorm after an activation is not folded into the layer before, and does not fuse.
+    """
+    end, activated = node, False
+    while len(end.consumers) == 1:
+        (consumer,) = end.consumers
+        norm = consumer.kind == "batch_norm" and not activated
+        fuses = consumer.kind in table.fuses or consumer.kind in PASSING or norm
+        if not fuses and not _absorbs_add(node, end, consumer, table):
+            break
+        end, activated = consumer, activated or consumer.kind in table.fuses
+        if end.kind == "add":
+            return None
+    return end
 
 
 def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> bool:
@@ -188,10 +213,16 @@ def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> b
 
 def _is_model_output(node: Node, table: TargetTable) -> bool:
     """Return True if all consumers of a tensor, through operations that commute, are the graph's output."""
-    return all(
-        consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
-        for consumer in node.consumers
-    )
+    return all(_returns(consumer, table) for consumer in node.consumers)
+
+
+def _is_returned(node: Node, table: TargetTable) -> bool:
+    """Return True if a consumer of a tensor is the graph's output, through operations that commute."""
+    return any(_returns(consumer, table) for consumer in node.consumers)
+
+
+def _returns(consumer: Node, table: TargetTable) -> bool:
+    return consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
 
 
 def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:

@@ -50,6 +50,8 @@ class TargetTable:
             such inputs are slower, and the file gives the zero point to their bias (`export.zero_points`); a product
             gained nothing from that (ViT-tiny: 1.00 of the time).
         stays_float: kinds that stay float, each with the reason.
+        grouped_float: kinds that stay float where they have groups, each with the reason.
+        rounded_results: kinds that compute in 8 bits only where their result is quantized, each with the reason.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
             bits those are three of four.
     """
@@ -66,6 +68,8 @@ class TargetTable:
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
+    grouped_float: dict[str, str] = field(default_factory=dict)
+    rounded_results: dict[str, str] = field(default_factory=dict)
     all_integers: bool = False
 
 
@@ -112,11 +116,13 @@ TABLES: dict[Target, TargetTable] = {
         unsigned=True,
         offset=frozenset({"conv", "conv_transpose"}),
         stays_float=_CPU_FLOAT,
+        grouped_float={"conv_transpose": "OpenVINO computes transposed convolutions with groups in float"},
     ),
     "onnxruntime": TargetTable(
-        inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits between Q/DQ on both sides"),
+        inputs={kind: text for kind, text in _WEIGHTED.items() if kind != "conv_transpose"}
+        | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits between Q/DQ on both sides"),
         outputs=dict.fromkeys(
-            ("conv", "conv_transpose", "add", *_POOLS[:3]),
+            ("conv", "add", *_POOLS[:3]),
             "ONNX Runtime fuses an operation to its QLinear form only between Q/DQ on both sides",
         ),
         residual="both",
@@ -124,7 +130,11 @@ TABLES: dict[Target, TargetTable] = {
         offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
         joined_parts=True,
         concat_shares=False,
-        stays_float=_CPU_FLOAT,
+        stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},
+        rounded_results={
+            "conv": "ONNX Runtime computes a convolution in 8 bits only where its result is rounded too, and the "
+            "model's result is not"
+        },
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

@@ -242,11 +242,15 @@ def test_a_result_is_quantized_behind_its_activation_and_before_a_pad():
     def layer():
         return nn.Conv2d(3, 3, 3)
 
-    spec = QuantSpec(target="onnxruntime")
-    assert quantized(placement(nn.Sequential(layer(), nn.ReLU(), nn.GELU(), layer()), spec)) == {"input_1", "_1", "_2"}
+    def head():
+        return nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(3, 2)
+
+    spec, inputs = QuantSpec(target="onnxruntime"), {"input_1", "_1"}
+    found = placement(nn.Sequential(layer(), nn.ReLU(), nn.GELU(), layer(), *head()), spec)
+    assert quantized(found) == inputs | {"_2", "_3"}
     for target in ("tensorrt", "onnxruntime"):
-        padded = placement(nn.Sequential(layer(), nn.ReLU(), nn.ZeroPad2d(1), layer()), QuantSpec(target=target))
-        assert quantized(padded) == {"input_1", "_1"}
+        network = nn.Sequential(layer(), nn.ReLU(), nn.ZeroPad2d(1), layer(), *head())
+        assert quantized(placement(network, QuantSpec(target=target))) == inputs | {"_3"}
 
 
 def test_a_branch_of_a_residual_add_is_asked_for_by_its_layer_too():
