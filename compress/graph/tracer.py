@@ -48,6 +48,7 @@ class Tracer(fx.Tracer):
         self.inputs = inputs
         self.values = values
         self.failed = ""
+        self._own: tuple[nn.Module, set[int]] | None = None
         self.proxy_buffer_attributes = buffers
         self._thread = threading.get_ident()
 
@@ -147,11 +148,23 @@ class Tracer(fx.Tracer):
         """Enter a module or record its call, and note where that fails."""
         if self._elsewhere() or (self.values is not None and self.values.busy):
             return forward(*args, **kwargs)
+        if self._made_in_forward(m):
+            if any(True for _ in (*m.parameters(), *m.buffers())):
+                raise NameError(
+                    f"it makes a {type(m).__name__} with weights of its own in each call: make it in __init__"
+                )
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
             raise
+
+    def _made_in_forward(self, m: nn.Module) -> bool:
+        """Return True for `nn.ReLU()(x)`: without a state, a module that the network does not hold is its functions."""
+        if self._own is None or self._own[0] is not self.root:
+            self._own = self.root, {id(module) for module in self.root.modules()}
+        return id(m) not in self._own[1]
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:

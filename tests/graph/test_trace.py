@@ -77,6 +77,28 @@ def test_a_graph_module_of_the_users_own_keeps_its_placement_too():
     assert copied(qmodel, "pickle copy").placement == qmodel.placement
 
 
+def test_modules_that_forward_makes_are_their_functions():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x):
+            x = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))(self.second(nn.ReLU6()(self.first(x))))
+            return nn.Softmax(dim=1)(nn.Flatten()(x))
+
+    class Anew(Net):
+        def forward(self, x):
+            return nn.BatchNorm2d(8)(self.first(x))
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(2, 3, 12, 12)
+    assert torch.equal(compress.trace(model, x)(x), model(x))
+    assert len(compress.quantize(model, x, [x]).placement.weights) == 2
+    with pytest.raises(ModelError, match=r"makes a BatchNorm2d with weights of its own.*__init__"):
+        compress.trace(Anew().eval(), x)
+
+
 def test_a_forward_that_cannot_be_traced_at_all_is_refused():
     with pytest.raises(ModelError, match="DependsOnValues.forward itself"):
         trace(DependsOnValues(), torch.randn(2, 3))
