@@ -96,9 +96,8 @@ def requests_of(
     if node.refusal:
         found.refuse(node, "cannot quantize", f"{node.layer} {node.refusal}")
         return found
-    reason = "" if own.rule else _engine_float(node, table)
-    if reason:
-        found.refuse(node, "float on the engine", reason)
+    if not own.rule and node.kind in table.grouped_float and node.parameters and node.parameters.groups != 1:
+        found.refuse(node, "float on the engine", table.grouped_float[node.kind])
         return found
     if node.kind in WEIGHTED:
         found.weight = _weight_site(node, own.weights, table)
@@ -110,15 +109,6 @@ def requests_of(
     if node.kind in table.outputs and (node.kind != "add" or residual):
         _request_output(found, node, table)
     return found
-
-
-def _engine_float(node: Node, table: TargetTable) -> str:
-    """Return why the engine computes an operation of a kind that it has in 8 bits in float; "" if it does not."""
-    groups = node.parameters.groups if node.parameters is not None else 1
-    if groups != 1 and node.kind in table.grouped_float:
-        return table.grouped_float[node.kind]
-    end = _end_of_chain(node, table) if node.kind in table.rounded_results else None
-    return table.rounded_results[node.kind] if end is not None and _is_returned(end, table) else ""
 
 
 def _factors(node: Node) -> list[Node]:
@@ -213,16 +203,10 @@ def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> b
 
 def _is_model_output(node: Node, table: TargetTable) -> bool:
     """Return True if all consumers of a tensor, through operations that commute, are the graph's output."""
-    return all(_returns(consumer, table) for consumer in node.consumers)
-
-
-def _is_returned(node: Node, table: TargetTable) -> bool:
-    """Return True if a consumer of a tensor is the graph's output, through operations that commute."""
-    return any(_returns(consumer, table) for consumer in node.consumers)
-
-
-def _returns(consumer: Node, table: TargetTable) -> bool:
-    return consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
+    return all(
+        consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
+        for consumer in node.consumers
+    )
 
 
 def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:

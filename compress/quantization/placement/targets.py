@@ -51,7 +51,6 @@ class TargetTable:
             gained nothing from that (ViT-tiny: 1.00 of the time).
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
-        rounded_results: kinds that compute in 8 bits only where their result is quantized, each with the reason.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
             bits those are three of four.
     """
@@ -69,7 +68,6 @@ class TargetTable:
     offset: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
-    rounded_results: dict[str, str] = field(default_factory=dict)
     all_integers: bool = False
 
 
@@ -131,10 +129,6 @@ TABLES: dict[Target, TargetTable] = {
         joined_parts=True,
         concat_shares=False,
         stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},
-        rounded_results={
-            "conv": "ONNX Runtime computes a convolution in 8 bits only where its result is rounded too, and the "
-            "model's result is not"
-        },
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

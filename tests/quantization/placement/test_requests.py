@@ -301,7 +301,7 @@ def test_results_of_the_model_and_sizes_do_not_read_quantized_tensors():
     result = placed(function, "onnxruntime", first=nn.AvgPool2d(2), last=conv())
     (site,) = [site for site in result.activations if site.edges[0][0] == "first"]
     assert {consumer for _, consumer in site.edges} == {"last", "reshape"}
-    assert rules(result, "last") == ["float on the engine"]
+    assert rules(result, "last") == ["output stays float"]
 
 
 def test_rows_are_in_the_order_of_the_graph():
