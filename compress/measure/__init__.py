@@ -1,8 +1,4 @@
-"""Latency, accuracy, parity and sizes, measured on engines, and a description of the machine.
-
-Measurements that need onnx or torchvision are imported from their own files: `end_to_end`, `first_difference`,
-`layer_parity`.
-"""
+"""Latency, accuracy, parity and sizes, measured on engines."""
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
 from compress.measure.figures import EngineFigures, compare_figures, measure_metric

@@ -1,4 +1,4 @@
-"""Measures the accuracy of an engine; refuses a model whose file names another preprocessing than the data's."""
+"""Measures the accuracy of an engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class EngineAccuracy:
     """Accuracy of a model on an engine.
 
     Attributes:
-        top1: share of images whose highest logit is the target's, 0 to 1; of equal logits the first is the highest.
-        top5: share of images whose target is among the 5 highest logits (among all, if there are fewer), 0 to 1.
+        top1: share of images whose highest logit (the first of equal ones) is the target's, 0 to 1.
+        top5: share of images whose target is among the 5 highest logits, 0 to 1.
         logits: (images, classes) float32 in the order of the images; None unless `keep_logits`.
     """
 
@@ -54,18 +54,16 @@ def measure_accuracy(
     """Measure top-1 and top-5 of `engine` over labelled images.
 
     Args:
-        engine: has one input of images, and one output of logits (or one named `logits`, `out`, or `output_0`, the
-            first of a tuple, as in training).
-        batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays. For an engine of a fixed batch size
-            they are cut to it, and the remainder is padded with zeros whose results are dropped.
+        engine: has one input of images, and one output of logits (or one named `logits`, `out` or `output_0`).
+        batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays; cut and padded to an engine's fixed
+            batch size.
         preprocessing: of these images; compared with the one in the model's metadata.
-        limit: number of images to evaluate at most, from the first on; None = all.
-        keep_logits: return all logits too.
-        progress: listener, advanced by every batch; the total is 0 if `batches` has no length.
+        limit: number of images at most, from the first on; None = all.
+        progress: advanced by every batch.
 
     Raises:
         DataError: the model's preprocessing is another, there is no image, or the logits lack a target.
-        EngineError: an input or output is not as above, or a result is not finite; the message names the image.
+        EngineError: an input or output is not as above, or a result is not finite.
 
     Examples:
         >>> with compress.TorchEngine(model, (3, 16, 16)) as engine:
@@ -105,14 +103,7 @@ def measure_accuracy(
 
 
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
-    """Count the classes that are ranked before each image's target: 0 = the target is the top one.
-
-    Equal logits, which 8-bit outputs often have, are ranked in the order of their classes, as argmax does.
-
-    Args:
-        logits: (N, C).
-        targets: (N,), 0 to C - 1.
-    """
+    """Count the classes ranked before each image's target, (N,); equal logits are ranked in the order of their classes."""
     own = np.take_along_axis(logits, targets[:, None], axis=1)
     before = np.arange(logits.shape[1]) < targets[:, None]
     counted: Ints = ((logits > own) | ((logits == own) & before)).sum(axis=1)
@@ -138,7 +129,7 @@ def _logits_output(engine: Engine) -> str:
 
 
 def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArray[np.generic], Ints]]:
-    """Yield images and targets as arrays, `limit` images in all, without empty batches."""
+    """Yield images and targets as arrays, `limit` images in all."""
     left = limit
     for batch in batches:
         if left is not None and left <= 0:
@@ -156,7 +147,6 @@ def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArra
 
 
 def _run(engine: Engine, image: TensorInfo, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return logits (len(images), classes)."""
     count, size = len(images), image.shape[0]
     if size != -1 and count < size:
         images = np.concatenate([images, np.zeros((size - count, *images.shape[1:]), images.dtype)])

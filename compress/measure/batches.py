@@ -1,4 +1,4 @@
-"""From batches of a loader to runs of an engine, for all that measures engines on labelled images."""
+"""From batches of a loader to runs of an engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> 
 
 
 def as_array(part: Any) -> NDArray[np.generic]:
-    """Return a numpy array of a tensor on any device, or of an array."""
+    """Return a tensor on any device, or an array, as numpy array."""
     array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
     return array
 
 
 def chunks(images: NDArray[np.generic], size: int) -> Iterator[NDArray[np.generic]]:
-    """Yield pieces of a fixed batch size, the last one smaller; one piece if `size` is -1."""
+    """Yield pieces of at most `size` images; one piece if `size` is -1."""
     step = len(images) if size == -1 else size
     return (images[i : i + step] for i in range(0, len(images), step))

@@ -1,11 +1,4 @@
-"""Confidence intervals of a metric, and of its difference between two networks, by a paired bootstrap over images.
-
-Both networks are taken on the same resamples (Efron and Tibshirani, 1993, chapters 6 and 13; percentile intervals).
-
-A resample holds no image that was not seen. So where few images tell the networks apart, or none, its interval is too
-narrow, and of equal answers it has no width at all: there exact bounds of the binomial distribution take its place
-(Clopper and Pearson, 1934; the sign test for the difference).
-"""
+"""Confidence intervals of a metric, and of its difference between two networks, by a paired bootstrap over images."""
 
 from __future__ import annotations
 
@@ -43,14 +36,13 @@ class Comparison:
 def compare_evidence(
     reference: Evidence, seen: Evidence, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
 ) -> Comparison:
-    """Compare a network with a reference on the same images.
+    """Compare a network with a reference on the same images (percentile bootstrap: Efron and Tibshirani, 1993, chapter 13).
+
+    Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
 
     Args:
-        reference: such as the float network on an engine.
-        seen: the other network.
-        resamples: of the images, with replacement.
+        resamples: number of resamples of the images, with replacement.
         level: share of the resamples inside an interval.
-        seed: of the resamples.
 
     Raises:
         DataError: the two have seen different numbers of images, or none.
@@ -101,16 +93,7 @@ def share_interval(found: int, images: int, *, level: float = LEVEL) -> tuple[fl
 
 
 def _difference_of_hits(reference: Hits, seen: Hits, drawn: tuple[float, float], level: float) -> tuple[float, float]:
-    """Return the ends of the interval of a difference of two shares of right answers to the same images.
-
-    The difference is the share of images that only the one answers rightly, less the share that only the other does.
-
-    Args:
-        reference: answers of the reference.
-        seen: those of the other network.
-        drawn: ends of the bootstrap's interval.
-        level: share of cases in which the interval holds the truth, at least where its ends are exact.
-    """
+    """Return the interval of a difference of two shares of right answers; `drawn` is the bootstrap's."""
     right, before = seen.right(), reference.right()
     gained, lost, images = int((right & ~before).sum()), int((before & ~right).sum()), len(right)
     differ = gained + lost

@@ -1,4 +1,4 @@
-"""Cuts an ONNX file after some of its inner tensors, so that an engine has nothing after them to fuse."""
+"""Cuts an ONNX file after some of its inner tensors."""
 
 from __future__ import annotations
 

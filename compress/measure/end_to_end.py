@@ -1,10 +1,4 @@
-"""Times a run from images to classes: decoding, preprocessing, the engine and postprocessing.
-
-One clock reading ends a stage and begins the next, so the stages of a run add up to the run. Images are decoded and
-prepared one after another in this process, as evaluation prepares them; a server would do that in parallel. Variants
-run in turn, as in `latency`. A GPU decodes JPEG files together (nvJPEG), and resizes and normalizes; an engine that
-takes no tensors gets a copy on the host, whose time counts as preprocessing.
-"""
+"""Times a run from images to classes: decoding, preprocessing, the engine and postprocessing."""
 
 from __future__ import annotations
 
@@ -55,7 +49,7 @@ class EndToEnd:
     Attributes:
         device: that resizes and normalizes pixels.
         stage_ms: median of each stage over all runs, in order; without `decode` if no image is encoded.
-        p50_ms: median of whole runs; near `total_ms`, for the median of sums is not the sum of medians.
+        p50_ms: median of whole runs; may differ from `total_ms`.
     """
 
     label: str
@@ -94,22 +88,20 @@ def measure_end_to_end(
     Args:
         engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
         pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
-        batch_size: pictures of one run.
         preprocessing: None = that of each engine's own file.
-        device: device that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
+        device: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
         max_pixels: of the largest picture that is decoded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
-        seconds: time for each, at most, on average over all; the first round is always finished.
-        progress: listener, advanced by every round.
+        seconds: time for each, at most, on average; the first round is always finished.
 
     Returns:
         One result for each engine, in their order.
 
     Raises:
         DataError: there are no pictures, one cannot be read, or encoded and decoded ones are mixed.
-        EngineError: there is no engine, an engine does not take such a batch, its preprocessing is unknown, a number is
-            out of range, or the device is not here.
+        EngineError: there is no engine, a batch or number does not fit, the preprocessing is unknown, or the device is
+            not here.
     """
     check_numbers("measure_end_to_end", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
     _check(engines, pictures, device, max_pixels)
@@ -158,7 +150,7 @@ def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: s
 def _prepared(
     engine: Engine, label: str, batch_size: int, given: Preprocessing | None
 ) -> tuple[Preprocessing, TensorInfo]:
-    """Return the preprocessing of an engine and its input, checked against each other."""
+    """Return the preprocessing and input of an engine, checked against each other."""
     if len(engine.inputs) != 1:
         raise EngineError(f"{label} takes {len(engine.inputs)} inputs; pictures are made for one")
     text = engine.metadata.get(PREPROCESSING_KEY)
@@ -217,7 +209,7 @@ def for_decoder(picture: bytes) -> bytes | Tensor:
 
 
 def decoded_pictures(batch: Sequence[Ready], device: torch.device, max_pixels: int) -> list[Image.Image | Tensor]:
-    """Return RGB pictures: Pillow's, or tensors (3, H, W) uint8 on `device` of the files that it decodes."""
+    """Return RGB pictures: Pillow's, or tensors (3, H, W) uint8 on `device`."""
     files = [picture for picture in batch if isinstance(picture, Tensor)]
     by_device = iter(decode_jpegs(files, device) if files else ())
     images = [
@@ -240,7 +232,7 @@ def _engine_call(
     preprocessing: Preprocessing,
     device: torch.device,
 ) -> Callable[[], NDArray[np.generic]]:
-    """Preprocess, and return a function that runs the engine on the result and returns its logits on the host."""
+    """Preprocess; return a function that runs the engine and returns its logits on the host."""
     pixels = preprocess(images, preprocessing, device).to(getattr(torch, tensor.dtype)).contiguous()
     name = engine.outputs[0].name
     if device.type != "cpu":
@@ -266,10 +258,7 @@ def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE
 def preprocess(
     images: Sequence[Image.Image | Tensor], preprocessing: Preprocessing, device: torch.device | str
 ) -> Tensor:
-    """Return the input of a network: (N, 3, height, width) float32 on `device`, resized, cropped and normalized.
-
-    On the CPU Pillow resizes, as in evaluation; elsewhere torchvision does, as in training. Both differ by rounding.
-    """
+    """Return (N, 3, height, width) float32 on `device`; Pillow resizes on the CPU, torchvision elsewhere."""
     device = torch.device(device)
     tensors = [image for image in images if isinstance(image, Tensor)]
     if len(tensors) == len(images) and preprocessing.interpolation == "bilinear":
@@ -297,15 +286,7 @@ def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the most probable classes with their probabilities, in falling order.
-
-    Args:
-        logits: (N, classes).
-        top: number of classes; all if there are fewer.
-
-    Returns:
-        Indices and probabilities (softmax), both (N, top).
-    """
+    """Return the indices and softmax probabilities, both (N, top), of the most probable classes of logits (N, classes)."""
     values = np.asarray(logits, dtype=np.float32)
     exponents = np.exp(values - values.max(axis=1, keepdims=True))
     probabilities = exponents / exponents.sum(axis=1, keepdims=True)

@@ -55,19 +55,18 @@ def measure_metric(
 
     Args:
         engine: has one input of images, or as many as a batch has.
-        batches: a DataLoader or any iterable of (images, targets), of (first, second, ..., targets), or of mappings
-            with targets under `labels`; tensors or arrays. For an engine of a fixed batch size they are cut to it, and
-            the remainder is padded with zeros whose results are dropped.
-        metric: a `TaskMetric`, or what `meters.task_metric` takes: a function of (outputs, targets), a meter
-            of torchmetrics, ... It is given the engine's only output, or a mapping of its outputs by name.
+        batches: an iterable of (images, targets), of (first, second, ..., targets), or of mappings with targets under
+            `labels`; tensors or arrays, cut and padded to an engine's fixed batch size.
+        metric: a `TaskMetric`, or what `meters.task_metric` takes. It is given the engine's only output, or a mapping of
+            its outputs by name.
         preprocessing: of these images; compared with the one in the model's metadata.
-        limit: number of images to evaluate at most, from the first on; None = all.
+        limit: number of images at most, from the first on; None = all.
         keep: return the selected outputs of so many images, at least.
-        progress: listener, advanced by every batch; the total is 0 if `batches` has no length.
+        progress: advanced by every batch.
 
     Raises:
         DataError: the model's preprocessing is another, there is no image, or the metric returns no number.
-        EngineError: a result is not finite; the message names the image.
+        EngineError: a result is not finite.
 
     Examples:
         >>> def error(outputs, labels):
@@ -115,7 +114,7 @@ def _only(outputs: Any) -> Any:  # what the metric of the user's takes
 
 
 def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
-    """Yield the input arrays and the targets of each batch, `limit` images in all, without empty batches."""
+    """Yield the input arrays and the targets of each batch, `limit` images in all."""
     left = limit
     for batch in batches:
         if left is not None and left <= 0:

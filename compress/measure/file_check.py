@@ -1,8 +1,4 @@
-"""Compares a quantized file with the float file that it was made from, as it is written and on its target's engine.
-
-A few images are enough: what collapses does so on each. Run operation by operation, the file shows what quantization
-costs; on the engine, whether that computes something else than the file says.
-"""
+"""Compares a quantized file with its float file, as it is written and on its target's engine."""
 
 from __future__ import annotations
 
@@ -37,10 +33,10 @@ class FileCheck:
     """Comparison of a quantized file with its float file.
 
     Attributes:
-        written_db: signal to noise of the file against float, in dB, run as it is written; the least of its outputs.
+        written_db: signal to noise of the file run as it is written, in dB; the least of its outputs.
         engine: the target's; "" if it is not installed, or the target has none that compiles in seconds.
-        engine_db: the same on that engine, in float32 where it chooses; None without one.
-        warning: a sentence on what is wrong and what to do; "" if nothing is.
+        engine_db: the same on that engine; None without one.
+        warning: what is wrong and what to do; "" if nothing is.
     """
 
     images: int
@@ -53,14 +49,11 @@ class FileCheck:
 def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: str) -> FileCheck:
     """Compare a quantized file with float on the first pictures of a batch.
 
-    Outputs that are no floats, that depend on values in their size, or that are zero in float are left out. Outputs
-    that the network sorts may differ more than what it found.
+    Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
 
     Args:
-        float_path: file that it was made from.
-        path: quantized file.
         batch: as `quantize_onnx` takes it.
-        target: that it was quantized for.
+        target: that the file was quantized for.
 
     Examples:
         >>> spec = compress.QuantSpec(target="onnxruntime")
@@ -88,14 +81,14 @@ def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: 
 
 
 def _run(path: Path | str, engine: str, feed: Arrays, **options: Any) -> Arrays:
-    """Run a file as it is, its open dimensions open, in float32 where the engine chooses."""
+    """Run a file as it is, in float32 where the engine chooses."""
     precision = "f32" if engine == "openvino" else None
     with build_engine(path, engine, precision=precision, **options) as built:
         return built.run(feed)
 
 
 def _least(expected: Mapping[str, Any], got: Mapping[str, Any]) -> float | None:
-    """Return the least signal to noise of the outputs that can be compared; None if there is none."""
+    """Return the least signal to noise of the comparable outputs; None if there is none."""
     found = []
     for name, value in expected.items():
         a, b = np.asarray(value), np.asarray(got.get(name))

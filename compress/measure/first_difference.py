@@ -1,9 +1,4 @@
-"""Finds the first layer whose output on an engine is not the one that the ONNX file defines.
-
-ONNX Runtime, node by node and without fusion, is the reference. The inputs of quantizers become outputs of a copy of
-the file, which runs on both engines. The copy may fuse less than the deployed engine; if it shows no difference, parts
-of the file that end at one tensor each are built, and a binary search finds the layer.
-"""
+"""Finds the first layer whose output on an engine is not the one that the ONNX file defines."""
 
 from __future__ import annotations
 
@@ -36,8 +31,7 @@ class LayerDifference:
     Attributes:
         node: of the ONNX file that computes it.
         sqnr_db: signal to noise of the engine's, in dB; inf if they are equal, -inf if the engine's is not finite.
-        before_db: the least of those before it: far above `sqnr_db` if this layer is at fault, close to it if rounding
-            adds up.
+        before_db: the least of those before it; far above `sqnr_db` if this layer is at fault.
     """
 
     node: str
@@ -51,8 +45,8 @@ def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference,
     """Write a copy of an ONNX file whose inner tensors are outputs too.
 
     Returns:
-        The outputs of the copy, in the order of its nodes: the inputs of quantizers and the file's own outputs; without
-        quantizers, the outputs of its convolutions and products.
+        The copy's outputs in the order of its nodes: the inputs of quantizers (without these, the outputs of convolutions
+        and products) and the file's own outputs.
     """
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph
@@ -91,15 +85,12 @@ def first_difference(
     least_db: float = LEAST_DB,
     **options: Any,
 ) -> LayerDifference | None:
-    """Find the first layer of a file whose output on an engine is not the file's; None if there is none.
+    """Find the first layer of a file whose output on an engine is not ONNX Runtime's, node by node; None if there is none.
 
     Args:
-        onnx_path: the file.
-        engine: name of the engine, as in `build_engine`.
-        images: (N, C, H, W), float32: a few of the evaluation split.
-        precision: as in `build_engine`.
+        engine: as in `build_engine`, like `precision` and `options`.
+        images: (N, C, H, W) float32.
         least_db: signal to noise below which a tensor counts as different.
-        options: of the engine.
 
     Raises:
         EngineError: the copy does not build or run.

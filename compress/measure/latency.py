@@ -1,12 +1,4 @@
-"""Measures the latency of several engines in turn, so that a burst of other load affects all of them.
-
-A B C, then B C A, then C A B: a round gives each variant one turn, and each round begins with another variant. A turn
-is one run that is not timed, because the other variants have filled the caches and a model in service runs alone, and
-then up to five timed runs. Single runs in turn would measure cold caches and make large and small models look alike.
-
-Load on the machine shifts all variants of a round together. So the ratio of two variants is steadier if it is taken
-turn by turn (`latency_ratio`) than as the quotient of two medians.
-"""
+"""Measures the latency of several engines in turn, so that a burst of other load affects all of them."""
 
 from __future__ import annotations
 
@@ -41,12 +33,11 @@ class Latency:
     """Time of one run of one variant.
 
     Attributes:
-        p50_ms, p90_ms, p99_ms: quantiles over all timed runs, linearly interpolated between the two nearest
-            (Hyndman and Fan, 1996, type 7).
+        p50_ms, p90_ms, p99_ms: quantiles over all timed runs (Hyndman and Fan, 1996, type 7).
         runs: number of timed runs; the same for all variants of one measurement.
         float_precision: type in which the part that is not quantized ran.
         turns_ms: median of each turn, in the order of the rounds.
-        unquiet: why the times are not to be compared, such as "the machine was busy (...)"; "" = they are.
+        unquiet: why the times are not to be compared; "" = they are.
     """
 
     label: str
@@ -78,13 +69,12 @@ def measure_latency(
     Args:
         engines: by label; in a sequence, each engine has its own label.
         batch_size: images of one run.
-        inputs: arrays for all of them, by input name; None = random ones, the same for equal inputs, seeded.
-        sides: of random inputs whose sides after the batch are open, in their order, such as height and width.
+        inputs: arrays for all engines, by input name; None = seeded random ones.
+        sides: of random inputs whose sides after the batch are open, such as height and width.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
-        seconds: time for each, at most, on average over all of them, without warm-up; the round under way is finished,
-            and the first always is.
-        progress: listener, advanced by every round.
+        seconds: time for each, at most, on average, without warm-up; a round under way is finished.
+        progress: advanced by every round.
 
     Returns:
         One result for each engine, in their order.
@@ -123,7 +113,7 @@ def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> 
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:
-    """Return the time of `value` over that of `reference`: the median of their ratios in the rounds of a measurement.
+    """Return the median, over the rounds of a measurement, of the time of `value` over that of `reference`.
 
     Raises:
         EngineError: they do not come from one measurement.
@@ -181,16 +171,10 @@ def _inputs(
 def random_inputs(
     engine: Engine, label: str, batch_size: int, sides: Sequence[int] = ()
 ) -> dict[str, NDArray[np.generic]]:
-    """Return seeded random arrays for an engine's inputs.
-
-    Args:
-        engine: with inputs whose first dimension is the batch.
-        label: that a message begins with.
-        batch_size: images of one run.
-        sides: for the other dimensions that an input leaves open, in their order.
+    """Return seeded random arrays for an engine's inputs; `sides` are for dimensions that are open after the batch.
 
     Raises:
-        EngineError: an input leaves more of them open.
+        EngineError: an input leaves more dimensions open; the message begins with `label`.
     """
     return {tensor.name: _random(tensor, label, batch_size, sides) for tensor in engine.inputs}
 
@@ -211,13 +195,12 @@ def _random(tensor: TensorInfo, label: str, batch_size: int, sides: Sequence[int
 def take_turns(
     timed: Mapping[str, Callable[[], T]], *, runs: int, seconds: float, progress: Progress = _QUIET
 ) -> dict[str, list[list[T]]]:
-    """Call functions in turn, in the order that the module describes; the first call of a turn is not counted.
+    """Call functions in turn, each round beginning with another; the first call of a turn is not counted.
 
     Args:
         timed: by label, a function that runs once and returns its time.
         runs: counted calls of each, at most.
-        seconds: of all together, at most; the round under way is finished, and the first always is.
-        progress: listener, advanced by every round.
+        seconds: of all together, at most; a round under way is finished.
 
     Returns:
         For each label a list of turns, each a list of the results of the calls.

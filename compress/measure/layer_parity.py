@@ -1,10 +1,4 @@
-"""Compares an engine with fake quantization at every quantizer, each layer on its own.
-
-The engine's values after every quantizer are outputs of a copy of the ONNX file; torch computes each of them from the
-engine's own values before it, so a difference belongs to the operations between two quantizers. One step is rounding
-(another order of additions moves a value close to a tie); a wrong scale, padding or type moves many values by more.
-Where the copy's further outputs change the logits, each tensor is read from a file that ends there.
-"""
+"""Compares an engine with fake quantization at every quantizer, each layer on its own."""
 
 from __future__ import annotations
 
@@ -89,7 +83,7 @@ class LayerParity:
 
     @property
     def verdict(self) -> str:
-        """One sentence on the first point that diverges, or on the rounding if none does."""
+        """One sentence on the first point that diverges, or on the rounding."""
         first = self.first
         if first is not None:
             return (
@@ -120,14 +114,14 @@ def layer_parity(
     precision: str | None = None,
     tolerance: float = TOLERANCE,
 ) -> LayerParity:
-    """Compare an engine with fake quantization at every quantizer.
+    """Compare an engine with fake quantization at every quantizer, which torch computes from the engine's values before it.
 
     Args:
         qmodel: quantized by compress, on the CPU.
         path: its ONNX file, written by `export_onnx`.
         images: (N, C, H, W) float32.
         engine: `onnxruntime` or `openvino`.
-        precision: of the part that is not quantized, on the engine; None = its own choice.
+        precision: of the part that is not quantized; None = the engine's choice.
         tolerance: share of a tensor's elements that may be more than one step apart.
 
     Raises:
@@ -203,7 +197,7 @@ def _tensor_names(calls: list[fx.Node]) -> dict[fx.Node, str]:
 def _watch(
     path: Path, names: list[str], images: Floats, plain: Mapping[str, Floats], where: tuple[str, str | None, Path]
 ) -> tuple[dict[str, Floats], str]:
-    """Return the engine's tensors `names`, read without changing its results, and a description of the method."""
+    """Return the engine's tensors `names`, read without changing its results, and how they were read."""
     engine, precision, folder = where
     model = onnx.load(str(path))
     result = model.graph.output[0].name
@@ -248,7 +242,7 @@ def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats,
 
 
 def _operations(node: fx.Node) -> tuple[str, ...]:
-    """Name the operations that compute `node` from the quantized tensors before it, in graph order."""
+    """Name the operations between `node` and the quantized tensors before it."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:

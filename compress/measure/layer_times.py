@@ -1,9 +1,4 @@
-"""Times each layer of a network on an engine, in several forms of the network, in turn.
-
-An engine fuses and reorders, so it times its own layers. The time of each belongs to the network's layer that comes
-first among the nodes fused into it (`export.names`). Time that belongs to none (pools, conversions) is the rest; with
-`follow` it goes to the layer that it follows in the file.
-"""
+"""Times each layer of a network on an engine, in several forms of the network, in turn."""
 
 from __future__ import annotations
 
@@ -58,17 +53,17 @@ def measure_engine_layers(
 ) -> dict[str, LayerTimes]:
     """Time the layers of several ONNX files of one network, all in turn.
 
+    Time of fused nodes goes to the first of the network's layers among them.
+
     Args:
-        files: such as the float network and quantized ones, by name; written by `export_onnx`.
+        files: by name; written by `export_onnx`.
         layers: module paths of the network's layers.
         engine: reports the times of its layers, as `openvino` and `onnxruntime` do.
-        batch_size: images of one run.
-        precision: of the part that is not quantized; None = the engine's own choice.
-        threads: CPU threads of one run; None = the engine's own choice.
+        precision: of the part that is not quantized; None = the engine's choice.
+        threads: CPU threads of one run; None = the engine's choice.
         warmup: runs of each that are not timed.
         runs: timed runs of each.
         follow: assign activations, pools, quantizers and the like to the layer whose result they take.
-        progress: listener, advanced by every round.
 
     Returns:
         Times by the names of `files`.
@@ -118,13 +113,13 @@ def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> 
 
 
 def _node_of_output(graph: Any) -> dict[str, str]:
-    """Return the node by the output of the graph that it writes: OpenVINO names the last layer by its result."""
+    """Return the node by the graph output that it writes: OpenVINO names the last layer by its result."""
     outputs = {value.name for value in graph.output}
     return {name: node.name for node in graph.node for name in node.output if name in outputs}
 
 
 def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
-    """Return the layer that each node of a file belongs to or follows, by the node's name."""
+    """Return the layer that each node belongs to or follows, by the node's name."""
     makers: dict[str, str] = {}
     found: dict[str, str] = {}
     for node in graph.node:
@@ -137,7 +132,7 @@ def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
 
 
 def _part_of(name: str, nodes: Mapping[str, str]) -> str | None:
-    """Return the node that an engine's name is of, or begins with; the longest of several."""
+    """Return the longest node name that an engine's name is or begins with."""
     return name if name in nodes else max((node for node in nodes if node and node in name), key=len, default=None)
 
 

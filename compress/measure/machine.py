@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement: processor, memory, GPUs and the versions of the libraries."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Machine:
     """Machine of a measurement.
 
     Attributes:
-        usable_cores: number of them that this process may use (affinity and container quota).
+        usable_cores: that this process may use (affinity and container quota).
         isa: those of `ISA_FLAGS` that the processor has; empty if unknown.
-        memory_bytes: of the machine; None if unknown.
-        load_average: processes that ran or waited in the last minute, when this was written; None if unknown.
+        memory_bytes: None if unknown.
+        load_average: of the last minute; None if unknown.
         versions: of the installed libraries, by name.
         gpu_driver: version of the NVIDIA driver; "" without one.
     """

@@ -1,7 +1,4 @@
-"""One measured number with its name, variant, engine, unit and method; `metrics.json` is a list of them.
-
-A number that could not be measured is `unavailable` with its reason, never a blank or a zero.
-"""
+"""One measured number with its name, variant, engine, unit and method; `metrics.json` is a list of them."""
 
 from __future__ import annotations
 
@@ -43,12 +40,12 @@ class Metric:
         variant: of the model: `float`, `ptq`, `qat`, ...
         engine: label of the engine, such as `openvino (f32)`; "" for a number of a file.
         batch_size: images of one run; None if it does not matter.
-        value: the number, in `unit`; infinite only if that is its meaning (the SQNR of equal signals).
+        value: in `unit`; infinite only if that is its meaning.
         unit: `%`, `ms`, `images/s`, `bytes`, `dB`, ...
         status: `complete`; `partial`, with a reason; `unavailable`, with a reason and no value.
         reason: why it is not complete; "" if it is.
-        direction: `higher` or `lower` = this is the figure by which networks of the run are judged, and what is better;
-            "" for other figures, and for `top1`, which judges classifiers.
+        direction: `higher` or `lower` is better, for the figure that judges the run's networks; "" for others and for
+            `top1`, which judges classifiers.
 
     Raises:
         RunError: value and status contradict each other, a reason is missing, or the value is NaN.
@@ -79,7 +76,7 @@ class Metric:
             raise RunError(f"{where}: batch_size is {self.batch_size}: it must be 1 or more, or None")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the identifying ones first; an infinite value becomes "inf" or "-inf"."""
+        """Return plain JSON values; an infinite value becomes "inf" or "-inf"."""
         row = asdict(self)
         if self.value is not None:
             row["value"] = float(self.value) if math.isfinite(self.value) else str(float(self.value))
@@ -113,7 +110,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The figure by which the networks of a run are judged: its name, its unit in reports, and what is better."""
+    """The figure that judges the networks of a run: its name, its unit in reports, and what is better."""
 
     name: str = "top1"
     unit: str = "%"
@@ -135,10 +132,7 @@ class Judged:
 
 
 def judged_by(metrics: Iterable[Metric]) -> Judged:
-    """Return the figure that a run's metrics are judged by: the first with a direction, else top-1.
-
-    Where neither was measured, as in a folder of latencies alone, it has no name: the metrics do not tell the task.
-    """
+    """Return the figure that judges a run: the first with a direction, else top-1; without both, one with no name."""
     metrics = tuple(metrics)
     found = next((m for m in metrics if m.direction), None)
     if found is not None:

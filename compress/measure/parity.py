@@ -1,4 +1,4 @@
-"""Compares two results for the same images: the share of equal decisions, and the power of the difference."""
+"""Compares two results for the same images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Parity:
         agreement: share of images (of pixels, for segmentation) whose highest logit is of the same class, 0 to 1; None
             for outputs that decide for no class.
         sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf if they are equal.
-        max_abs_difference: the largest difference of two logits.
     """
 
     agreement: float | None
@@ -32,7 +31,7 @@ class Parity:
 
 
 def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) -> Parity:
-    """Compare `logits` with `reference`, both (N, C); None, logits that were not stored, is refused.
+    """Compare two logits, both (N, C).
 
     Raises:
         EngineError: logits are missing, shapes differ, there is no image, or a value is NaN.
@@ -55,8 +54,7 @@ def compare_batches(
     """Compare outputs of any form, all tensors of all batches together.
 
     Args:
-        reference: outputs of each batch, tensors or structures of tensors.
-        outputs: of the same batches.
+        outputs: of the same batches as `reference`.
         classes: returns the decided classes of a batch's outputs; None = no agreement is counted.
 
     Raises:
@@ -100,9 +98,7 @@ def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
 
 
 def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
-    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB, over the whole tensor.
-
-    The result is inf if they are equal, and -inf if the reference alone is all zeros.
+    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB; inf if equal, -inf if only the reference is zero.
 
     Raises:
         EngineError: shapes differ, there is nothing to compare, or a value is NaN.

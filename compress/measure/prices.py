@@ -1,4 +1,4 @@
-"""The time that each change of a network costs: it is timed with the change, and without it."""
+"""The time that each change of a network costs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MENDED = "mended"
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """The time of a network beside that of the mended one, measured in turn.
+    """The time of a network beside that of the mended one.
 
     Attributes:
         label: `float`, `as specified`, `mended`, or `without` a change.
-        ratio: of the mended network's time to this one's; above 1 the changes between them cost time.
+        ratio: of the mended network's time to this one's; above 1 the changes cost time.
         unquiet: why the two times are not to be compared; "" = they are.
     """
 
@@ -43,10 +43,7 @@ def measure_prices(
 
     Args:
         files: ONNX files by label; one of them is `mended`.
-        engine: that runs them.
-        batch_size: images of one run.
         seconds: for each network, at most.
-        progress: is advanced by every round.
 
     Raises:
         EngineError: a network that the engine cannot take.

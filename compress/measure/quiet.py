@@ -1,4 +1,4 @@
-"""Judges whether times can be compared: who else used the processor meanwhile, and how far the turns lie apart."""
+"""Judges whether times can be compared."""
 
 from __future__ import annotations
 
@@ -53,10 +53,8 @@ def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, us
     """Say who else used the processor between two readings; "" = nobody to speak of, or unknown.
 
     Args:
-        before: reading at the start; None = unknown.
-        after: reading at the end.
         cores: of the machine.
-        usable: number of them that this process may use.
+        usable: cores that this process may use.
     """
     if before is None or after is None or after.wall - before.wall < 0.2:  # the counters move in steps of 10 ms
         return ""
@@ -71,7 +69,7 @@ def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, us
 
 
 def paired_interval(turns: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of a 95 % interval of the median of `turns` over `reference`, turn by turn.
+    """Return a 95 % interval of the median of `turns` over `reference`, turn by turn.
 
     Order statistics by the sign test (Conover, Practical Nonparametric Statistics, 1999, section 3.2); with fewer than
     six turns the smallest and the largest ratio.

@@ -17,9 +17,9 @@ class Sizes:
     """Bytes of an ONNX model.
 
     Attributes:
-        file_bytes: on disk, with the files of external data that it names.
-        weight_bytes: of all initializers and constants: weights, biases, scales.
-        by_type: the same by data type, such as {"int8": 23454912, "float32": 222944}, largest first.
+        file_bytes: on disk, with external data.
+        weight_bytes: of all initializers and constants.
+        by_type: the same by data type, such as {"int8": 23454912}, largest first.
     """
 
     file_bytes: int
@@ -49,7 +49,7 @@ def model_sizes(path: Path | str) -> Sizes:
 
 
 def _tensors(model: Any) -> Iterator[Any]:
-    """Yield initializers and constants of the graph, of its subgraphs and functions."""
+    """Yield initializers and constants of the graph, its subgraphs and functions."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
@@ -80,6 +80,6 @@ def _type_and_bytes(tensor: Any) -> tuple[str, int]:
 
 
 def _bits(name: str) -> int:
-    """Return the bits of one element: the first number in the type's name (`float8e4m3fn` has 8)."""
+    """Return the bits of one element: the first number in the type's name."""
     found = re.search(r"\d+", name)
     return int(found.group()) if found else 8  # bool, the only name without a number, takes a byte

@@ -55,7 +55,7 @@ def check_bench_spec(spec: BenchSpec) -> None:
 
 
 def bench_contradictions(spec: BenchSpec) -> Iterator[str]:
-    """Yield a line for each unknown engine and for each list that names something twice."""
+    """Yield a line for each unknown engine and each list with a repeated entry."""
     for name in spec.engines:
         if name not in ENGINES:
             yield f"bench.engines holds {name!r}{near_misses(name, ENGINES)} (any of: {', '.join(ENGINES)})"
