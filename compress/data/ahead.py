@@ -1,4 +1,4 @@
-"""Batches that are made ahead of their use: by a thread, on a GPU on a stream of its own beside the training steps."""
+"""Batches made ahead of their use by a thread, on a GPU on a stream of its own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import torch
 from compress.data.base import Batch
 
 DEPTH = 2
-"""Finished batches that wait to be used, at most."""
+"""Most finished batches that wait."""
 
 _POLL_S = 0.1
 
 
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield `batches`, in their order, each made while those before it are used.
+    """Yield `batches` in order, each made by a thread while those before it are used.
 
-    On a GPU they are made on a stream of high priority; the stream that takes a batch waits for it. The thread ends
-    with the iterator, also if that is closed early, and an exception of `batches` is raised here.
+    The thread ends with the iterator; an exception of `batches` is raised here.
     """
     ready: queue.Queue[Any] = queue.Queue(DEPTH)
     stop = threading.Event()
@@ -45,7 +44,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def _make(batches: Iterator[Batch], device: torch.device, ready: queue.Queue[Any], stop: threading.Event) -> None:
-    """Put each batch into `ready` with the event of its end, then None, or the exception that ended them."""
+    """Put each batch with the event of its end into `ready`, then None or the exception."""
     last: Any = None
     try:
         with ExitStack() as contexts:

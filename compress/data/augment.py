@@ -1,8 +1,4 @@
-"""Random small movements of images, vectorized over the batch: shift, rotation, zoom and mirror in one resampling.
-
-The movement of an image is a 2x3 matrix made from its own random numbers, so that it depends neither on the batch nor
-on the device.
-"""
+"""Random shift, rotation, zoom and mirror of images, vectorized over the batch."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ class Movement:
     """The largest movement of an image.
 
     Attributes:
-        shift: shift along each axis, as a share of the side.
-        zoom: enlargement or reduction, as a share.
+        shift, zoom: as shares of the side.
         flip: mirror every second image left to right.
     """
 
@@ -33,16 +28,9 @@ class Movement:
     flip: bool = False
 
     def matrices(self, draws: Tensor, image_size: int) -> Tensor:
-        """Return the movements, from output to input coordinates, both from -1 to 1 (x, y).
+        """Return (N, 2, 3) float64 maps from output to input coordinates, -1 to 1 (x, y), from (N, 5) draws of [0, 1).
 
-        Without rotation and zoom the shift is a whole number of pixels, so that nothing is blurred.
-
-        Args:
-            draws: (N, 5) float64 of [0, 1).
-            image_size: side in pixels.
-
-        Returns:
-            (N, 2, 3) float64.
+        Without rotation and zoom the shift is a whole number of pixels.
         """
         signed = draws * 2 - 1
         shift = signed[:, :2] * (2 * self.shift)
@@ -57,17 +45,9 @@ class Movement:
 
 
 def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
-    """Return the position in the input of each pixel of the output.
+    """Return the input position of each output pixel, (N, S, S, 2), for (N, 2, 3) float32 maps.
 
-    As `torch.nn.functional.affine_grid` with align_corners=False, in plain multiplications: that one is a
-    matrix product, which TF32 rounds to ten bits.
-
-    Args:
-        matrices: (N, 2, 3) float32.
-        image_size: side of the output in pixels.
-
-    Returns:
-        (N, image_size, image_size, 2).
+    As torch's `affine_grid` with align_corners=False, without its matrix product, which TF32 rounds to ten bits.
     """
     at = (torch.arange(image_size, device=matrices.device, dtype=torch.float32) * 2 + 1) / image_size - 1
     by_row = at[None, :, None, None] * matrices[:, None, None, :, 1] + matrices[:, None, None, :, 2]
@@ -75,6 +55,6 @@ def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
 
 
 def move(images: Tensor, matrices: Tensor) -> Tensor:
-    """Resample images (N, C, S, S), with values from 0 to 1, bilinearly; pixels from outside are black."""
+    """Resample (N, C, S, S) images bilinearly; pixels from outside are black."""
     grid = affine_grid(matrices.float().to(images.device), images.shape[-1])
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

@@ -1,8 +1,4 @@
-"""Interface of the data sets: two splits of labelled images whose batches depend on (seed, epoch, step) alone.
-
-Nothing is drawn from a global random state, so a run that is stopped and resumed, or distributed over several
-processes, gets exactly the same images.
-"""
+"""Interface of the data sets: two splits of labelled images whose batches depend on (seed, epoch, step) alone."""
 
 from __future__ import annotations
 
@@ -28,13 +24,12 @@ class BatchPlan:
     """Assignment of images to batches.
 
     Attributes:
-        batch_size: images of one step over all processes together.
-        epoch: None = in the stored order and without augmentation (evaluation, calibration);
-            a number = shuffled and augmented as in that epoch of training.
+        batch_size: images of one step over all processes.
+        epoch: None = stored order, no augmentation; a number = shuffled and augmented as in that epoch.
         rank, world_size: this process takes elements rank, rank + world_size, ... of every batch.
-        first: index of the first batch to yield; earlier ones are skipped at no cost (resume).
-        limit: use only this many images, the first of the order; None = all.
-        drop_last: leave out a last batch that is smaller than the rest.
+        first: index of the first batch; earlier ones are skipped (resume).
+        limit: use only the first so many images of the order; None = all.
+        drop_last: leave out a smaller last batch.
     """
 
     batch_size: int
@@ -47,13 +42,10 @@ class BatchPlan:
 
 
 class Split(ABC):
-    """A fixed, ordered set of labelled images: the training or the evaluation part of a data set.
+    """The training or the evaluation part of a data set: labelled images in a fixed order.
 
     Attributes:
-        labels: names of the classes.
-        preprocessing: steps from an image to a model's input.
-        seed: seed of everything random.
-        skipped: files that could not be read and were left out so far (`data.on_error: skip`).
+        skipped: unreadable files that were left out so far (`data.on_error: skip`).
     """
 
     def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing, seed: int) -> None:
@@ -69,11 +61,11 @@ class Split(ABC):
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the split; computed once."""
+        """The fingerprint, computed once."""
         return Fingerprint(labels=self.labels, images=len(self), content=digest_of(self.content()))
 
     def content(self) -> Iterable[bytes | str]:
-        """Return texts that differ wherever the images or their classes do; a split that can tell overrides this."""
+        """Return texts that differ wherever images or classes do."""
         return (type(self).__qualname__, str(self.seed))
 
     @abstractmethod
@@ -85,10 +77,9 @@ class Split(ABC):
         """Return images and targets at `indices` of the stored order; augmented if `epoch` is a number."""
 
     def order(self, plan: BatchPlan) -> list[int]:
-        """Return the indices of the whole pass, in the order of `plan`; a pure function of (seed, plan).
+        """Return the indices of the whole pass.
 
-        `limit` without an epoch takes a sample of the whole split (the stored order is often by class), the same on
-        every call.
+        `limit` without an epoch takes a sample of the whole split, the same on every call.
         """
         count = len(self)
         if plan.epoch is not None:
@@ -102,7 +93,7 @@ class Split(ABC):
         return indices if plan.limit is None else indices[: plan.limit]
 
     def batch_indices(self, plan: BatchPlan) -> list[list[int]]:
-        """Return the indices of each batch that this process loads.
+        """Return the indices of each batch of this process.
 
         Raises:
             DataError: a batch smaller than the number of processes.
@@ -119,18 +110,18 @@ class Split(ABC):
         return [batch[plan.rank :: plan.world_size] for batch in batches[plan.first :]]
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield (images, targets) on `device` in the order of `plan`; an empty share of a batch is left out."""
+        """Yield (images, targets) on `device`; an empty share of a batch is left out."""
         device = torch.device(device)
         for indices in self.batch_indices(plan):
             if indices:
                 yield self.load(indices, epoch=plan.epoch, device=device)
 
     def notes(self) -> list[str]:
-        """Return sentences about how images were read that a user should know, so far."""
+        """Return sentences for the user about how images were read so far."""
         return []
 
     def steps(self, plan: BatchPlan) -> int:
-        """Return the number of batches of a whole pass, those before plan.first included."""
+        """Return the number of batches of a whole pass, skipped ones included."""
         count = len(self) if plan.limit is None else min(len(self), plan.limit)
         whole, rest = divmod(count, plan.batch_size)
         return max(1, whole) if plan.drop_last else whole + (rest > 0)
@@ -138,23 +129,23 @@ class Split(ABC):
 
 @dataclass(frozen=True)
 class DataSet:
-    """The two splits of a data set; calibration draws from `train`, never from `val`."""
+    """The two splits of a data set; calibration draws from `train`."""
 
     train: Split
     val: Split
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return what each split holds, by its name."""
+        """Return the fingerprint of each split by name."""
         return {"train": self.train.fingerprint, "val": self.val.fingerprint}
 
 
 def seed_of_changes(seed: int, epoch: int | None, *, augment: bool) -> int | None:
-    """Return the seed of the random changes of a pass's images; None if they are not changed."""
+    """Return the seed of a pass's random changes; None if there are none."""
     return hash_seed(seed, epoch) if epoch is not None and augment else None
 
 
 def hash_seed(*parts: int) -> int:
-    """Mix integers into one 63-bit seed (splitmix64), so that neighbouring (seed, epoch) pairs are unrelated."""
+    """Mix integers into one 63-bit seed (splitmix64)."""
     state = 0
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

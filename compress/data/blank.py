@@ -1,4 +1,4 @@
-"""A split in the place of one that is not on this machine: the shapes and the classes, and black images."""
+"""A split of black images in place of one that is not on this machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from compress.data.preprocessing import Preprocessing
 
 
 class BlankSplit(Split):
-    """Two black images of the input's shape, with which a network is traced.
-
-    Args:
-        labels: name of each class.
-        preprocessing: of the images that the network was made for.
-    """
+    """Two black images of the input's shape, to trace a network with."""
 
     def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
         super().__init__(labels=labels, preprocessing=preprocessing, seed=0)

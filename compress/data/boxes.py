@@ -1,10 +1,4 @@
-"""Images with boxes, for detection: the targets, and their changes along with the image.
-
-A target is {"boxes": (n, 4) float32, left, top, right and bottom edge in pixels of the model's input; "labels": (n,)
-int64, positions in the split's labels; "ignored": (n,) bool, boxes that count neither as found nor as missed}. Images
-are resized to `image_size` without regard to their shape. Training images are scaled by 0.7 to 1.4, moved and
-mirrored at random; of a box that is cut off, at least 30 % must be left.
-"""
+"""Images with boxes, for detection, and their changes along with the image."""
 
 from __future__ import annotations
 
@@ -32,7 +26,7 @@ _SCALES = (0.7, 1.4)
 _DRAWS = 4
 _LEAST_VISIBLE = 0.3
 _TOLERANCE = 1.0
-"""Pixels by which a box may exceed its image, for coordinates that were rounded; the excess is cut off."""
+"""Pixels by which a rounded box may exceed its image; the excess is cut off."""
 
 AS_BACKGROUND = "; data.other_classes: background learns objects of other classes as background"
 """Advice for a class that a recipe does not name."""
@@ -45,9 +39,9 @@ class Annotation:
     """An image and its boxes.
 
     Attributes:
-        source: the annotation for messages, such as its file.
-        size: (width, height) of the image in pixels as annotated; None = not said.
-        boxes: (n, 4), left, top, right and bottom edge in pixels of the file.
+        source: the annotation's name in messages.
+        size: (width, height) in pixels; None = not said.
+        boxes: (n, 4) left, top, right, bottom edge in pixels of the file.
         labels: (n,) positions of the classes.
         ignored: (n,) boxes that count neither as found nor as missed.
     """
@@ -66,7 +60,7 @@ def annotation(
     """Return the annotation of an image from (box, class, ignored) rows.
 
     Raises:
-        DataError: a box without area or outside the image, or a coordinate that is no finite number.
+        DataError: a box that is empty, outside the image or not finite.
     """
     found = list(rows)
     boxes = np.array([box for box, _, _ in found], dtype=np.float32).reshape(-1, 4)
@@ -102,12 +96,12 @@ def check_boxes(boxes: Boxes, size: tuple[int, int] | None, source: str) -> None
 
 
 class BoxSplit(ItemSplit):
-    """Images with boxes.
+    """Images with boxes, resized to `image_size` without regard to their shape.
+
+    A target is {"boxes": (n, 4) float32 edges in pixels of the model's input; "labels": (n,) int64; "ignored": (n,)
+    bool}.
 
     Args:
-        annotations: the images in their stored order.
-        labels: names of the classes.
-        spec: the recipe's `data` section.
         augment: scale, move and mirror training images at random.
 
     Raises:
@@ -130,7 +124,7 @@ class BoxSplit(ItemSplit):
         return len(self.annotations)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the boxes, and the name and size of each file and the bytes of some."""
+        """Yield the boxes, the names and sizes of the files, and the bytes of some."""
         for one in self.annotations:
             yield from (one.boxes.tobytes(), one.labels.tobytes(), one.ignored.tobytes())
         yield from file_parts(Path(), [str(one.image) for one in self.annotations])
@@ -142,7 +136,7 @@ class BoxSplit(ItemSplit):
     def targets_of(
         self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device
     ) -> list[dict[str, Tensor]]:
-        """Return a target for each image; see the head of this file."""
+        """Return a target for each image; see `BoxSplit`."""
         return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
 
 
@@ -151,18 +145,13 @@ def _has_box(one: Annotation) -> bool:
 
 
 def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:
-    """Return targets on a device from (boxes, labels, ignored) of each image on the CPU.
-
-    Each of the three is copied once for the whole batch: a copy for each image makes the host wait for the device.
-    """
+    """Return targets on a device from each image's (boxes, labels, ignored) on the CPU; three copies for a batch."""
     counts = [len(row[1]) for row in rows]
     parts = [to_device(torch.cat(part), device).split(counts) for part in zip(*rows, strict=True)]
     return [dict(zip(("boxes", "labels", "ignored"), row, strict=True)) for row in zip(*parts, strict=True)]
 
 
 class _Reader(Dataset[Item]):
-    """The images of a split, read one at a time."""
-
     def __init__(self, annotations: Sequence[Annotation], size: tuple[int, int], max_pixels: int) -> None:
         self.annotations, self.size, self.max_pixels = annotations, size, max_pixels
 
@@ -208,12 +197,12 @@ def moved(
 
     Args:
         image: RGB.
-        boxes: (n, 4) in pixels of the result, if the image were only resized to it.
-        size: height and width of the result; what lies beyond the image is grey.
+        boxes: (n, 4) in pixels of the resized image.
+        size: height and width of the result.
         draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
 
     Returns:
-        Pixels (3, H, W) uint8, the boxes cut off at the border, and which of them are left to at least 30 %.
+        Pixels (3, H, W) uint8, boxes cut off at the border, and which of them keep at least 30 % of their area.
     """
     height, width = size
     scale = _SCALES[0] * (_SCALES[1] / _SCALES[0]) ** draws[0]

@@ -1,7 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the files of their authors' Python version (Krizhevsky, 2009), if those are on disk.
-
-The files are pickles; this reader knows dictionaries, lists, texts, numbers and arrays of bytes, and runs no code.
-"""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) from files on disk; their pickles are read without running code."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ MOVEMENT = Movement(shift=1 / 8, flip=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """Files, keys and statistics of one of the two data sets."""
+    """Files, keys and statistics of one data set."""
 
     folder: str
     train: tuple[str, ...]
@@ -67,10 +64,10 @@ _FILES = {
 
 
 def cifar_data(spec: DataSpec) -> DataSet:
-    """Return CIFAR-10 or CIFAR-100, by `spec.name`; `spec.root` is the folder of the files or the one that holds it.
+    """Return CIFAR-10 or CIFAR-100; `spec.root` is the folder of the files or the one that holds it.
 
     Raises:
-        DataError: files are missing, truncated, or not of this data set.
+        DataError: files are missing, truncated, or foreign.
     """
     files = _FILES[spec.name]
     folder = _find(spec, files)
@@ -118,7 +115,7 @@ def _labels(path: Path, files: _Files) -> tuple[str, ...]:
 
 
 def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return images (N, 3, 32, 32) uint8 and targets (N,) int64 of one file."""
+    """Return images (N, 3, 32, 32) uint8 and targets (N,) int64."""
     content = _read_pickle(path)
     data, targets = content.get("data"), content.get(files.targets_key)
     if not isinstance(data, _Array) or not isinstance(targets, list) or not all(type(t) is int for t in targets):
@@ -132,7 +129,6 @@ def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor,
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """Return the dictionary in a file, read without running code."""
     try:
         content = _Reader(io.BytesIO(read_regular(path)), encoding="latin1").load()
     except DataError as error:
@@ -145,7 +141,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 
 
 class _Array:
-    """Represents a numpy array while a pickle is read: stores the state, and makes the array afterwards."""
+    """Stands for a numpy array while a pickle is read."""
 
     def __init__(self, *_: Any) -> None:
         self.state: tuple[Any, ...] = ()
@@ -154,7 +150,7 @@ class _Array:
         self.state = state
 
     def array(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the array of bytes; every part is checked, so a forged one is refused."""
+        """Return the array of bytes, all parts checked."""
         if len(self.state) != 5 or not isinstance(self.state[2], _Dtype):
             raise DataError(f"{path} holds an array that cannot be read: write it with numpy's own pickling")
         _, shape, dtype, fortran, raw = self.state
@@ -167,13 +163,13 @@ class _Array:
 
 
 class _Dtype:
-    """Represents a numpy dtype while a pickle is read."""
+    """Stands for a numpy dtype while a pickle is read."""
 
     def __init__(self, name: str = "", *_: Any) -> None:
         self.name = name
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Ignore the byte order, which single bytes do not have."""
+        """Ignore the byte order."""
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -184,8 +180,6 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 class _Reader(pickle.Unpickler):
-    """A pickle reader that knows classes of this file alone."""
-
     _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Array,
         ("numpy._core.multiarray", "_reconstruct"): _Array,

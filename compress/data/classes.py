@@ -1,4 +1,4 @@
-"""The number of classes of a data set, found without reading any image."""
+"""The number of classes of a data set, found without reading images."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from compress.errors import DataError
 from compress.files import expand_user
 
 FIXED_COUNTS = {"digits": 10, "cifar10": 10, "cifar100": 100}
-"""Data sets that always have the same classes."""
+"""Data sets with fixed classes."""
 
 DEFAULT_SHAPES = 20
-"""Classes of `shapes` where the recipe names no number."""
+"""Default number of classes of `shapes`."""
 
 
 def class_count(spec: DataSpec) -> int:
-    """Return the number of classes of a recipe's data, which a new classifier is made for.
-
-    Commands that only look at a network use it too, so that all of them see the network that training would make.
-
-    Args:
-        spec: the recipe's `data` section; the images of `digits`, `shapes` and CIFAR need not be on this machine.
+    """Return the number of classes of a recipe's data; no image need be on this machine.
 
     Raises:
-        DataError: `data.num_classes` contradicts the data set, or the class folders of `folder` are not on this
-            machine and the recipe names no number.
+        DataError: `data.num_classes` contradicts the data, or neither they nor the recipe tell the number.
     """
     if spec.classes is not None:
         return len(spec.classes)
@@ -52,7 +46,7 @@ def class_count(spec: DataSpec) -> int:
 
 
 def agreed_count(spec: DataSpec, found: int) -> int:
-    """Return `found`, the number of classes that the data have.
+    """Return `found`, the data's number of classes.
 
     Raises:
         DataError: the recipe names another number.
@@ -65,10 +59,10 @@ def agreed_count(spec: DataSpec, found: int) -> int:
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the names of the class folders in `folder`, sorted; hidden folders are left out.
+    """Return the sorted names of the class folders; hidden ones are left out.
 
     Raises:
-        DataError: there are none, or the bytes of a name are no text, which neither a recipe nor an ONNX file can hold.
+        DataError: there are none, or a name is not valid text.
     """
     labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
     if not labels:

@@ -1,11 +1,4 @@
-"""Images and boxes in the layout of COCO: a JSON file for each split, and a folder of images.
-
-Three layouts, where {split} is a name such as train or train2017; boxes of crowds are neither learned nor counted:
-
-    root/annotations/instances_{split}.json   root/{split}/
-    root/annotations/instances_{split}.json   root/images/{split}/
-    root/train/_annotations.coco.json, root/valid/_annotations.coco.json, each beside its images
-"""
+"""Images and boxes in the layout of COCO: a JSON file for each split, and a folder of images."""
 
 from __future__ import annotations
 
@@ -21,10 +14,10 @@ from compress.errors import DataError, first_few, near_misses
 
 
 def coco_data(spec: DataSpec) -> DataSet:
-    """Return the images and boxes under `spec.root`, all annotations read.
+    """Return the images and boxes under `spec.root`; boxes of crowds are ignored.
 
     Raises:
-        DataError: names the file that is missing or damaged, or whose boxes cannot be learned.
+        DataError: names the missing or damaged file, or the box that cannot be learned.
     """
     root = Path(str(spec.root)).expanduser()
     found: tuple[str, ...] | None = None if spec.classes is None else tuple(spec.classes)
@@ -47,7 +40,7 @@ def coco_data(spec: DataSpec) -> DataSet:
 
 
 def _check_named(named: tuple[str, ...], known: tuple[str, ...], file: Path, spec: DataSpec) -> None:
-    """Refuse a name that no category has where objects of other classes become background: it may be misspelt."""
+    """Refuse a class that no category has where others become background: it may be misspelt."""
     strange = [name for name in named if name not in known]
     if strange and spec.other_classes == "background":
         raise DataError(
@@ -65,7 +58,7 @@ def _annotations(
     skipped: list[str],
     limit: int | None,
 ) -> Iterator[Annotation]:
-    """Yield the annotation of each image; with `on_error` skip those that are wrong are added to `skipped`."""
+    """Yield each image's annotation; skipped ones are added to `skipped`."""
     names = classes_in(content, file)
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
@@ -94,7 +87,7 @@ def _annotations(
 def _row(
     item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...], spec: DataSpec
 ) -> tuple[list[float], int, bool] | None:
-    """Return the box of an annotation, its class, and whether it is a crowd; None if it is background."""
+    """Return an annotation's box, class, and whether it is a crowd; None if it is background."""
     category = int(item["category_id"])
     if category in names and names[category] not in classes and spec.other_classes == "background":
         return None

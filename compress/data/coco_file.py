@@ -1,4 +1,4 @@
-"""The JSON files of COCO's layout: where they are, and the classes in them."""
+"""The JSON files of COCO's layout, in one of three folder structures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BESIDE = {"train": ("train",), "val": ("valid", "val")}
 
 
 def coco_classes(spec: DataSpec) -> tuple[str, ...]:
-    """Return the categories of the training split in the order of their ids.
+    """Return the categories of the training split by id.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -45,7 +45,7 @@ def coco_content(file: Path) -> dict[str, Any]:
     """Return the content of a COCO file.
 
     Raises:
-        DataError: it is not JSON, or has no images, annotations and categories.
+        DataError: not JSON, or without images, annotations or categories.
     """
     try:
         content = read_json(file)
@@ -62,10 +62,10 @@ def coco_content(file: Path) -> dict[str, Any]:
 
 
 def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
-    """Return the categories by their id, in the order of the ids.
+    """Return the categories by id, sorted.
 
     Raises:
-        DataError: a category without id or name, or an id that occurs twice.
+        DataError: a category without id or name, or a repeated id.
     """
     try:
         found = {int(item["id"]): str(item["name"]) for item in content["categories"]}

@@ -1,9 +1,4 @@
-"""Decoding of an image file to an 8-bit square, as each worker process does it.
-
-Training: a random part, resized, and mirrored half of the time (Szegedy et al., arXiv 1409.4842, section 6).
-Evaluation: the shorter side resized to image_size / crop_ratio and the centre cropped. Both as torchvision's references
-(Pillow, bilinear or bicubic, antialiased).
-"""
+"""Decoding of an image file to 8-bit pixels."""
 
 from __future__ import annotations
 
@@ -30,9 +25,9 @@ from compress.errors import DataError
 from compress.support.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
-"""Index, image (3, S, S) uint8 or None, the file's name, and the reason why it could not be read."""
+"""Index, image (3, S, S) uint8 or None, file name, and the error."""
 Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
-"""Images (n, 3, S, S) uint8, their indices (n,), and for each of the others its file and the error."""
+"""Images (n, 3, S, S) uint8, their indices (n,), and the file and error of each failure."""
 
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
@@ -45,12 +40,10 @@ if hasattr(os, "register_at_fork"):  # a worker process that is forked from anot
 
 
 class Decoder(Dataset[Item]):
-    """The images of a split, decoded one at a time. For an image that cannot be read the item holds the error.
+    """Decodes a split's images one at a time; the item of an unreadable one holds the error.
 
     Args:
-        folder: folder of `files`.
         files: (N,) names relative to `folder`, as the file system's bytes.
-        preprocessing: size and crop ratio.
         max_pixels: of the largest image that is decoded.
     """
 
@@ -84,11 +77,11 @@ class Decoder(Dataset[Item]):
         return index, pixels, str(path), ""
 
     def path(self, index: int) -> Path:
-        """Return the file of the image at `index`."""
+        """Return the file of an image."""
         return self.folder / os.fsdecode(bytes(self.files[index]))
 
     def draws(self, place: Place) -> list[float] | None:
-        """Return the random numbers of `random_crop` for the image at a place; None for evaluation."""
+        """Return the random numbers of `random_crop`; None for evaluation."""
         index, seed = place
         if seed is None:
             return None
@@ -100,12 +93,10 @@ class Decoder(Dataset[Item]):
 def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iterator[Image.Image]:
     """Yield an image file of which only the header has been read.
 
-    Args:
-        source: the file.
-        max_pixels: most pixels that it may have; Pillow's own limit does not count.
+    `max_pixels`: most pixels that it may have, in place of Pillow's limit.
 
     Raises:
-        OSError: the file cannot be read, or is of no format that Pillow knows.
+        OSError: unreadable, or of an unknown format.
         ValueError: it has more pixels.
     """
     if isinstance(source, Path) and source.exists() and not source.is_file():
@@ -134,14 +125,11 @@ def read_image(
 ) -> Image.Image:
     """Decode an image file.
 
-    Args:
-        source: the file.
-        name: for messages; "" = the path.
-        max_pixels: most pixels that it may have.
-        convert: from the opened file to the image; None = `rgb`.
+    `name`: for messages; "" = the path.
+    `convert`: from the opened file to the image; None = `rgb`.
 
     Raises:
-        DataError: names the file and says what is wrong with it.
+        DataError: names the file and the problem.
     """
     try:
         with open_image(source, max_pixels) as file:
@@ -153,12 +141,10 @@ def read_image(
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB, upright as its EXIF data say.
-
-    Pillow clips 16-bit values at 255, so that most become white; here 65,535 becomes 255.
+    """Convert an image to 8-bit RGB, upright by its EXIF data; 16-bit values are scaled, not clipped.
 
     Raises:
-        ValueError: pixels of 32 bits, integers or floats, of which nobody can tell what white is.
+        ValueError: 32-bit pixels, whose white is unknown.
     """
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ValueError("its pixels have 32 bits and no fixed range; store it with 8 or 16 bits a channel")
@@ -179,10 +165,7 @@ def collate(items: list[Item]) -> Decoded:
 def centre_crop(
     image: Image.Image, size: tuple[int, int], *, crop_ratio: float, interpolation: str = "bilinear"
 ) -> Tensor:
-    """Return the centre (3, height, width) uint8 of `image`, resized so that it covers size / crop_ratio.
-
-    Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
-    """
+    """Return the centre (3, height, width) uint8 of `image`, resized so that it covers size / crop_ratio."""
     transforms = _transforms()
     longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
@@ -194,21 +177,18 @@ def centre_crop(
 
 
 def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
-    """Return the centre (3, height, width) uint8 of `image` as a preprocessing takes it for evaluation."""
+    """Return the centre (3, height, width) uint8 of `image` as evaluation takes it."""
     p = preprocessing
     return centre_crop(image, p.height_width, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
 
 
 def longest_side(width: int, height: int, size: tuple[int, int]) -> int:
-    """Return how much of a longer side is resized, in pixels."""
+    """Return how many pixels of a longer side are resized."""
     return math.ceil(_LONGEST_STRIP * min(width, height) * max(size) / min(size))
 
 
 def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) -> list[int]:
-    """Return the size, as torchvision's `resize` takes it, at which an image covers `size` / crop_ratio.
-
-    For a square it is the shorter side alone, as in torchvision's references.
-    """
+    """Return the size, as torchvision's `resize` takes it, at which an image covers `size` / crop_ratio."""
     if size[0] == size[1]:
         return [round(size[0] / crop_ratio)]
     scale = max(size[0] / height, size[1] / width) / crop_ratio
@@ -218,13 +198,9 @@ def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) 
 def random_crop(
     image: Image.Image, size: tuple[int, int], draws: list[float], *, interpolation: str = "bilinear"
 ) -> Tensor:
-    """Return a random part of `image`, resized to (3, height, width) uint8 and mirrored half of the time.
+    """Return a random part of an RGB image, resized to (3, height, width) uint8 and mirrored half of the time.
 
-    Args:
-        image: RGB.
-        size: height and width of the result in pixels.
-        draws: 41 random numbers of [0, 1): 4 for each attempt at a part that fits, and one for the mirror.
-        interpolation: `bilinear` or `bicubic`.
+    `draws`: 41 random numbers of [0, 1): 4 for each of ten attempts at a part that fits, and one for the mirror.
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
     transforms = _transforms()
@@ -234,24 +210,21 @@ def random_crop(
 
 
 def middle(outer: int, inner: int) -> int:
-    """Where the middle `inner` of `outer` pixels begin, as torchvision's centre crop rounds."""
+    """Return where the middle `inner` of `outer` pixels begin, rounded as torchvision's centre crop."""
     return round((outer - inner) / 2.0)
 
 
 def _part(image: Image.Image, top: int, left: int, height: int, width: int) -> Image.Image:
-    """Return a part of an image; unlike `Image.crop` it has no limit of its own on pixels."""
+    """Return a part of an image, without the pixel limit of `Image.crop`."""
     part = Image.new(image.mode, (width, height))
     part.paste(image, (-left, -top))
     return part
 
 
 def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:
-    """Return the random part of an image: 8 to 100 % of its area, 3:4 to 4:3 in shape.
+    """Return (top, left, height, width) of a random part: 8 to 100 % of the area, 3:4 to 4:3 in shape.
 
-    After ten attempts that do not fit (a very long image), it is the largest centred part of an allowed shape.
-
-    Returns:
-        (top, left, height, width) in pixels.
+    After ten attempts that do not fit it is the largest centred part of an allowed shape.
     """
     for area, ratio, vertical, horizontal in zip(*(iter(draws),) * 4, strict=True):
         pixels = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
@@ -265,7 +238,7 @@ def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, i
 
 
 def prepare() -> None:
-    """Import what decoding needs: worker processes that are forked afterwards need not do it, each by itself."""
+    """Import what decoding needs, before worker processes are forked."""
     _transforms()
 
 

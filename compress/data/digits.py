@@ -1,8 +1,4 @@
-"""The 1,797 handwritten digits that come with scikit-learn: real images on every machine, without a download.
-
-They are the test part of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI, 1998): 8 x 8 pixels in 17
-greys. The split is fixed: three quarters to train, one quarter to evaluate, each digit in proportion.
-"""
+"""The 1,797 handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from compress.errors import DataError
 
 LABELS = tuple("0123456789")
 MEAN, STD = (0.305,) * 3, (0.376,) * 3
-"""Mean and deviation of all pixels at 8 x 8, in units of pixel / 255."""
+"""Of all pixels at 8 x 8, in units of pixel / 255."""
 MOVEMENT = Movement(shift=0.08, degrees=12.0, zoom=0.12)
 _VAL_SHARE = 0.25
 
@@ -54,7 +50,7 @@ def digits_data(spec: DataSpec) -> DataSet:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    """Return all images (1797, 1, 8, 8) uint8 and their targets (1797,) int64, in scikit-learn's order."""
+    """Return images (1797, 1, 8, 8) uint8 and targets (1797,) int64."""
     try:
         from sklearn.datasets import load_digits  # lazy: it takes seconds, and other data sets do not need it
     except ImportError as error:

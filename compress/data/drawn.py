@@ -1,8 +1,4 @@
-"""Splits whose images the device makes: all that is random is drawn for many batches at once.
-
-To draw random numbers for each batch costs as many launches as a small network. So on a GPU they are drawn for
-`CHUNK_IMAGES` images together. Each image's numbers follow from (seed, epoch, index) alone.
-"""
+"""Splits whose images the device makes."""
 
 from __future__ import annotations
 
@@ -17,14 +13,14 @@ from compress.data.base import Batch, BatchPlan, Split
 CHUNK_IMAGES = 8192
 
 Drawn = tuple[Tensor, ...]
-"""The inputs that pictures are made from; the first dimension of each tensor counts pictures."""
+"""Tensors that images are made from; the first dimension counts images."""
 
 
 class DrawnSplit(Split):
     """A split that makes its images on the device.
 
     Attributes:
-        chunk_images: images for which random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the
+        chunk_images: images whose random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the
             CPU.
     """
 
@@ -32,11 +28,11 @@ class DrawnSplit(Split):
 
     @abstractmethod
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Return what the pictures at `indices` (n,) int64 are made of, on `device` where possible."""
+        """Return what the images at `indices` (n,) int64 are made of."""
 
     @abstractmethod
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,) on `device`, made of what was drawn or of a slice of it."""
+        """Return images (n, 3, S, S) and targets (n,) from a slice of what was drawn."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """See `Split.load`."""
@@ -56,7 +52,7 @@ class DrawnSplit(Split):
 
 
 def _chunks(shares: list[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """Group shares in order; a group ends with the share that brings it to `most` pictures."""
+    """Group shares in order; a group ends with the share that reaches `most` images."""
     group: list[list[int]] = []
     count = 0
     for share in shares:

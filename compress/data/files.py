@@ -1,8 +1,4 @@
-"""Unlabelled images and arrays on disk, in batches, to calibrate a network of which only a file is there.
-
-Three sources: a folder of images, an .npz file whose arrays are named like the inputs, and a function of the user's
-own (`package.module:function`) that returns batches.
-"""
+"""Unlabelled images and arrays on disk, in batches, for calibration."""
 
 from __future__ import annotations
 
@@ -35,10 +31,10 @@ class PictureInput:
 
     Attributes:
         size: height and width in pixels.
-        mean, std: of each channel, in units of pixel / 255.
-        layout: `NCHW`, or `NHWC` as TensorFlow's networks take it.
-        channels: `RGB`, or `BGR` as OpenCV reads images.
-        crop_ratio: share of the shorter side that the centre crop keeps; only squares are cropped, others are resized.
+        mean, std: per channel, in units of pixel / 255.
+        layout: `NCHW` or `NHWC`.
+        channels: `RGB` or `BGR`.
+        crop_ratio: share of the shorter side that the centre crop keeps, for square inputs alone.
     """
 
     size: tuple[int, int] = (224, 224)
@@ -70,16 +66,13 @@ class PictureInput:
 
 
 class Pictures:
-    """The images of a folder and of all folders in it, in batches, read when they are asked for.
+    """The images of a folder and its subfolders in batches, read when asked for.
 
     Args:
-        folder: of the images.
-        form: how they become inputs.
-        limit: use at most so many, evenly spaced in the order of their names.
-        batch_size: images of one batch.
+        limit: use at most so many, evenly spaced in the order of names.
 
     Raises:
-        DataError: there is no such folder, or no image in it.
+        DataError: no such folder, or no image in it.
     """
 
     def __init__(self, folder: Path, form: PictureInput, *, limit: int, batch_size: int) -> None:
@@ -102,7 +95,7 @@ class Pictures:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Return the files of images in a folder and in all folders in it, in the order of their names.
+    """Return the image files of a folder and its subfolders, sorted.
 
     Raises:
         DataError: there is none.
@@ -116,14 +109,12 @@ def pictures_in(folder: Path) -> list[Path]:
 def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) -> Iterable[Any]:
     """Return batches of a folder, an .npz file or a function.
 
-    Args:
-        source: a folder, a path that ends in .npz, or `package.module:function`; the function takes no arguments.
-        form: preprocessing of the pictures of a folder.
-        limit: use at most so many images of a folder or an .npz file.
-        batch_size: images of one batch of these.
+    `source`: a folder, a path that ends in .npz, or `package.module:function` without arguments.
+    `form`: preprocessing of a folder's images.
+    `limit`: use at most so many images; not of a function.
 
     Raises:
-        DataError: there is no such thing, or it cannot be read.
+        DataError: it is missing or cannot be read.
     """
     path = Path(source)
     if path.suffix == ".npz":

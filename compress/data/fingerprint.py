@@ -1,4 +1,4 @@
-"""The content of a split in few bytes: kept with a run and a checkpoint, and compared when they are resumed."""
+"""The content of a split in a few bytes, compared when a run is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from compress.errors import first_few
 
 SAMPLE = 256
-"""Files of a split whose bytes are part of its fingerprint; of all others the name and the size are."""
+"""Files whose bytes are part of a fingerprint; of others name and size are."""
 
 _READ_BYTES = 1 << 20  # of each of them, at most
 
@@ -21,8 +21,8 @@ class Fingerprint:
     """The content of a split.
 
     Attributes:
-        labels: names of the classes, in the order of the outputs.
-        content: SHA-256 of what the images are (see `Split.content`), in hexadecimal digits.
+        labels: class names in the order of the outputs.
+        content: SHA-256 of `Split.content`, in hexadecimal digits.
     """
 
     labels: tuple[str, ...]
@@ -30,12 +30,12 @@ class Fingerprint:
     content: str
 
     def digest(self) -> str:
-        """Return sixteen hexadecimal digits of all of it."""
+        """Return sixteen hexadecimal digits of labels and content."""
         return digest_of([*self.labels, str(self.images), self.content])[:16]
 
 
 def digest_of(parts: Iterable[bytes | str]) -> str:
-    """Return the SHA-256 of some texts, each with its length, so that no two lists of texts have the same."""
+    """Return the SHA-256 of texts, each with its length."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
@@ -47,9 +47,7 @@ def digest_of(parts: Iterable[bytes | str]) -> str:
 def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
     """Yield name and size of each file, and the first bytes of `SAMPLE` of them, evenly spread.
 
-    Args:
-        folder: folder of the files.
-        names: names relative to it, in the stored order; a file that is not there any more counts as empty.
+    A file that is missing counts as empty.
     """
     step = max(1, len(names) // SAMPLE)
     for number, name in enumerate(names):
@@ -65,7 +63,7 @@ def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
 
 
 def changed_data(there: Mapping[str, Mapping[str, Any]], here: Mapping[str, Fingerprint]) -> list[str]:
-    """Return a line for each split whose fingerprint has changed; splits of one side alone are not compared."""
+    """Return a line for each split of both sides whose fingerprint differs."""
     lines = []
     for name in here.keys() & there.keys():
         old, new = there[name], here[name]

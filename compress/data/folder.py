@@ -1,8 +1,4 @@
-"""A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg.
-
-Worker processes decode, crop and resize to 8-bit images (decode.py), or a GPU decodes JPEG files (jpeg.py); the device
-converts and normalizes. A crop depends on (seed, epoch, index) alone, not on the number of workers.
-"""
+"""A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg."""
 
 from __future__ import annotations
 
@@ -33,16 +29,16 @@ from compress.support.process import core_count
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, which torchvision's weights expect."""
+"""ImageNet's."""
 
 _MAX_WORKERS = 8
 
 
 def folder_data(spec: DataSpec) -> DataSet:
-    """Return the images under `spec.root`; classes are the folders of train/, sorted by name.
+    """Return the images under `spec.root`; classes are the folders of train/, sorted.
 
     Raises:
-        DataError: a folder is missing, a class has no images, or val/ has other classes than train/.
+        DataError: a folder is missing, a class is empty, or val/ has other classes.
     """
     root = expand_user(str(spec.root))
     for folder in (root, root / "train", root / "val"):
@@ -80,14 +76,10 @@ class FolderSplit(Split):
     """The images of one folder of class folders.
 
     Args:
-        folder: folder with a folder for each of `labels`.
-        labels: names of the classes, which are those of the folders.
-        preprocessing: steps from an image to a model's input.
-        seed: of shuffling and augmentation.
         limit: use only so many images, stratified; None = all.
         augment: crop and mirror training images at random.
         workers: processes that decode; 0 = this one.
-        on_error: `raise` at an unreadable image, or `skip` it: batches are smaller by it, and `skipped` lists it.
+        on_error: `raise` at an unreadable image, or `skip` it; batches are then smaller.
         decode: what decodes JPEG files for a GPU, `cpu` or `gpu`.
         max_pixels: of the largest image that is decoded.
 
@@ -128,12 +120,12 @@ class FolderSplit(Split):
         return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the class, name and size of each file, and the bytes of some; see `fingerprint.file_parts`."""
+        """Yield the class, name and size of each file, and the bytes of some."""
         yield self.targets.numpy().tobytes()
         yield from file_parts(self._folder, [os.fsdecode(bytes(name)) for name in self._files])
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.
+        """Return images (n, 3, S, S) and targets (n,), decoded in this process.
 
         Raises:
             DataError: names the unreadable image, unless `on_error` is skip.
@@ -142,10 +134,10 @@ class FolderSplit(Split):
         return self._finish(collate([self._decoder[index, seed] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches as `Split.batches` does, decoded ahead by worker processes.
+        """Yield batches, decoded ahead by worker processes.
 
         Raises:
-            DataError: names the unreadable image, unless `on_error` is skip; or a worker process died.
+            DataError: names the unreadable image, unless `on_error` is skip; or a worker died.
         """
         device = torch.device(device)
         if self.decode == "gpu" and device.type == "cuda":
@@ -160,7 +152,7 @@ class FolderSplit(Split):
                 yield images, targets
 
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
-        """Yield batches as `batches` does; workers read the files, and `device` decodes them ahead of their use."""
+        """Yield batches whose files `device` decodes."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
         pin = device.type == "cuda"
         files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
@@ -175,7 +167,7 @@ class FolderSplit(Split):
         yield from ahead(made(), device)
 
     def notes(self) -> list[str]:
-        """Return why images were decoded on the CPU so far, though the GPU was to do it; see `Split.notes`."""
+        """Return why the CPU decoded images in place of the GPU so far."""
         return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
@@ -191,7 +183,7 @@ class FolderSplit(Split):
 
 
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
-    """Return the image files under each class folder, sorted, as bytes relative to `folder`, and their targets (N,)."""
+    """Return sorted image files of the class folders, as bytes relative to `folder`, and targets (N,)."""
     files: list[bytes] = []
     counts: list[int] = []
     above = {_identity(folder), *(_identity(folder / label) for label in labels)}
@@ -210,7 +202,7 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder in `folder`, links followed, with its files; one that was seen, or is in `above`, only once."""
+    """Yield each folder with its files, links followed, each only once."""
     seen = above - {_identity(folder)}
     for parent, inner, names in os.walk(folder, followlinks=True):
         identity = _identity(parent)
@@ -223,11 +215,10 @@ def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list
 
 
 def _identity(folder: Path | str) -> tuple[int, int]:
-    """Device and number of a folder, which links to it share."""
     status = os.stat(folder)  # noqa: PTH116 (as in the walk)
     return status.st_dev, status.st_ino
 
 
 def worker_count() -> int:
-    """Return one worker per core that this process may use, divided by the processes of this machine; 8 at most."""
+    """Return the cores that this process may use, divided by the processes of this machine; 8 at most."""
     return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

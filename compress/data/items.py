@@ -1,8 +1,4 @@
-"""A split of files that are read one at a time, ahead of their use by worker processes.
-
-An item is read by a `Dataset` whose random numbers follow from (seed, epoch, index) alone, so the number of workers
-changes nothing but the speed.
-"""
+"""A split of files that worker processes read ahead of their use."""
 
 from __future__ import annotations
 
@@ -23,15 +19,13 @@ from compress.data.workers import Workers
 from compress.errors import DataError
 
 Item = tuple[Tensor | None, Any, str, str]
-"""Pixels (3, H, W) uint8 or None, the target, the file's name, and the reason why it could not be read."""
+"""Pixels (3, H, W) uint8 or None, target, file name, and the error."""
 
 
 class ItemSplit(Split):
     """A split whose images and targets are files of the user's.
 
     Args:
-        labels: names of the classes.
-        spec: the recipe's `data` section.
         augment: change training images at random.
     """
 
@@ -47,19 +41,19 @@ class ItemSplit(Split):
 
     @abstractmethod
     def targets_of(self, found: list[Any], device: torch.device) -> Any:  # a tensor, or a list with one for each image
-        """Return the targets of a batch in the form of the task, from those of its items."""
+        """Return the targets of a batch in the form of the task."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, H, W) and targets at `indices`, read in this process; see `Split.load`.
+        """Return images (n, 3, H, W) and targets, read in this process.
 
         Raises:
-            DataError: names the file that cannot be read, or is wrong, unless `on_error` is skip.
+            DataError: names the unreadable or wrong file, unless `on_error` is skip.
         """
         reader, seed = self.reader(), seed_of_changes(self.seed, epoch, augment=self.augment)
         return self._finish([reader[index, seed] for index in indices], device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches as `Split.batches` does, read ahead by worker processes."""
+        """Yield batches, read ahead by worker processes."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
         for items in self._workers.read(self.reader(), list, self.batch_indices(plan), seed):
             images, targets = self._finish(items, torch.device(device))

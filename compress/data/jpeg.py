@@ -1,9 +1,4 @@
-"""JPEG files decoded, cut and resized by the GPU that uses them.
-
-Worker processes read the files and choose the random parts; the GPU decodes a batch at a time (nvJPEG) and resizes it
-in one launch. Workers decode what nvJPEG does not take or would read otherwise than Pillow: other formats, grey, CMYK,
-files that EXIF turns, files that are cut off. Pixels differ from Pillow's by a few grey levels.
-"""
+"""JPEG files decoded, cut and resized by a GPU."""
 
 from __future__ import annotations
 
@@ -32,13 +27,13 @@ _RGB_IDS = [82, 71, 66]
 
 
 class FileItem(NamedTuple):
-    """One image: a file for the GPU, or what the CPU has made of it.
+    """One image: a file for the GPU, or what the CPU made of it.
 
     Attributes:
         file: (bytes,) uint8; None if the CPU decoded it.
         window: part of the image; None likewise.
-        decoded: what the CPU decoded, or the reason why it could not; None for a file.
-        reason: why the GPU does not decode it, and its name; "" for a file, and for an unreadable one.
+        decoded: the CPU's result or error; None for a file.
+        reason: why the GPU does not decode it, and its name; "" for a file or an unreadable one.
     """
 
     number: int
@@ -49,15 +44,15 @@ class FileItem(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch of `FileItem`s in one tensor, for the way from a worker process: each tensor costs a connection.
+    """A batch of `FileItem`s in one tensor: each tensor from a worker process costs a connection.
 
     Attributes:
-        indices: of the images that could be read, in the batch's order.
-        by_gpu: for each of them, whether it is a file for the GPU.
-        files: (bytes,) uint8, one file after the other.
+        indices: of the readable images, in order.
+        by_gpu: for each, whether it is a file for the GPU.
+        files: (bytes,) uint8, concatenated.
         lengths: bytes of each file.
-        decoded: the other images, and the failures; None if there are none.
-        reasons: why the GPU does not decode them, each with the name of a file.
+        decoded: other images and failures; None if none.
+        reasons: why the GPU does not decode them, with a file's name each.
     """
 
     indices: list[int]
@@ -69,16 +64,12 @@ class Packed(NamedTuple):
     reasons: dict[str, str]
 
     def pin_memory(self) -> Packed:
-        """Return the batch with its files in memory that the GPU can copy by itself; a DataLoader calls it."""
+        """Return the batch with its files in pinned memory; a DataLoader calls it."""
         return self._replace(files=self.files.pin_memory())
 
 
 class Reader(Dataset[FileItem]):
-    """The files of a split, read one at a time.
-
-    Args:
-        decoder: decodes them on the CPU.
-    """
+    """The files of a split, read one at a time."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -123,7 +114,7 @@ def refusal(header: Image.Image, content: np.ndarray) -> str:
 
 
 def random_window(width: int, height: int, size: tuple[int, int], draws: list[float]) -> Window:
-    """Return the part that `random_crop` takes with the same random numbers."""
+    """Return the part that `random_crop` takes with the same draws."""
     top, left, rows, columns = random_box(width, height, draws[:-1])
     return Window(top, rows, size[0], 0, left, columns, size[1], 0, int(draws[-1] < 0.5))
 
@@ -168,17 +159,11 @@ def pack(items: Sequence[FileItem]) -> Packed:
 def decode_packed(
     packed: Packed, decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
 ) -> Decoded:
-    """Decode a batch on `device`.
+    """Decode a batch on `device`; returns as `collate`.
 
-    Args:
-        packed: the batch.
-        decoder: decodes all of it on the CPU if the GPU fails on it: which of the files is at fault is not known.
-        seed: with which the batch was read.
-        device: that decodes.
-        reasons: takes why images were decoded on the CPU, each with the name of a file.
-
-    Returns:
-        As `collate`, the images on `device`.
+    `decoder`: decodes all of it on the CPU if the GPU fails.
+    `seed`: with which the batch was read.
+    `reasons`: takes why the CPU decoded images, with a file's name each.
     """
     for reason, file in packed.reasons.items():
         reasons.setdefault(reason, file)
@@ -204,12 +189,10 @@ def decode_packed(
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEG files, (bytes,) uint8 each on the CPU, into images (3, H, W) uint8 on `device`.
-
-    Files that the decoders in a GPU do not take are computed by torchvision.
+    """Decode JPEG files, (bytes,) uint8 on the CPU, into images (3, H, W) uint8 on `device`.
 
     Raises:
-        RuntimeError: the decoder fails on one of them, or there is none for the device.
+        RuntimeError: the decoder fails, or the device has none.
     """
     from torchvision.io import ImageReadMode, decode_jpeg  # lazy: as in `decode`
 

@@ -1,8 +1,4 @@
-"""A user's DataLoader as a split: its data set, its way to join a batch and its processes, in an order of our own.
-
-The order follows from (seed, epoch), so that training goes on after a stop with the same images. A batch is (images,
-targets), or a mapping with targets under one of `graph.inputs.TARGET_KEYS` and one input.
-"""
+"""A user's DataLoader as a split, in an order of our own."""
 
 from __future__ import annotations
 
@@ -21,10 +17,9 @@ from compress.graph.batches import split_batch
 
 
 class LoaderSplit(Split):
-    """The images of a DataLoader, as its data set returns them: normalized, and augmented by itself.
+    """The images of a DataLoader, normalized and augmented by its data set.
 
-    With `num_workers=0` an augmentation that draws from torch's random state follows from the step too; worker
-    processes draw from a seed of the epoch, so that a training stopped within an epoch goes on with other draws.
+    With worker processes, augmentation draws from a seed of the epoch: a training resumed within an epoch draws anew.
 
     Args:
         loader: over a data set with a length.
@@ -46,7 +41,7 @@ class LoaderSplit(Split):
         return _on(self.loader.collate_fn([self.dataset[index] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches as `Split.batches` does, read ahead by the loader's processes."""
+        """Yield batches, read ahead by the loader's processes."""
         if not self.loader.num_workers:
             yield from super().batches(plan, device=device)
             return
@@ -63,13 +58,13 @@ class LoaderSplit(Split):
 
 
 def loader_data(train: DataLoader[Any], val: DataLoader[Any] | None = None, *, seed: int = 0) -> DataSet:
-    """Return the data set of two loaders; without `val` the training images are evaluated on."""
+    """Return the data set of two loaders; without `val` the training images are evaluated."""
     split = LoaderSplit(train, seed=seed)
     return DataSet(train=split, val=split if val is None else LoaderSplit(val, seed=seed))
 
 
 def _example(loader: DataLoader[Any]) -> Tensor:
-    """Return the images of the first batch, after the loader was checked."""
+    """Check the loader and return the images of its first batch."""
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
@@ -99,7 +94,7 @@ def _on(batch: Any, device: torch.device) -> Batch:
 
 
 def _as_given(images: Tensor) -> Preprocessing:
-    """Return the preprocessing of images that are a model's input already."""
+    """Return the preprocessing of images that are inputs already."""
     channels = images.shape[1] if images.ndim > 1 else 1
     size = (images.shape[-2], images.shape[-1]) if images.ndim == 4 else 1
     return Preprocessing(

@@ -1,14 +1,4 @@
-"""Folders of images and of masks, whose pixels hold the classes, for segmentation.
-
-Three layouts; in each, a mask has the name of its image and the ending .png:
-
-    root/train/ root/trainannot/ root/val/ root/valannot/             (SegNet's CamVid)
-    root/images/train/ root/masks/train/ root/images/val/ ...
-    root/train/images/ root/train/masks/ root/val/images/ ...
-
-Training images are scaled by 0.5 to 2, cropped and mirrored at random (Chen et al., arXiv 1706.05587, section 4.1);
-pixels beyond the image have no class. Images of evaluation are resized, masks to the nearest pixel.
-"""
+"""Folders of images and of masks, whose pixels hold the classes, for segmentation."""
 
 from __future__ import annotations
 
@@ -35,7 +25,7 @@ from compress.data.workers import Place
 from compress.errors import DataError, first_few
 
 NO_CLASS = 255
-"""Class of pixels without one in the targets, whatever `data.ignore_index` is in the files."""
+"""Class of pixels without one, in the targets."""
 
 LAYOUTS = (("{split}", "{split}annot"), ("images/{split}", "masks/{split}"), ("{split}/images", "{split}/masks"))
 """Folders of images and masks below the root."""
@@ -89,11 +79,9 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
 
 
 class MaskSplit(ItemSplit):
-    """Images with a class for each pixel: int64 (n, H, W), 255 where there is none.
+    """Images with a class for each pixel: int64 (n, H, W), 255 = none.
 
     Args:
-        pairs: the files.
-        spec: the recipe's `data` section.
         augment: scale, crop and mirror training images at random.
     """
 
@@ -105,14 +93,14 @@ class MaskSplit(ItemSplit):
         return len(self.pairs)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the names and sizes of the files, and the bytes of some; see `fingerprint.file_parts`."""
+        """Yield the names and sizes of the files, and the bytes of some."""
         yield str(self.ignore_index)
         for part in ("image", "mask"):
             files = [getattr(pair, part) for pair in self.pairs]
             yield from file_parts(files[0].parent, [file.name for file in files])
 
     def reader(self) -> Dataset[Item]:
-        """Return the images and masks, which are read when they are asked for."""
+        """Return the images and masks, read when asked for."""
         return _Reader(self)
 
     def targets_of(self, found: list[Any], device: torch.device) -> Tensor:
@@ -123,7 +111,7 @@ class MaskSplit(ItemSplit):
 
 
 class _Reader(Dataset[Item]):
-    """The items of a split, read one at a time: (pixels, classes, file, problem)."""
+    """Reads items one at a time: (pixels, classes, file, problem)."""
 
     def __init__(self, split: MaskSplit) -> None:
         self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
@@ -154,7 +142,7 @@ class _Reader(Dataset[Item]):
         return image, Image.fromarray(self._checked(mask, pair.mask))
 
     def _checked(self, mask: np.ndarray, file: Path) -> np.ndarray:
-        """Return the classes as uint8, 255 where there is none."""
+        """Return the classes as uint8, 255 = none."""
         ignored = mask == self.ignore_index
         foreign = np.unique(mask[~ignored & ((mask < 0) | (mask >= len(self.labels)))])
         if len(foreign):
@@ -167,7 +155,7 @@ class _Reader(Dataset[Item]):
 
 
 def _single_channel(file: Image.Image) -> Image.Image:
-    """Return a mask's values: of a palette its indices, of a grey image its levels, also where it is stored as RGB."""
+    """Return a mask's palette indices or grey levels, also if stored as RGB."""
     if file.mode in ("L", "P", "1", "I", "I;16"):
         return file.copy()
     if file.mode == "RGB":
@@ -181,7 +169,7 @@ def _single_channel(file: Image.Image) -> Image.Image:
 
 
 def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return image (3, H, W) uint8 and classes (H, W) uint8 of the whole picture, resized to `size` (H, W)."""
+    """Return image (3, H, W) uint8 and classes (H, W) uint8, resized to `size` (H, W)."""
     height, width = size
     if (image.height, image.width) != size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -190,13 +178,10 @@ def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tupl
 
 
 def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws: list[float]) -> tuple[Tensor, Tensor]:
-    """Return a random part of the picture, as `fitted` does.
+    """Return a random part of image and mask, as `fitted` does.
 
-    Args:
-        image: RGB.
-        mask: of the same size.
-        size: height and width of the result; the picture is first fitted to it and then scaled by 0.5 to 2.
-        draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
+    `size`: height and width of the result; the image is fitted to it, then scaled by 0.5 to 2.
+    `draws`: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
     """
     low, high = _SCALES
     scale = low * (high / low) ** draws[0]
@@ -213,7 +198,7 @@ def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws:
 
 
 def _window(length: int, size: int, draw: float) -> tuple[slice, slice]:
-    """Return where in the result and from where in the picture pixels come, along one axis."""
+    """Return the target and source positions of pixels along one axis."""
     if length >= size:
         start = int(draw * (length - size + 1))
         return slice(0, size), slice(start, start + size)

@@ -1,7 +1,4 @@
-"""A split that is in memory as small 8-bit images, which the device resizes, moves and normalizes.
-
-On a GPU that has room for them the images are kept there whole, so that a batch costs the host a few launches.
-"""
+"""A split in memory as 8-bit images, which the device resizes, moves and normalizes."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ class MemorySplit(DrawnSplit):
     """A split whose images were read once.
 
     Args:
-        images: (N, 1 or 3, H, H) uint8, on the CPU or on the device of the training.
+        images: (N, 1 or 3, H, H) uint8.
         targets: (N,) int64.
-        labels: name of each class.
-        preprocessing: steps from an image to a model's input.
-        seed: seed of shuffling and augmentation.
         movement: augmentation of training images; None = none.
     """
 
@@ -51,14 +45,14 @@ class MemorySplit(DrawnSplit):
         return len(self.targets)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the targets and the bytes of the images; of very many images, of some that are evenly spread."""
+        """Yield the targets and the bytes of the images; of very many, of some evenly spread."""
         step = 1 + self.images.nbytes // _FINGERPRINT_BYTES
         for tensor in (self.targets, self.images[::step]):
             yield str(tuple(tensor.shape))
             yield tensor.cpu().numpy().tobytes()
 
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Return where the images lie, and the movement of each (n, 2, 3) if there is one; see `DrawnSplit.draw`."""
+        """Return where the images lie, and their movements (n, 2, 3) if there are any."""
         chosen = to_device(indices, self._stored(device)[0].device)
         if epoch is None or self.movement is None:
             return (chosen,)
@@ -67,7 +61,7 @@ class MemorySplit(DrawnSplit):
         return chosen, to_device(matrices, device)
 
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,); see `DrawnSplit.make`."""
+        """Return images (n, 3, S, S) and targets (n,)."""
         chosen, *matrices = drawn
         images, targets = self._stored(device)
         pixels = to_device(images[chosen], device).float().div_(255)
@@ -77,7 +71,7 @@ class MemorySplit(DrawnSplit):
         return self.preprocessing.normalize(pixels), to_device(targets[chosen], device)
 
     def _stored(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return images and targets on `device`, copied there once; where they are if it has no room for them."""
+        """Return images and targets on `device`, copied once if there is room."""
         if device not in self._kept:
             fits = self.images.device == device
             if device.type == "cuda" and not fits:
@@ -90,13 +84,11 @@ class MemorySplit(DrawnSplit):
 def in_memory(
     split: Split, device: torch.device | str, *, movement: Movement | None = None, batch_size: int = 256
 ) -> MemorySplit:
-    """Read or draw every image of `split` once, without augmentation, and store them as 8-bit numbers.
+    """Read every RGB image of `split` once, without augmentation, and store it as 8-bit numbers.
 
-    Args:
-        split: of RGB images.
-        device: that stores them; an image of 224 pixels takes 150 kB.
-        movement: augmentation of training images; None = none.
-        batch_size: images read at once.
+    `device`: that stores them.
+    `movement`: augmentation of training images; None = none.
+    `batch_size`: images read at once.
     """
     device = torch.device(device)
     prepared = split.preprocessing
@@ -112,7 +104,7 @@ def in_memory(
 
 
 def resize(images: Tensor, size: int) -> Tensor:
-    """Resize (N, C, H, W) floats bilinearly to `size`, antialiased if that makes them smaller."""
+    """Resize (N, C, H, W) floats bilinearly, antialiased where that shrinks them."""
     if images.shape[-1] == size:
         return images
     smaller = size < images.shape[-1]
@@ -120,7 +112,7 @@ def resize(images: Tensor, size: int) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device` without waiting for the work that is queued there."""
+    """Copy to `device` without waiting for queued work."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,9 +1,4 @@
-"""The JPEG decoders in NVIDIA's GPUs, called so that they work beside other kernels.
-
-torchvision's call of the same library returns only when all earlier work of the GPU has ended, because the library
-spreads a batch over streams of its own. Here it uses none but the current stream, which is of high priority (`ahead`).
-Pixels are those of torchvision's decoder. Names are those of nvjpeg.h.
-"""
+"""The hardware JPEG decoders of NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -36,10 +31,9 @@ class NvJpeg:
 
     Args:
         library: path of libnvjpeg.
-        device: the GPU.
 
     Raises:
-        RuntimeError: the GPU has no JPEG decoder, or the library does not load.
+        RuntimeError: no JPEG decoder, or the library does not load.
     """
 
     def __init__(self, library: str, device: torch.device) -> None:
@@ -55,14 +49,12 @@ class NvJpeg:
             self._call("JpegStreamCreate", self._handle, ctypes.byref(self._header))
 
     def decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
-        """Decode JPEG files on the current stream, and wait for it.
-
-        Args:
-            files: (bytes,) uint8 each, contiguous, on the CPU; copies from pinned memory run beside other work.
+        """Decode JPEG files, (bytes,) uint8 contiguous on the CPU, on the current stream, and wait for it.
 
         Returns:
-            Of each file its image (3, H, W) uint8, red first; None where the GPU's decoder does not take the file
-            (progressive files, and some ways to store colours).
+            Of each file its RGB image (3, H, W) uint8; None where the decoder does not take the file (such as
+                progressive
+            ones).
 
         Raises:
             RuntimeError: the decoder fails on a file.
@@ -91,7 +83,7 @@ class NvJpeg:
             return found
 
     def _size(self, file: Tensor) -> tuple[int, int] | None:
-        """Return height and width of a file that the GPU's decoder takes."""
+        """Return a file's height and width."""
         content, length = ctypes.c_void_p(file.data_ptr()), ctypes.c_size_t(len(file))
         if self._library.nvjpegJpegStreamParseHeader(self._handle, content, length, self._header):
             return None
@@ -110,7 +102,7 @@ class NvJpeg:
 
 @functools.cache
 def nvjpeg(device: torch.device) -> NvJpeg | None:
-    """Return the decoders of a GPU; None if it has none, or torchvision was built without nvJPEG."""
+    """Return the decoders of a GPU; None if it has none, or torchvision lacks nvJPEG."""
     library = _loaded_library() if device.type == "cuda" else None
     try:
         return None if library is None else NvJpeg(library, device)
@@ -129,7 +121,6 @@ def _loaded_library() -> str | None:
 
 
 def _image(first: int, shape: tuple[int, int, int]) -> _Image:
-    """Return the planes of an image whose first byte is at an address."""
     planes, rows, columns = shape
     channel = [first + plane * rows * columns for plane in range(planes)]
     return _Image((ctypes.c_void_p * _MAX_COMPONENT)(*channel), (ctypes.c_size_t * _MAX_COMPONENT)(*[columns] * planes))

@@ -1,10 +1,4 @@
-"""The data of a user's function: `data.name: package.module:function`.
-
-The function takes the recipe's `data` section and returns the training and the evaluation split, as a `DataSet` or a
-pair. Each is a `Split`, or a sequence of (image, target) such as a torch `Dataset`: the image a float tensor (C, H, W)
-as the model takes it, or uint8 pixels, which are divided by 255 and normalized; the target a class, a mask (H, W), or
-what the task takes. An item may be random: torch's generator is seeded from (seed, epoch, index) before it is made.
-"""
+"""The data of a user's function: `data.name: package.module:function`."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ from compress.errors import DataError
 from compress.support.imports import imported
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, for functions that return pixels of three channels and recipes without a mean."""
+"""ImageNet's, for pixels of three channels and recipes without a mean."""
 
 
 class Examples(Protocol):
@@ -39,7 +33,7 @@ def own_data(spec: DataSpec) -> DataSet:
     """Return the splits that the function `spec.name` makes.
 
     Raises:
-        DataError: it cannot be imported, it fails, or it returns something else.
+        DataError: it cannot be imported, fails, or returns something else.
     """
     function = imported(spec.name, key="data.name", error=DataError, what="a function that returns two splits")
     try:
@@ -69,8 +63,7 @@ class ExamplesSplit(Split):
     """A sequence of (image, target) as a split.
 
     Args:
-        examples: the sequence.
-        spec: the recipe's `data` section; its `classes` are the labels, and its `mean` and `std` normalize pixels.
+        spec: its `classes` are the labels, and its `mean` and `std` normalize pixels.
 
     Raises:
         DataError: no example, or an image that is no tensor (C, H, W).
@@ -104,10 +97,10 @@ class ExamplesSplit(Split):
         return len(self.examples)
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images and targets at `indices`; see `Split.load`.
+        """Return images and targets at `indices`.
 
         Raises:
-            DataError: an example is not (image, target), or images differ in size; with its index.
+            DataError: an example is not (image, target), or images differ in size.
         """
         images, targets = [], []
         with torch.random.fork_rng(devices=[]):
@@ -131,7 +124,7 @@ class ExamplesSplit(Split):
 
 
 def stacked(targets: Sequence[Any], device: torch.device) -> Tensor | list[Any]:
-    """Return the targets of a batch: numbers and tensors of one shape as one tensor, anything else as a list."""
+    """Return a batch's targets: numbers and tensors of one shape as one tensor, others as a list."""
     if all(isinstance(target, (bool, int, float)) for target in targets):
         return to_device(torch.tensor(list(targets)), device)
     if all(isinstance(target, Tensor) for target in targets) and len({target.shape for target in targets}) == 1:

@@ -1,7 +1,4 @@
-"""Preprocessing from an image to a model's input: in the recipe, written into the ONNX file, checked at evaluation.
-
-A wrong mean or channel order looks like an effect of quantization, so evaluation on data with another is refused.
-"""
+"""Preprocessing from an image to a model's input, which the ONNX file holds too."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ class Preprocessing:
 
     Attributes:
         image_size: side in pixels after resizing and cropping, or (height, width).
-        mean, std: one value per channel, in units of pixel / 255.
-        channels: `RGB` (grey images are repeated three times), or `other` for another number than three.
+        mean, std: per channel, in units of pixel / 255.
+        channels: `RGB` (grey is repeated), or `other` for another number than three.
         layout: `NCHW`.
-        interpolation: method of resizing: `bilinear` or `bicubic`.
+        interpolation: `bilinear` or `bicubic`.
         crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
     """
 
@@ -44,7 +41,7 @@ class Preprocessing:
     def of(
         cls, spec: DataSpec, *, mean: tuple[float, ...], std: tuple[float, ...], crop_ratio: float = 1.0
     ) -> Preprocessing:
-        """Return the preprocessing of `spec`, with the data set's own `mean` and `std` if it names none."""
+        """Return the preprocessing of `spec`; `mean` and `std` are for a spec without its own."""
         mean = mean if spec.mean is None else tuple(spec.mean)
         return cls(
             image_size=spec.image_size,
@@ -57,7 +54,7 @@ class Preprocessing:
 
     @property
     def height_width(self) -> tuple[int, int]:
-        """Height and width of the input, in pixels."""
+        """Height and width in pixels."""
         return sides(self.image_size)
 
     @property
@@ -66,24 +63,17 @@ class Preprocessing:
         return (len(self.mean), *self.height_width)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Subtract the mean and divide by the deviation.
-
-        Args:
-            images: (N, C, H, W) floats, pixel / 255. One channel (grey) gives as many as `mean` has.
-
-        Returns:
-            (N, channels, H, W), a new tensor.
-        """
+        """Normalize (N, C, H, W) floats, pixel / 255, into a new tensor; grey is repeated as `mean` needs."""
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.sub(mean).div_(std)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Undo `normalize`: return the 8-bit pixels of normalized images, (N, channels, H, W) uint8."""
+        """Undo `normalize`: return (N, channels, H, W) uint8."""
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
     def to_json(self) -> str:
-        """Return one JSON object, keys sorted, for the ONNX metadata."""
+        """Return a JSON object for the ONNX metadata."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
@@ -91,7 +81,7 @@ class Preprocessing:
         """Read the JSON object of `to_json`.
 
         Raises:
-            DataError: the text is not such an object.
+            DataError: the text is no such object.
         """
         try:
             fields: dict[str, Any] = parse_json(text)
@@ -108,5 +98,5 @@ class Preprocessing:
 
 @functools.lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` as (1, C, 1, 1) on `device`; cached, because a copy to a GPU would wait for all of its work."""
+    """Return `values` as (1, C, 1, 1); cached, because a copy to a GPU would wait for all of its work."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

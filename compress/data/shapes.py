@@ -1,10 +1,4 @@
-"""Images of shapes, drawn on the device as they are needed: any size, any number, no download.
-
-An image is the object of its class among clutter with the same cues (shapes_scene.py), under uneven light and strong
-noise, partly covered. Each layer is one sampling of a bank of outline distances and patterns, then one blend, for the
-whole batch. An image depends on (seed, index) alone, to rounding in its pixels on each device. Training images have
-indices from 0, those of evaluation from 2^40. Augmentation draws the same scene shifted, turned, mirrored or nearer.
-"""
+"""Images of shapes among clutter, drawn on the device as needed; an image depends on (seed, index) alone."""
 
 from __future__ import annotations
 
@@ -27,7 +21,7 @@ from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes,
 from compress.data.spec import DataSpec
 
 TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000
-"""Numbers of pictures where the recipe names none."""
+"""Default numbers of images."""
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
 MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
@@ -37,7 +31,7 @@ _FULL_NOISE_SIZE = 128  # a smaller picture has fewer pixels to average over, an
 
 
 def shapes_data(spec: DataSpec) -> DataSet:
-    """Return the training and the evaluation pictures that `spec` asks for."""
+    """Return the training and the evaluation images."""
     num_classes = class_count(spec)
     train_images = TRAIN_IMAGES if spec.train_images is None else spec.train_images
     val_images = VAL_IMAGES if spec.val_images is None else spec.val_images
@@ -49,14 +43,11 @@ def shapes_data(spec: DataSpec) -> DataSet:
 
 
 class ShapesSplit(DrawnSplit):
-    """`count` pictures whose numbers start at `first`; the class is the number modulo `num_classes`.
+    """Images numbered from `first`; the class is the number modulo `num_classes`.
 
     Args:
-        spec: image size, normalization, clutter and seed.
         num_classes: 2 to 100.
-        count: pictures.
-        first: number of the first picture.
-        movement: movement of the camera by augmentation; None = no augmentation.
+        movement: movement of the camera by augmentation; None = none.
     """
 
     def __init__(self, spec: DataSpec, *, num_classes: int, count: int, first: int, movement: Movement | None) -> None:
@@ -69,11 +60,11 @@ class ShapesSplit(DrawnSplit):
         return self._count
 
     def content(self) -> tuple[str, ...]:
-        """Return all that the pictures follow from."""
+        """Return all that the images follow from."""
         return (type(self).__qualname__, *map(str, (self.seed, self.num_classes, self._first, self._clutter)))
 
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Return the numbers of the pictures, their classes and the fields of their `Scenes`; see `DrawnSplit.draw`."""
+        """Return the images' numbers, classes and fields of `Scenes`."""
         positions = to_device(indices, device)
         numbers, targets = positions + self._first, positions % self.num_classes
         size, camera = self.preprocessing.height_width[0], None
@@ -83,7 +74,7 @@ class ShapesSplit(DrawnSplit):
         return numbers, targets, *with_clutter(scenes, self._clutter).tensors()
 
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Draw the pictures (n, 3, S, S), with targets (n,); see `DrawnSplit.make`."""
+        """Draw the images (n, 3, S, S), with targets (n,)."""
         numbers, targets, *fields = drawn
         scenes, size = Scenes(*fields), self.preprocessing.height_width[0]
         images = paint(scenes, size)
@@ -96,15 +87,7 @@ class ShapesSplit(DrawnSplit):
 
 
 def paint(scenes: Scenes, size: int) -> Tensor:
-    """Draw scenes, without noise.
-
-    Args:
-        scenes: N pictures, on the device that draws.
-        size: side in pixels.
-
-    Returns:
-        (N, 3, size, size) float32, RGB; mostly from 0 to 1.
-    """
+    """Draw N scenes without noise: (N, 3, size, size) float32 RGB, mostly from 0 to 1."""
     outlines, patterns = _banks(scenes.base.device)
     canvas = F.interpolate(scenes.base, size=(size, size), mode="bilinear", align_corners=True)
     for layer in range(LAYERS):
@@ -119,16 +102,7 @@ def paint(scenes: Scenes, size: int) -> Tensor:
 
 
 def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
-    """Return uniform noise from -1 to 1 for each picture's pixels: three values of 21 bits from one hash.
-
-    Args:
-        seed: any integer.
-        numbers: (N,) int64 pictures.
-        size: side in pixels.
-
-    Returns:
-        (N, 3, size, size) float32 on the device of `numbers`.
-    """
+    """Return uniform noise from -1 to 1, (N, 3, size, size) float32, for the images `numbers` (N,) int64."""
     bits = random_bits(seed, numbers, size * size).view(-1, 1, size, size)
     shifts = torch.arange(3, device=bits.device).view(1, 3, 1, 1) * _NOISE_BITS
     return ((bits >> shifts) & (1 << _NOISE_BITS) - 1).float() * 2.0 ** (1 - _NOISE_BITS) - 1

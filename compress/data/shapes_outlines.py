@@ -1,7 +1,4 @@
-"""The outlines of `shapes`, as images of their signed distance: negative inside, zero on the edge, sharp at every size.
-
-Coordinates run from -EXTENT to EXTENT, x to the right and y down; an outline reaches to about 1.
-"""
+"""Signed distances of the outlines of `shapes`: negative inside; x to the right, y down, from -EXTENT to EXTENT."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ EXTENT = 1.3
 BANK_SIZE = 96
 OUTLINES = ("circle", "triangle", "square", "star", "cross", "heart", "crescent", "ring", "arrow", "bow tie")
 BLOBS = 8
-"""Number of rounded lumps, which are clutter and no class."""
+"""Number of rounded lumps, which are clutter."""
 
 _BLOB_SEED = 5
 
@@ -26,28 +23,20 @@ Point = tuple[float, float]
 
 @functools.lru_cache(maxsize=1)
 def outline_bank() -> Tensor:
-    """Return the signed distances of every outline, then of every blob: (10 + 8, 96, 96) float32."""
+    """Return the signed distances of all outlines, then of all blobs: (10 + 8, 96, 96) float32."""
     at = bank_coordinates()
     return torch.stack([*(_DISTANCES[name](at) for name in OUTLINES), *blobs(at)]).float()
 
 
 def bank_coordinates() -> Tensor:
-    """Return the pixel centres of a bank's picture, (96, 96, 2) as (x, y), float64."""
+    """Return a bank's pixel centres, (96, 96, 2) as (x, y), float64."""
     line = ((torch.arange(BANK_SIZE, dtype=torch.float64) * 2 + 1) / BANK_SIZE - 1) * EXTENT
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y), dim=-1)
 
 
 def polygon(at: Tensor, corners: list[Point]) -> Tensor:
-    """Return the distance to a polygon's nearest edge, negative where a ray crosses an odd number of edges.
-
-    Args:
-        at: (..., 2) points.
-        corners: corners in order, clockwise or not; the last is joined to the first.
-
-    Returns:
-        (...) distances.
-    """
+    """Return the distance of points (..., 2) to a polygon's nearest edge, negative inside (even-odd rule)."""
     nearest = torch.full(at.shape[:-1], math.inf, dtype=at.dtype)
     inside = torch.zeros(at.shape[:-1], dtype=torch.bool)
     x, y = at.unbind(-1)
@@ -67,7 +56,7 @@ def disc(at: Tensor, centre: Point, radius: float) -> Tensor:
 
 
 def blobs(at: Tensor) -> list[Tensor]:
-    """Return rounded lumps: a radius that varies in three random waves around the centre, enough not to look round."""
+    """Return rounded lumps: a radius that varies in three random waves."""
     angle, radius = torch.atan2(at[..., 1], at[..., 0]), at.norm(dim=-1)
     lumps = []
     for draws in uniform(_BLOB_SEED, torch.arange(BLOBS), 6).tolist():
@@ -79,7 +68,7 @@ def blobs(at: Tensor) -> list[Tensor]:
 
 
 def _around(radii: list[float], *, start: float = -90.0) -> list[Point]:
-    """Return corners at equal angles, from `start` degrees, with the given distances from the centre."""
+    """Return corners at equal angles, from `start` degrees, at the given radii."""
     angles = [math.radians(start + 360 * i / len(radii)) for i in range(len(radii))]
     return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
 

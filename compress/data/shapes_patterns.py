@@ -1,8 +1,4 @@
-"""The patterns that fill the outlines of `shapes`: pictures of values from 0 to 1, each in several versions.
-
-A version has its own spacing, direction and phase. The coordinates are those of the outlines, so that a pattern is
-rotated and scaled with the object that it fills.
-"""
+"""The patterns that fill the outlines of `shapes`: values from 0 to 1, each in several versions."""
 
 from __future__ import annotations
 
@@ -25,14 +21,14 @@ _SHARPNESS = 3.0
 
 @functools.lru_cache(maxsize=1)
 def pattern_bank() -> Tensor:
-    """Return every version of every pattern, versions of one pattern adjacent: (5 * 8, 96, 96) float32."""
+    """Return every version of every pattern, grouped by pattern: (5 * 8, 96, 96) float32."""
     at = bank_coordinates()
     draws = uniform(_SEED, torch.arange(len(PATTERNS) * VERSIONS), 4).tolist()
     return torch.stack([_draw(PATTERNS[i // VERSIONS], at, *row) for i, row in enumerate(draws)]).float()
 
 
 def _draw(pattern: str, at: Tensor, spacing: float, direction: float, phase_x: float, phase_y: float) -> Tensor:
-    """Draw one version; the last four arguments are random numbers of [0, 1)."""
+    """Draw one version; the last four arguments are of [0, 1)."""
     wave = 2 * math.pi / (_SPACING[0] + spacing * (_SPACING[1] - _SPACING[0]))
     cos, sin = math.cos(2 * math.pi * direction), math.sin(2 * math.pi * direction)
     u = (at[..., 0] * cos + at[..., 1] * sin) * wave + 2 * math.pi * phase_x
@@ -41,7 +37,7 @@ def _draw(pattern: str, at: Tensor, spacing: float, direction: float, phase_x: f
 
 
 def _edge(wave: Tensor) -> Tensor:
-    """Map -1..1 to 0..1 with steep but smooth edges."""
+    """Map -1..1 to 0..1 with steep, smooth edges."""
     return torch.sigmoid(_SHARPNESS * 2 * wave)
 
 

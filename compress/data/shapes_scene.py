@@ -1,9 +1,4 @@
-"""Content of each image of `shapes`, the class's object among clutter, as numbers, before anything is drawn.
-
-A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter has the same cues separately:
-patterned lumps have no class's outline, plain outlines no pattern. So a model must find the one object that has both.
-The numbers are float64 and depend on (seed, index) alone; devices differ by rounding of sines and exponentials.
-"""
+"""Content of each image of `shapes` as numbers: the class's object, and clutter with the same cues separately."""
 
 from __future__ import annotations
 
@@ -40,17 +35,16 @@ _CHANNELS = (0.0, 2 * math.pi / 3, -2 * math.pi / 3)
 
 @dataclass(frozen=True)
 class Scenes:
-    """N pictures of L layers, back to front.
+    """N images of L layers, back to front.
 
     Attributes:
-        matrices: (N, L, 2, 3) from picture coordinates (-1 to 1) to those of the banks (-1 to 1).
-        outlines: (N, L) int64 rows of the outline bank.
-        patterns: (N, L) int64 rows of the pattern bank.
+        matrices: (N, L, 2, 3) from image to bank coordinates, both -1 to 1.
+        outlines, patterns: (N, L) int64 rows of the banks.
         colours: (N, L, 2, 3) RGB of pattern values 0 and 1.
-        sizes: (N, L) half of a layer's side, where the picture's half is 1.
+        sizes: (N, L) half of a layer's side, where the image's half is 1.
         opacity: (N, L).
         base: (N, 3, 5, 5) colours of the background, to be interpolated.
-        noise: (N,) largest magnitude of the noise.
+        noise: (N,) largest magnitude.
     """
 
     matrices: Tensor
@@ -68,7 +62,7 @@ class Scenes:
 
 
 def cue_counts(num_classes: int) -> tuple[int, int, int]:
-    """Return the numbers of outlines, patterns and tones for `num_classes` classes: a box as cubic as the cues allow.
+    """Return the numbers of outlines, patterns and tones, as equal as the cues allow.
 
     >>> cue_counts(20), cue_counts(100)
     ((4, 3, 2), (10, 5, 2))
@@ -81,7 +75,7 @@ def cue_counts(num_classes: int) -> tuple[int, int, int]:
 
 
 def class_cues(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outline, pattern and tone (N,) of each class (N,)."""
+    """Return outline, pattern and tone (N,) of each class (N,)."""
     outlines, patterns, _ = cue_counts(num_classes)
     return targets % outlines, targets // outlines % patterns, targets // (outlines * patterns)
 
@@ -95,14 +89,10 @@ def class_names(num_classes: int) -> tuple[str, ...]:
 def make_scenes(
     seed: int, indices: Tensor, targets: Tensor, *, num_classes: int, camera: Tensor | None = None
 ) -> Scenes:
-    """Return the pictures at `indices` with an object of each of `targets`.
+    """Return the images at `indices` (N,) int64 with an object of each of `targets` (N,) int64.
 
-    Args:
-        seed: seed of the data set.
-        indices: (N,) int64.
-        targets: (N,) int64 classes.
-        num_classes: 2 to 100.
-        camera: (N, 2, 3) float64 movements of the whole picture (augmentation); None = none.
+    `num_classes`: 2 to 100.
+    `camera`: (N, 2, 3) float64 movements of the whole image; None = none.
     """
     draws = uniform(seed, indices, LAYERS * _LAYER_DRAWS + _SCENE_DRAWS)
     layers, rest = draws.split([LAYERS * _LAYER_DRAWS, _SCENE_DRAWS], dim=1)
@@ -131,7 +121,7 @@ def make_scenes(
 
 
 def with_clutter(scenes: Scenes, share: float) -> Scenes:
-    """Return the same pictures with the opacity of everything but the object multiplied by `share` (0 to 1)."""
+    """Return the images with the opacity of all but the object times `share` (0 to 1)."""
     if share == 1:
         return scenes
     shares = torch.full((LAYERS,), share, dtype=scenes.opacity.dtype, device=scenes.opacity.device)
@@ -141,7 +131,7 @@ def with_clutter(scenes: Scenes, share: float) -> Scenes:
 
 @functools.lru_cache(maxsize=16)
 def _on(device: torch.device, values: tuple[object, ...]) -> Tensor:
-    """Return constants as float64 on `device`; kept, because a copy to a GPU would wait for all of its work."""
+    """Return constants as float64 on `device`; cached, because a copy to a GPU would wait for all of its work."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -150,7 +140,7 @@ def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:
 
 
 def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """Return the layers' centres (N, L, 2): clutter anywhere, the object mostly inside, the cover on its edge."""
+    """Return the layers' centres (N, L, 2)."""
     centres = torch.stack((x, y), dim=-1) * 2 - 1
     centres[:, OBJECT] *= 1 - 0.9 * sizes[:, OBJECT, None]
     angle, reach = 2 * math.pi * x[:, OBJECT + 1 :, None], (0.6 + 0.4 * y[:, OBJECT + 1 :, None])
@@ -160,7 +150,7 @@ def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> Tensor:
-    """Return the maps from picture to bank coordinates: shift the centre to zero, rotate, divide by the size."""
+    """Return the maps from image to bank coordinates."""
     stretch = ((2 * aspect - 1) * _ASPECT).exp()
     cos, sin = (2 * math.pi * angle).cos(), (2 * math.pi * angle).sin()
     rows = torch.stack((cos * stretch, sin * stretch, -sin / stretch, cos / stretch), dim=-1).unflatten(-1, (2, 2))
@@ -169,14 +159,14 @@ def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> 
 
 
 def _after(outer: Tensor, inner: Tensor) -> Tensor:
-    """Return the affine map that applies `inner`, then `outer`; (..., 2, 3) each."""
+    """Return the affine map (..., 2, 3) that applies `inner`, then `outer`."""
     linear, shift = outer[..., :2], outer[..., 2:]
     moved = (linear[..., :, :, None] * inner[..., None, :, :]).sum(-2)
     return torch.cat((moved[..., :2], moved[..., 2:] + shift), dim=-1)
 
 
 def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chroma: Tensor) -> Tensor:
-    """Return the two colours of each layer (N, L, 2, 3): one hue, one darker; plain layers have the same one twice."""
+    """Return two colours of one hue for each layer, (N, L, 2, 3); plain layers have the same twice."""
     angle = _WARM_HUE + math.pi * tones + (2 * hue - 1) * _HUE_SPREAD
     channels = _on(hue.device, _CHANNELS)
     tint = _between(_CHROMA, chroma)[..., None] * (angle[..., None] - channels).cos()
@@ -187,6 +177,6 @@ def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chrom
 
 
 def _base(draws: Tensor) -> Tensor:
-    """Return the uneven light of the background (N, 3, 5, 5)."""
+    """Return the background's uneven light (N, 3, 5, 5)."""
     cells = draws.view(-1, 4, _BASE_CELLS, _BASE_CELLS)
     return _between((0.3, 0.7), cells[:, :1]) + _between((-0.12, 0.12), cells[:, 1:])

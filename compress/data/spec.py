@@ -27,7 +27,7 @@ _NAMED = {
     "voc": "voc needs the names of the classes, as they are in the annotations",
 }
 SHAPES_CLASSES = (2, 100)
-"""Fewest and most classes that the cues of `shapes` can make."""
+"""Fewest and most classes of `shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +101,17 @@ class DataSpec:
 
     @property
     def height_width(self) -> tuple[int, int]:
-        """Height and width of the model's input, in pixels."""
+        """Height and width in pixels."""
         return sides(self.image_size)
 
 
 def sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width that an image size means."""
+    """Return height and width of an image size."""
     return (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
 
 
 def check_data_spec(spec: DataSpec) -> None:
-    """Refuse a specification that no data set can have.
+    """Refuse values out of range and contradictions.
 
     Raises:
         DataError: names each key, what was got and what is allowed.
@@ -120,7 +120,7 @@ def check_data_spec(spec: DataSpec) -> None:
 
 
 def data_contradictions(spec: DataSpec) -> Iterator[str]:
-    """Yield a line for each contradiction between values that are in range by themselves."""
+    """Yield a line for each contradiction between valid values."""
     own = is_import_path(spec.name)
     if not own and spec.name not in DATASETS:
         hint = near_misses(spec.name, DATASETS)

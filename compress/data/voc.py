@@ -1,7 +1,4 @@
-"""A folder in the layout of PASCAL VOC: JPEGImages/, Annotations/NAME.xml and ImageSets/Main/train.txt and val.txt.
-
-Coordinates are taken as edges in pixels. Objects marked as difficult are neither learned nor counted.
-"""
+"""A folder in the layout of PASCAL VOC: JPEGImages/, Annotations/NAME.xml and ImageSets/Main/train.txt and val.txt."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def voc_data(spec: DataSpec) -> DataSet:
-    """Return the images and boxes under `spec.root`, all annotations read.
+    """Return the images and boxes under `spec.root`; difficult objects are ignored.
 
     Raises:
-        DataError: names the file that is missing or damaged, or whose boxes cannot be learned.
+        DataError: names the missing or damaged file, or the box that cannot be learned.
     """
     root = Path(str(spec.root)).expanduser()
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
@@ -77,8 +74,7 @@ def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
     """Read one XML file of VOC.
 
     Raises:
-        DataError: it is missing or damaged, names a class that `spec` does not allow, or a box is without area or
-            outside the image.
+        DataError: a missing or damaged file, an unknown class, or a box that is empty or outside the image.
     """
     classes = tuple(spec.classes or ())
     try:

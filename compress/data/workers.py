@@ -1,8 +1,4 @@
-"""Worker processes that read a split's items ahead of their use, and stay for its next pass.
-
-To start them takes up to a second. An item follows from its index and the seed of the epoch's random changes alone, so
-it does not matter which process reads it.
-"""
+"""Worker processes that read a split's items ahead, and stay for the next pass."""
 
 from __future__ import annotations
 
@@ -17,14 +13,14 @@ from compress.errors import DataError
 T = TypeVar("T")
 
 Place = tuple[int, int | None]
-"""Index of an item, and the seed of its random changes; None = it is not changed."""
+"""Index of an item, and the seed of its random changes; None = unchanged."""
 
 
 class Workers:
-    """The processes of a split; copies and pickles of it start their own.
+    """The processes of a split; copies and pickles start their own.
 
     Args:
-        count: number of processes, at most; 0 = this one reads.
+        count: most processes; 0 = this one reads.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,16 +39,14 @@ class Workers:
         *,
         pin: bool = False,
     ) -> Iterator[T]:
-        """Return what `collate` makes of the items of each share, in order; processes start before it returns.
+        """Return batches of the items of each share, in order; processes start before it returns.
 
         They stay for the next pass when all has been taken, and end when a pass is left.
 
-        Args:
-            items: called with a `Place`; the same ones in every call.
-            collate: makes a batch of a list of items, in the process that has read them.
-            shares: indices of each batch; empty ones are left out.
-            seed: of random changes.
-            pin: put batches into memory that a GPU can copy while it computes.
+        `items`: called with a `Place`; the same ones in every call.
+        `collate`: makes a batch of a list of items, in the worker.
+        `shares`: indices of each batch; empty ones are left out.
+        `pin`: put batches into pinned memory.
 
         Raises:
             DataError: a process died; while batches are taken.
@@ -92,7 +86,7 @@ class Workers:
 
 
 class _Shares:
-    """The shares of the pass under way, as a loader's sampler."""
+    """The present pass's shares, as a loader's sampler."""
 
     def __init__(self) -> None:
         self.shares: Sequence[list[int]] = ()

@@ -1,8 +1,4 @@
-"""Boxes and scores of torchvision's one-stage detectors as one network of plain operations, which a file can hold.
-
-torchvision selects candidates picture by picture with masks, whose results have no fixed shape. Here all anchors are
-decoded, and the scores of those that torchvision does not look at are 0: what follows is non-maximum suppression alone.
-"""
+"""Boxes and scores of torchvision's one-stage detectors as one network of plain operations, which a file can hold."""
 
 from __future__ import annotations
 

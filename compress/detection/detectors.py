@@ -1,9 +1,4 @@
-"""torchvision's one-stage detectors in two parts: the network that is quantized and built, and what stays in float.
-
-The network is backbone and head: tensor in, tensors out, under the parameter names of the detector. Anchors, matching,
-losses, decoding of boxes and non-maximum suppression stay outside: they are the detector's own code, whose backbone and
-head are replaced by the network's outputs.
-"""
+"""torchvision's one-stage detectors in two parts: the network that is quantized and built, and what stays in float."""
 
 from __future__ import annotations
 

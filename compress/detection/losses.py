@@ -1,9 +1,4 @@
-"""The losses of torchvision's RetinaNet and SSD, of a whole batch at once.
-
-torchvision goes through a batch image by image and selects rows by masks, and at every selection the host waits for
-the GPU, a hundred times a step. Here the boxes of a batch are padded to one number, and what does not count is replaced
-by zero, so that the host never waits. The values are those of torchvision's own losses, which are the tests' oracle.
-"""
+"""The losses of torchvision's RetinaNet and SSD, of a whole batch at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""torchvision's Faster R-CNN in two parts: the network that is quantized and built, and what stays in float.
-
-The network is the backbone with its feature pyramid and the head of region proposals: tensor in, tensors out, under the
-parameter names of the detector. Proposals, their suppression, the pooling of regions and the box head stay outside.
-The box head keeps the weights that the detector was made with: nothing here trains it.
-"""
+"""torchvision's Faster R-CNN in two parts: the network that is quantized and built, and what stays in float."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The model that a recipe names: one of torchvision, one of timm, or the result of the user's function.
-
-A model is made with the number of classes of the data, then weights are loaded into it. If the weights were trained
-for other classes, everything but the classifier is taken from them, and a note reports it. The caller seeds the random
-numbers with `torch.manual_seed`. torchvision and timm are imported where they are needed, because they take seconds.
-"""
+"""The model that a recipe names: one of torchvision, one of timm, or the result of the user's function."""
 
 from __future__ import annotations
 

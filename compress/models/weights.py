@@ -1,9 +1,4 @@
-"""Weights from a file into a model: read without running code, compared name by name, then loaded whole or not at all.
-
-Files come from many trainers, so the usual wrappings are removed and reported: `{"state_dict": ...}`, the `module.` of
-DataParallel, the `_orig_mod.` of torch.compile. The tensors must then fit exactly; the one exception is a classifier
-for another number of classes, if the caller allows it.
-"""
+"""Weights from a file into a model: read without running code, compared name by name, then loaded whole or not at all."""
 
 from __future__ import annotations
 

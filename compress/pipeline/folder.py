@@ -1,8 +1,4 @@
-"""The run folder: what a run is, which of its steps have ended, and the refusal of another run's folder.
-
-A step first writes its files, each whole or absent, and then its line in `state.json`: a run that is stopped leaves
-either both or neither. A lock (`lock.py`), taken before the folder is looked at, keeps two runs apart.
-"""
+"""The run folder: what a run is, which of its steps have ended, and the refusal of another run's folder."""
 
 from __future__ import annotations
 

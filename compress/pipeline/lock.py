@@ -1,8 +1,4 @@
-"""The lock that keeps two runs out of one folder.
-
-It is on a file that is made once and never replaced, and the system releases it when the process ends. On a file system
-without locks the existence of a second file is the lock; the user removes it after a process was killed.
-"""
+"""The lock that keeps two runs out of one folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Refusals before a run begins, by the recipe, the network and the machine alone, without any training.
-
-A value that only the last step looks at would otherwise be refused after hours of training.
-"""
+"""Refusals before a run begins, by the recipe, the network and the machine alone, without any training."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The cost in accuracy of each choice by itself, from images alone; the costs of several choices add up.
-
-The error that a choice adds to the network's outputs is measured with everything else as it was, after BatchNorm's
-statistics were measured again; so were those of the network that nothing was taken from, or their error would count
-once for every choice. Errors of choices are nearly independent, so their powers add up, as in mixed precision. The
-first and second order of the loss are computed too, for comparison.
-"""
+"""The cost in accuracy of each choice by itself, from images alone; the costs of several choices add up."""
 
 from __future__ import annotations
 

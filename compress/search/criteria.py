@@ -1,8 +1,4 @@
-"""Importance of channels by which they are removed: magnitude, BatchNorm scale, Taylor, Fisher, reconstruction.
-
-Images are enough. Where a loss is needed, it is the cross entropy against the network's own decision (classifiers) or
-a random projection of its outputs; the gradient of a distance to its own outputs would be zero.
-"""
+"""Importance of channels by which they are removed: magnitude, BatchNorm scale, Taylor, Fisher, reconstruction."""
 
 from __future__ import annotations
 

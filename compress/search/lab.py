@@ -1,7 +1,4 @@
-"""A candidate from its configuration to its figures on the engine: built, judged and timed beside the float network.
-
-Everything that a worker needs is in a `Lab`, and nothing in it changes.
-"""
+"""A candidate from its configuration to its figures on the engine: built, judged and timed beside the float network."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""The latency of a network as a sum over its layers, fitted to networks that were timed on the engine.
-
-Every network of the fit is timed as a whole; where the engine also reports the time of each layer (OpenVINO), those
-times are further equations. The time of a layer of one kind and format is
-
-    call + a macs + b (elements read and written) + c weights
-
-with non-negative coefficients for all layers of that kind, and a deviation of each single layer, by ridge regression.
-Macs, elements and weights are those of channels padded to the engine's blocks (`multiple`). A network adds a constant,
-and the elements that are converted where the format changes. What the sum misses is corrected by Gaussian process
-regression of log(measured / sum) over the times of the layers (Rasmussen and Williams, Gaussian Processes for Machine
-Learning, 2006, section 2.2).
-"""
+"""The latency of a network as a sum over its layers, fitted to networks that were timed on the engine."""
 
 from __future__ import annotations
 

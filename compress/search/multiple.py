@@ -1,8 +1,4 @@
-"""The block of channels that an engine computes at a time, found by timing a few small networks on it.
-
-oneDNN and ONNX Runtime lay channels out in blocks of 8 or 16, by the processor's vectors, and fill the last one up:
-with blocks of 16 a layer of 72 channels takes as long as one of 80. Such widths cost accuracy and win no time.
-"""
+"""The block of channels that an engine computes at a time, found by timing a few small networks on it."""
 
 from __future__ import annotations
 

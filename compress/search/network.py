@@ -1,8 +1,4 @@
-"""A configuration applied to a network: channels removed, blocks left out; a pure function of the two.
-
-Nothing is trained here. `reconstruct` then lets the smaller network's layers learn the float network's outputs again,
-from pictures alone.
-"""
+"""A configuration applied to a network: channels removed, blocks left out; a pure function of the two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The outcome of a search: its bound, the points of a front that are fine-tuned in turn, and the choice among them.
-
-Images without labels cannot say what fine-tuning gives back. So by latency the best uniform choice is fine-tuned
-beside the best point, and the accuracy on the engine decides: nobody ends with less than a uniform width would give.
-"""
+"""The outcome of a search: its bound, the points of a front that are fine-tuned in turn, and the choice among them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A network of a search as a recipe's model: built by the original's name, made smaller, then the weights are loaded.
-
-`model: {name: "compress.search.rebuild:network", weights: FILE, options: {...}}` is what a search writes, so that every
-command takes its networks as it takes any other.
-"""
+"""A network of a search as a recipe's model: built by the original's name, made smaller, then the weights are loaded."""
 
 from __future__ import annotations
 

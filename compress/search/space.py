@@ -1,8 +1,4 @@
-"""The space of configurations: for each element of a network (a width, a block's format, a block) its choices.
-
-A configuration is a plain mapping from elements to choices, which JSON, Optuna and a recipe can hold; an element that
-it does not name stays as the float network has it.
-"""
+"""The space of configurations: for each element of a network (a width, a block's format, a block) its choices."""
 
 from __future__ import annotations
 

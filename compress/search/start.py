@@ -1,9 +1,4 @@
-"""Where a search starts: the best configurations by the models, of an integer program for each budget of time.
-
-Distances add up over elements; times do not quite, because the work of a layer is a product of the widths on both of
-its sides. So the program is linear in the times around a configuration and is solved again around its own solution.
-The solver is that of mixed precision (`compress.quantization.sensitivity.mixed`, scipy's HiGHS).
-"""
+"""Where a search starts: the best configurations by the models, of an integer program for each budget of time."""
 
 from __future__ import annotations
 
@@ -77,10 +72,7 @@ def best_within(
 def _filled(
     distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float, chosen: dict[str, str]
 ) -> Configuration:
-    """Change one choice after the other for a better one while the time allows it, the largest gain first.
-
-    The times of a program are those of single changes, so its solution may leave some of the budget.
-    """
+    """Change one choice after the other for a better one while the time allows it, the largest gain first."""
     while True:
         gains = sorted(
             (

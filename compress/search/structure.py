@@ -1,9 +1,4 @@
-"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of layers of one format.
-
-Channels come from `compress.sparsity.groups`, which follows them through sums, concatenations and depthwise
-convolutions: a group is a set of channels that nothing distinguishes, such as all channels of a residual stage, and
-any number of them may go. A group is offered only if the network was seen to run without half of it.
-"""
+"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of layers of one format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Removes channels from a traced network: every tensor along them becomes shorter, every layer's numbers follow.
-
-Which channels go together is decided by `compress.sparsity.groups`.
-"""
+"""Removes channels from a traced network: every tensor along them becomes shorter, every layer's numbers follow."""
 
 from __future__ import annotations
 

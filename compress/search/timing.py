@@ -1,7 +1,4 @@
-"""The latency model of a network on an engine: it times whole networks until it predicts those that it has not seen.
-
-Times are kept on disk by engine, version and machine, so that a second search of the same network times nothing anew.
-"""
+"""The latency model of a network on an engine: it times whole networks until it predicts those that it has not seen."""
 
 from __future__ import annotations
 
@@ -183,11 +180,7 @@ def _samples(
 
 
 def _measured(lab: Lab, configuration: Configuration, reference: Path) -> tuple[float, dict[str, float]]:
-    """Time of a network and of its layers, in times of the float network.
-
-    It is timed in turn with the float network alone, as a candidate is: several together empty the caches for each
-    other, and ResNet-18 in INT8 took 0.56 of the float network's time in a group of seven, 0.42 to 0.48 as a candidate.
-    """
+    """Time of a network and of its layers, in times of the float network."""
     with tempfile.TemporaryDirectory(prefix="compress-timing-") as folder:
         network = with_formats(lab, apply(lab.structure, configuration, lab.scores), configuration, quick=True)
         path = export(lab, network, Path(folder) / f"{_ONE}.onnx")

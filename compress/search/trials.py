@@ -1,8 +1,4 @@
-"""The refinement: trials of NSGA-II over configurations, each built and measured, in as many processes as one likes.
-
-Optuna keeps the trials in a storage that processes and machines share. A worker that is killed loses the trial that it
-was in: another worker finds it running without its process, marks it failed and tries its configuration again.
-"""
+"""The refinement: trials of NSGA-II over configurations, each built and measured, in as many processes as one likes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A task: what is learned from the data, how a network is judged, and how its outputs are shown.
-
-A task is a value, whose parts are functions: a user's own part replaces one of them (`tasks.load`). Every part takes
-the outputs that `metric.select` has taken from what a model or an engine returned.
-"""
+"""A task: what is learned from the data, how a network is judged, and how its outputs are shown."""
 
 from __future__ import annotations
 

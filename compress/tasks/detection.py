@@ -1,8 +1,4 @@
-"""Detection of objects: the detector's own losses, and COCO's mean average precision.
-
-A network's outputs are raw: anchors, decoding of boxes and non-maximum suppression are a function beside it, `decode`,
-which stays in float whatever engine has run the network. All parts take the outputs as a tuple of tensors.
-"""
+"""Detection of objects: the detector's own losses, and COCO's mean average precision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The contribution of each image to a metric, so that the metric can be taken of any resample of the images.
-
-A resample is given by its weights: how many times each image is drawn. All values are those of the task's own metric.
-"""
+"""The contribution of each image to a metric, so that the metric can be taken of any resample of the images."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Augmentation of training batches: torchvision's by name, or a function of the user's.
-
-It comes after the data set's own (`data.augment`) and before the network. Its random numbers are those of torch's
-generator, which training seeds at each step, so that a resumed training draws the same.
-"""
+"""Augmentation of training batches: torchvision's by name, or a function of the user's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The weights that a training ends with: those of the best epoch, or their running mean; and stopping early.
-
-All follow from the epochs so far alone, so that a training that is resumed ends as one that is not.
-"""
+"""The weights that a training ends with: those of the best epoch, or their running mean; and stopping early."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Callbacks that observe a training. They change nothing, so that a resumed training is the same.
-
-A callback has any of four methods; the loggers of `compress.training.loggers` are callbacks.
-"""
+"""Callbacks that observe a training. They change nothing, so that a resumed training is the same."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all.
-
-A model's file holds the tensors of its `state_dict` under their plain names; a checkpoint holds them as `model.*`,
-beside `optimizer.<parameter>.<state>`, `average.<parameter>` and `best.*`. Both hold one JSON document in their header.
-Loading runs no code. A file is written under another name and renamed. Before anything is copied into a model, every
-name, shape and type is compared. A checkpoint belongs to one training: its `identity` (the spec, the batch size, the
-data) is in the header, and a training whose identity differs is refused.
-"""
+"""Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""The processes of one training, and the exchanges between them for training, evaluation and calibration.
-
-Every process of `torchrun` holds the whole model and a share of every batch; gradients are averaged by
-DistributedDataParallel, sums go through `Processes.all_reduce_sum`. A single process has no process group: its
-exchanges return their argument.
-
-Results do not depend on how a batch is divided, except for BatchNorm, which normalizes by the share of its own process
-unless `sync_batchnorm` is set (synchronized.py). Checkpoints, evaluation and export use the running statistics, and
-those are averaged over the processes (`average_running_statistics`): they are linear in the shares' statistics, so no
-process's share is lost.
-"""
+"""The processes of one training, and the exchanges between them for training, evaluation and calibration."""
 
 from __future__ import annotations
 
@@ -192,11 +182,7 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 def _known_device(name: torch.device | str) -> torch.device:
-    """Return a device of a kind that compress computes on.
-
-    Raises:
-        CompressError: another name, or a kind that it does not (mps, xpu, meta).
-    """
+    """Return a device of a kind that compress computes on."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

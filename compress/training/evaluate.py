@@ -1,7 +1,4 @@
-"""Calls a module on batches, and measures it over a split.
-
-Each process takes a share of every batch; meters are merged once, at the end.
-"""
+"""Calls a module on batches, and measures it over a split."""
 
 from __future__ import annotations
 
@@ -158,11 +155,7 @@ def _nothing_read(split: Split) -> DataError:
 
 
 def _merged(meter: Meter, processes: Processes) -> Meter:
-    """Return the meter of all processes together.
-
-    Raises:
-        DataError: several processes, and a metric that cannot be merged.
-    """
+    """Return the meter of all processes together."""
     if processes.world_size == 1:
         return meter
     merge = getattr(meter, "merge_state", None)

@@ -1,10 +1,4 @@
-"""Distillation of features: a layer of the student learns the output of a layer of the teacher.
-
-Of outputs of one shape the distance is the mean squared difference in units of the teacher's mean square (Romero et
-al., "FitNets", arXiv 1412.6550, without the regressor). Of others it is that of attention maps (Zagoruyko and
-Komodakis, arXiv 1612.03928, equation 2): the mean of the squares over the channels at each place, normalized to length
-one, which needs the same number of places after pooling, and no weights of its own.
-"""
+"""Distillation of features: a layer of the student learns the output of a layer of the teacher."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""BatchNorm's statistics and learned ranges: frozen towards the end of QAT, or measured again without training.
-
-Late changes of either move weights from one integer to the next (Jacob et al., arXiv 1712.05877, section 3.1;
-Krishnamoorthi, arXiv 1806.08342, section 3.2.2). Freezing depends on the spec and the epoch alone, so that a resumed
-training does the same.
-"""
+"""BatchNorm's statistics and learned ranges: frozen towards the end of QAT, or measured again without training."""
 
 from __future__ import annotations
 

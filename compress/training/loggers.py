@@ -1,8 +1,4 @@
-"""Callbacks that write figures to TensorBoard, MLflow, Weights & Biases or trackio; each library is an optional extra.
-
-All write the same names: `<training>/loss`, `<training>/lr`, ... at each optimizer step, and `<training>/val_<figure>`
-after each epoch, at the number of steps of the training.
-"""
+"""Callbacks that write figures to TensorBoard, MLflow, Weights & Biases or trackio; each library is an optional extra."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""The training loop of the float baseline and of QAT, to which a quantized model is an ordinary module.
-
-Each step follows from (spec, step): its images, its learning rate, and its random numbers (torch's generator is seeded
-at each step). So a checkpoint holds no generator, scheduler or loader state; a training that is killed and resumed
-takes the same steps as one that is not, on the CPU to the bit.
-
-`batch_size` is the global batch of one forward pass: all processes together. With `grad_accumulation` k, an optimizer
-step takes k such batches and the mean of their gradients, over all images however unevenly they are shared out.
-Training leaves out an epoch's last, smaller batch, so that every process takes the same number of steps.
-
-On a GPU the loss is read every `READ_EVERY` steps: reading makes the host wait for the device. A loss that is not
-finite is found at the next reading, before any checkpoint.
-"""
+"""The training loop of the float baseline and of QAT, to which a quantized model is an ordinary module."""
 
 from __future__ import annotations
 

@@ -45,11 +45,7 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
 
 
 def _own_share(schedule: str, step: int, steps: int) -> float:
-    """Return what a schedule of the user's returns.
-
-    Raises:
-        RecipeError: it cannot be imported, fails, or returns no finite number of 0 or more.
-    """
+    """Return what a schedule of the user's returns."""
     function = imported(schedule, key="schedule", error=RecipeError, what="a function of (step, steps)")
     try:
         share = float(function(step, steps))

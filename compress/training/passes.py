@@ -1,9 +1,4 @@
-"""The loss, and the forward and the backward pass of a batch, as launches or as one CUDA graph.
-
-A step of a small network takes the GPU less time than its launches take the host. `Recorder` records the two passes
-once and replays them. Gradients then lie where they lay when they were recorded; everything else stays as it is. The
-numbers are those of the passes one by one, random ones too: torch's generator counts on in a replay.
-"""
+"""The loss, and the forward and the backward pass of a batch, as launches or as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -112,17 +107,7 @@ class Passes:
         self.spec, self.scaler, self.device = spec, scaler, device
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
-        """Compute both passes.
-
-        Args:
-            images: of a batch.
-            targets: of a batch.
-            factor: of the loss.
-            done: share of the training that is over.
-
-        Returns:
-            [summed loss, correct, images], float64, on the device.
-        """
+        """Compute both passes."""
         with autocast(self.device, self.spec.precision):
             outputs = self.forward(images)
             with torch.no_grad():
@@ -168,12 +153,7 @@ class RecordedPasses:
         self._several = processes.world_size > 1
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
-        """See `Passes.__call__`.
-
-        Raises:
-            RecipeError: targets that are no tensor.
-            CompressError: the passes cannot be recorded.
-        """
+        """See `Passes.__call__`."""
         if not isinstance(images, Tensor) or not isinstance(targets, Tensor):
             raise RecipeError("cuda_graphs records batches of two tensors, and this task's are none; leave it out")
         sums = self._recorder((images, targets), factor=factor, done=done)
@@ -223,15 +203,7 @@ class Recorder:
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def __call__(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
-        """Compute, or replay.
-
-        Args:
-            batch: tensors on the device.
-            options: of `compute`; only `done` may change from call to call.
-
-        Raises:
-            CompressError: it cannot be recorded.
-        """
+        """Compute, or replay."""
         fixed = tuple(value for name, value in options.items() if name != "done")
         modes = tuple(module.training for module in self._model.modules())
         key = (*((x.shape, x.stride(), x.dtype) for x in batch), fixed, modes)

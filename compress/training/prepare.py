@@ -1,9 +1,4 @@
-"""Checks of a model before its first training step, by one forward pass on two images in evaluation mode.
-
-The pass is cheap and changes nothing, and it finds early a fault that would otherwise appear late or obscurely: too few
-logits, a teacher of other classes, parameters that the logits do not depend on (DistributedDataParallel waits for
-their gradients for ever without its option for them), a model that cannot run in channels_last.
-"""
+"""Checks of a model before its first training step, by one forward pass on two images in evaluation mode."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The file format of checkpoints and weights: safetensors with a JSON header, a format version and a checksum.
-
-Format 2 adds `sha256` to the header: of the rest of it and of every tensor's name, type, shape and bytes, so that a
-flipped bit anywhere is found. Files of format 1, which has none, are read and brought up to date by `_UPGRADES`, as
-files of today will be by later versions: a version that changes the form adds a function here, and a file of each
-version is kept in tests/training/formats.
-"""
+"""The file format of checkpoints and weights: safetensors with a JSON header, a format version and a checksum."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The form of a network that an engine runs fastest: the same weights exported in several forms, built and audited.
-
-A form is a list of overrides of the recipe. Each is quantized after training, exported, built for each compute
-capability, and compared by the bytes that its kernels move, their number, and the least time under a device's roofs.
-Forms whose answers agree too little with the float network's in ONNX Runtime are not chosen.
-"""
+"""The form of a network that an engine runs fastest: the same weights exported in several forms, built and audited."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Networks that leave in float the layers which an engine runs slower in INT8: built, and timed beside float and PTQ.
-
-`bench` has found these layers (`records.slower`). Their neighbours convert what they exchange with a float layer, so
-several numbers of layers are tried, and the fastest network counts.
-"""
+"""Networks that leave in float the layers which an engine runs slower in INT8: built, and timed beside float and PTQ."""
 
 from __future__ import annotations
 

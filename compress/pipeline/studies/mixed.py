@@ -1,8 +1,4 @@
-"""From sensitivity to a recipe of mixed precision: the front of accuracy against time, and the point of it that fits.
-
-Noises and layer times, both measured, choose the candidates: an integer program for each of several budgets. Each
-candidate is then quantized, exported, evaluated and timed on the engine, and the point is picked by those figures.
-"""
+"""From sensitivity to a recipe of mixed precision: the front of accuracy against time, and the point of it that fits."""
 
 from __future__ import annotations
 
