@@ -55,10 +55,11 @@ def measure_accuracy(
 
     Args:
         engine: has one input of images, and one output of logits (or one named `logits`, `out` or `output_0`).
-        batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays; cut and padded to an engine's fixed
-            batch size.
+        batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays; cut and padded to an engine's
+            fixed batch size.
         preprocessing: of these images; compared with the one in the model's metadata.
         limit: number of images at most, from the first on; None = all.
+        keep_logits: return all logits too.
         progress: advanced by every batch.
 
     Raises:
@@ -103,7 +104,7 @@ def measure_accuracy(
 
 
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
-    """Count the classes ranked before each image's target, (N,); equal logits are ranked in the order of their classes."""
+    """Count the classes ranked before each image's target, (N,); equal logits rank in the order of their classes."""
     own = np.take_along_axis(logits, targets[:, None], axis=1)
     before = np.arange(logits.shape[1]) < targets[:, None]
     counted: Ints = ((logits > own) | ((logits == own) & before)).sum(axis=1)

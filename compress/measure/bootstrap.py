@@ -36,13 +36,16 @@ class Comparison:
 def compare_evidence(
     reference: Evidence, seen: Evidence, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
 ) -> Comparison:
-    """Compare a network with a reference on the same images (percentile bootstrap: Efron and Tibshirani, 1993, chapter 13).
+    """Compare a network with a reference on the same images.
 
-    Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
+    Percentile bootstrap: Efron and Tibshirani, 1993, chapters 6 and 13. Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
 
     Args:
+        reference: such as the float network on an engine.
+        seen: the other network.
         resamples: number of resamples of the images, with replacement.
         level: share of the resamples inside an interval.
+        seed: of the resamples.
 
     Raises:
         DataError: the two have seen different numbers of images, or none.

@@ -88,12 +88,14 @@ def measure_end_to_end(
     Args:
         engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
         pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
+        batch_size: pictures of one run.
         preprocessing: None = that of each engine's own file.
         device: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
         max_pixels: of the largest picture that is decoded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average; the first round is always finished.
+        progress: listener, advanced by every round.
 
     Returns:
         One result for each engine, in their order.
@@ -286,7 +288,7 @@ def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the indices and softmax probabilities, both (N, top), of the most probable classes of logits (N, classes)."""
+    """Return indices and softmax probabilities, both (N, top), of the most probable classes of (N, classes) logits."""
     values = np.asarray(logits, dtype=np.float32)
     exponents = np.exp(values - values.max(axis=1, keepdims=True))
     probabilities = exponents / exponents.sum(axis=1, keepdims=True)

@@ -57,8 +57,8 @@ def measure_metric(
         engine: has one input of images, or as many as a batch has.
         batches: an iterable of (images, targets), of (first, second, ..., targets), or of mappings with targets under
             `labels`; tensors or arrays, cut and padded to an engine's fixed batch size.
-        metric: a `TaskMetric`, or what `meters.task_metric` takes. It is given the engine's only output, or a mapping of
-            its outputs by name.
+        metric: a `TaskMetric`, or what `meters.task_metric` takes. It is given the engine's only output, or a mapping
+            of its outputs by name.
         preprocessing: of these images; compared with the one in the model's metadata.
         limit: number of images at most, from the first on; None = all.
         keep: return the selected outputs of so many images, at least.

@@ -52,6 +52,8 @@ def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: 
     Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
 
     Args:
+        float_path: file that it was made from.
+        path: quantized file.
         batch: as `quantize_onnx` takes it.
         target: that the file was quantized for.
 

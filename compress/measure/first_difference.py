@@ -45,8 +45,8 @@ def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference,
     """Write a copy of an ONNX file whose inner tensors are outputs too.
 
     Returns:
-        The copy's outputs in the order of its nodes: the inputs of quantizers (without these, the outputs of convolutions
-        and products) and the file's own outputs.
+        The copy's outputs in the order of its nodes: the inputs of quantizers (without these, the outputs of
+        convolutions and products) and the file's own outputs.
     """
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph
@@ -85,12 +85,15 @@ def first_difference(
     least_db: float = LEAST_DB,
     **options: Any,
 ) -> LayerDifference | None:
-    """Find the first layer of a file whose output on an engine is not ONNX Runtime's, node by node; None if there is none.
+    """Find the first layer whose output on an engine is not ONNX Runtime's, node by node; None if there is none.
 
     Args:
+        onnx_path: the file.
         engine: as in `build_engine`, like `precision` and `options`.
         images: (N, C, H, W) float32.
+        precision: as in `build_engine`.
         least_db: signal to noise below which a tensor counts as different.
+        options: of the engine.
 
     Raises:
         EngineError: the copy does not build or run.

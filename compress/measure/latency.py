@@ -201,6 +201,7 @@ def take_turns(
         timed: by label, a function that runs once and returns its time.
         runs: counted calls of each, at most.
         seconds: of all together, at most; a round under way is finished.
+        progress: listener, advanced by every round.
 
     Returns:
         For each label a list of turns, each a list of the results of the calls.

@@ -114,7 +114,7 @@ def layer_parity(
     precision: str | None = None,
     tolerance: float = TOLERANCE,
 ) -> LayerParity:
-    """Compare an engine with fake quantization at every quantizer, which torch computes from the engine's values before it.
+    """Compare an engine with fake quantization at every quantizer, computed from the engine's values before it.
 
     Args:
         qmodel: quantized by compress, on the CPU.

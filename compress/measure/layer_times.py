@@ -59,11 +59,13 @@ def measure_engine_layers(
         files: by name; written by `export_onnx`.
         layers: module paths of the network's layers.
         engine: reports the times of its layers, as `openvino` and `onnxruntime` do.
+        batch_size: images of one run.
         precision: of the part that is not quantized; None = the engine's choice.
         threads: CPU threads of one run; None = the engine's choice.
         warmup: runs of each that are not timed.
         runs: timed runs of each.
         follow: assign activations, pools, quantizers and the like to the layer whose result they take.
+        progress: listener, advanced by every round.
 
     Returns:
         Times by the names of `files`.

@@ -54,6 +54,7 @@ def compare_batches(
     """Compare outputs of any form, all tensors of all batches together.
 
     Args:
+        reference: outputs of each batch, tensors or structures of tensors.
         outputs: of the same batches as `reference`.
         classes: returns the decided classes of a batch's outputs; None = no agreement is counted.
 
@@ -98,7 +99,9 @@ def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
 
 
 def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
-    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB; inf if equal, -inf if only the reference is zero.
+    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB.
+
+    The result is inf if they are equal, and -inf if only the reference is zero.
 
     Raises:
         EngineError: shapes differ, there is nothing to compare, or a value is NaN.

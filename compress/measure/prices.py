@@ -43,7 +43,10 @@ def measure_prices(
 
     Args:
         files: ONNX files by label; one of them is `mended`.
+        engine: that runs them.
+        batch_size: images of one run.
         seconds: for each network, at most.
+        progress: is advanced by every round.
 
     Raises:
         EngineError: a network that the engine cannot take.

@@ -53,6 +53,8 @@ def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, us
     """Say who else used the processor between two readings; "" = nobody to speak of, or unknown.
 
     Args:
+        before: reading at the start.
+        after: reading at the end.
         cores: of the machine.
         usable: cores that this process may use.
     """
