@@ -38,7 +38,8 @@ def compare_evidence(
 ) -> Comparison:
     """Compare a network with a reference on the same images.
 
-    Percentile bootstrap: Efron and Tibshirani, 1993, chapters 6 and 13. Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
+    Percentile bootstrap: Efron and Tibshirani, 1993, chapters 6 and 13.
+    Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
 
     Args:
         reference: such as the float network on an engine.

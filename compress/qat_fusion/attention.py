@@ -1,15 +1,4 @@
-"""Attention in quantization-aware training without stored scores: softmax(s q k^T), quantized, times v, in one kernel.
-
-`fuse_attention` finds matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul (attention that
-`compress.graph.attention` opened) whose intermediate results have no other consumer, and replaces it by one module:
-Triton kernels in half precision on a GPU, the operations one by one elsewhere. Queries, keys and values that are the
-three parts of a linear layer's result are read and quantized there (`attention_packed`).
-
-The result is that of the plain path up to rounding: scores and probabilities stay float32, so a probability within that
-precision of a tie may round to the other neighbour. Attention stays plain, with the reason, if a mask is added, if the
-scores are multiplied by a tensor, and where the graph has no such chain; and while the quantizer is disabled or watched
-or dropout is active.
-"""
+"""Attention in quantization-aware training without stored scores: softmax(s q k^T), quantized, times v, in one kernel."""
 
 from __future__ import annotations
 
@@ -34,13 +23,13 @@ _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 
 
 class FusedAttentionModule(nn.Module):
-    """matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul.
+    """matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul, without stored scores.
 
     Args:
         scaling: factor of the scores.
-        quantize: a module that only quantizes the probabilities, by its `quantizer`.
+        quantize: quantizes the probabilities only.
         dropout: of the quantized probabilities; None = there is none.
-        kernels: as of `fuse_for_training`; None = Triton on a GPU in half precision.
+        kernels: None = Triton on a GPU in half precision.
     """
 
     def __init__(
@@ -53,13 +42,7 @@ class FusedAttentionModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The attended values, (..., tokens, E).
-
-        Args:
-            query: (..., tokens, D).
-            key: (..., D, keys), transposed as the product takes it.
-            value: (..., keys, E).
-        """
+        """Return (..., tokens, E) of query (..., tokens, D), transposed key (..., D, keys) and value (..., keys, E)."""
         quantizer = quantizer_of(self.quantize)
         if self.takes(query):
             dtype = weight_dtype(query)
@@ -83,9 +66,9 @@ class PackedAttentionModule(nn.Module):
     """Attention of queries, keys and values that one linear layer computed, with the quantizers around it.
 
     Args:
-        attention: itself, without those quantizers.
-        parts: modules that only quantize queries, keys and values, of one format; empty = they are not quantized.
-        result: a module that only quantizes the result; None = it is not quantized.
+        attention: without those quantizers.
+        parts: quantizing modules of queries, keys and values, of one format; may be empty.
+        result: quantizes the result; None = it is not quantized.
     """
 
     def __init__(self, attention: FusedAttentionModule, parts: Sequence[nn.Module], result: nn.Module | None) -> None:
@@ -95,11 +78,7 @@ class PackedAttentionModule(nn.Module):
         self.result = result
 
     def forward(self, packed: Tensor) -> Tensor:
-        """The attended values, (B, tokens, heads, D).
-
-        Args:
-            packed: (3, B, heads, tokens, D).
-        """
+        """Return (B, tokens, heads, D) of a packed (3, B, heads, tokens, D)."""
         attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
         modules = [*self.parts, *([] if self.result is None else [self.result]), attention.quantize]
         ours = [module.quantizer for module in modules]
@@ -119,16 +98,11 @@ class PackedAttentionModule(nn.Module):
 def fuse_attention(
     graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
-    """Replace every attention whose probabilities are quantized by one module.
-
-    Args:
-        graph_module: changed in place.
-        quantizing: nodes that only quantize their input, each with its module (`quantizer`).
-        kernels: as of `fuse_for_training`.
+    """Replace every attention whose probabilities are quantized by one module, in place.
 
     Returns:
-        For each quantizer after a softmax, and for those around the attention that became part of its module: the names
-        of the nodes that became one module with it, none if it stays plain; and the reason.
+        For each quantizer after a softmax or fused around an attention: the names of the fused nodes (none if it stays
+        plain), and the reason.
     """
     found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
     weights = [node for node in quantizing if node_kind(node.all_input_nodes[0]) == "softmax"]
@@ -151,11 +125,7 @@ class _RefusalError(Exception):
 def _fuse(
     graph_module: fx.GraphModule, node: fx.Node, quantize: nn.Module, kernels: Kernels | None
 ) -> tuple[tuple[str, ...], fx.Node]:
-    """Replace the attention around a node that quantizes its probabilities.
-
-    Returns:
-        (names of the nodes that were replaced, in order, the node in their place)
-    """
+    """Replace an attention; return the names of the replaced nodes and the new node."""
     if quantizer_of(quantize).format.axis is not None:
         raise _RefusalError("the probabilities have a range for every channel")
     before, scaling = _before(node)
@@ -183,14 +153,7 @@ def _pack(
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
     """Make an attention read a linear layer's result, if query, key and value are its parts, and quantize them there.
 
-    Args:
-        graph_module: changed in place.
-        fused: the attention.
-        product: name of the node that was its end.
-        quantizing: as of `fuse_attention`.
-
-    Returns:
-        For each quantizer that became part of it: the node whose result it quantizes, and "".
+    Returns the quantized node and "" for each quantizer that became part of it.
     """
     parts = _parts_of(fused, quantizing)
     if parts is None:
@@ -222,14 +185,7 @@ def _pack(
 
 
 class _Part(NamedTuple):
-    """One of the parts of a tensor along its first axis, as an attention reads it.
-
-    Attributes:
-        source: the tensor.
-        place: index of the part.
-        quantized: the node that quantizes it; None = it is not quantized.
-        nodes: all from the attention back to the tensor.
-    """
+    """One of the parts of a tensor along its first axis, with the nodes from the attention back to it."""
 
     source: fx.Node
     place: int
@@ -261,7 +217,6 @@ def _integers(part: _Part, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[int
 
 
 def _has_one_range(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> bool:
-    """Whether a node quantizes a tensor with one range."""
     return node in quantizing and quantizer_of(quantizing[node]).format.axis is None
 
 
@@ -288,7 +243,7 @@ def _part_of(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Part | 
 
 
 def _before(node: fx.Node) -> tuple[list[fx.Node], float]:
-    """(the nodes from the softmax back to the product of queries and keys, the factor of that product)."""
+    """(nodes from the softmax back to the product of queries and keys, factor of that product)."""
     softmax = node.all_input_nodes[0]
     _check_softmax(softmax)
     found, scaling = [softmax], 1.0
@@ -338,7 +293,7 @@ def _check_softmax(node: fx.Node) -> None:
 
 
 def _check_shapes(query: fx.Node, key: fx.Node, value: fx.Node) -> None:
-    """Refuse queries, keys and values whose known head shapes differ, or are wider than the kernels take."""
+    """Refuse known head shapes that differ, or are wider than the kernels take."""
     shapes = [tuple(node.meta.get("shape") or ()) for node in (query, key, value)]
     if not all(shapes):
         return
@@ -354,7 +309,6 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _is_matmul(node: fx.Node) -> bool:
-    """Whether a node multiplies two nodes."""
     factors = len(node.args) == 2 and all(isinstance(arg, fx.Node) for arg in node.args)
     return factors and node.op != "call_module" and node.target in _MATMULS and not node.kwargs
 

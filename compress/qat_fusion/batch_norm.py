@@ -1,9 +1,4 @@
-"""Batch norm -> (clipping activation) -> quantizer as one operation: of batch norms that no convolution takes in.
-
-Those of DenseNet come after a concatenation, so that they cannot be folded; with `batchnorm: keep` all are of this
-kind. One by one, the batch norm keeps its input, the chain a bit for each element, and the next layer the quantized
-result. Here the input alone is kept, and the layer computes its own again from it (`recompute`).
-"""
+"""Batch norm -> (clipping activation) -> quantizer as one operation, of batch norms that no convolution takes in."""
 
 from __future__ import annotations
 
@@ -27,11 +22,11 @@ class FusedBatchNormModule(nn.Module):
 
     Args:
         norm: affine, with running statistics.
-        chain: what follows it, as a module with `quantizer` and `epilogue`, and one range.
+        chain: what follows it, with `quantizer` and `epilogue`, and one range.
         kernels: as of `fuse_for_training`.
 
     Attributes:
-        gives_recipe: whether the recipe of the result is a result too (`recompute`).
+        gives_recipe: whether the recipe of the result is a result too.
     """
 
     is_quantizer = True
@@ -43,11 +38,7 @@ class FusedBatchNormModule(nn.Module):
         self.can_recompute, self.gives_recipe = True, False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Recipe | None]:
-        """The quantized result, and its recipe if it is a result.
-
-        Args:
-            x: (N, C, H, W).
-        """
+        """Return the quantized result, (N, C, H, W), and its recipe if it is a result."""
         norm = self.norm
         chain: Any = self.chain
         if not self._takes(x):
@@ -75,12 +66,7 @@ class FusedBatchNormModule(nn.Module):
 def fuse_batch_norms(
     graph_module: fx.GraphModule, chains: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every batch norm that only a chain without a layer reads, and the chain, by one module.
-
-    Args:
-        graph_module: changed in place.
-        chains: nodes of chains (`layer`, `smooth`, `window`, `quantizer`, `epilogue`), each with its module.
-        kernels: as of `fuse_for_training`.
+    """Replace every batch norm that only a chain without a layer reads, and the chain, by one module, in place.
 
     Returns:
         For each quantizer after such a batch norm: its node's name.

@@ -1,4 +1,4 @@
-"""The chain of nodes of a quantized graph that becomes one operation with a quantizer: found by a walk back from it."""
+"""The chain of nodes of a quantized graph that becomes one operation with a quantizer."""
 
 from __future__ import annotations
 

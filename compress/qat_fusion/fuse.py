@@ -1,16 +1,4 @@
-"""Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
-
-`fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) whose
-intermediate results have no other consumer, and returns a second graph in which each chain is one module around
-`fused_quantize`, `pooled_quantize` or `learned_quantize`. Modules, parameters and ranges are those of the first graph,
-by reference: train by calling the second, and do everything else (state_dict, checkpoints, evaluation, deep copies,
-export) with the first, which is unchanged. The other files of this package add their patterns.
-
-The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
-and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
-activation, and the fused one only at its end. FP8 and quantizers of another class stay as they are, with the reason;
-while a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
-"""
+"""Quantization-aware training at less cost: chains of a quantized graph as one operation each."""
 
 from __future__ import annotations
 
@@ -53,7 +41,7 @@ class FusedLearnedModule(nn.Module):
     """layer -> (add) -> (clipping activation) -> quantizer; the layer and the quantizer are the model's own.
 
     Args:
-        layer: convolution or linear layer; None = the chain begins after another operation, such as a batch norm.
+        layer: convolution or linear layer; None = the chain begins after another operation.
         activation: `relu`, `relu6`, or "".
         quantizer: of the result.
         kernels: as of `fuse_for_training`.
@@ -70,12 +58,7 @@ class FusedLearnedModule(nn.Module):
         self.epilogue: Epilogue = epilogue_of(layer, activation, quantizer)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The quantized result.
-
-        Args:
-            x: input of the layer; without a layer, the tensor that is activated and quantized.
-            residual: shape of the layer's result, added to it.
-        """
+        """Return the quantized result; `residual` is added to the layer's result."""
         quantizer = self.quantizer
         layer: Any = self.layer
         if not (quantizer.enabled and quantizer.calibrator is None and quantizer.ready):
@@ -102,7 +85,7 @@ class FusedChain:
 
     Attributes:
         quantizer: module path.
-        nodes: names of the nodes that became one module with it, in order.
+        nodes: names of the fused nodes, in order.
         reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
         int8: whether its layer is computed on INT8 tensor cores, where the device has them.
     """
@@ -127,14 +110,13 @@ class FusionReport(GraphReport):
 def fuse_for_training(
     qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward = "float"
 ) -> fx.GraphModule:
-    """A second graph over the same modules, cheaper to train; the same function, with the same gradients.
+    """A second graph over the same modules, cheaper to train; the same function, with the same gradients, up to rounding.
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
         kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits and pays off.
-        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
-            (`compress.qat_fusion.int8`): equal but for values within float32's precision of a tie; `float` = as on the
-            plain path.
+        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs; `float` =
+            as on the plain path.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `report.chains` lists what was fused. It shares
@@ -204,10 +186,10 @@ class FusedChainModule(nn.Module):
         quantizer: of the result.
         kernels: as of `fuse_for_training`.
         window: of the pool; None = there is none.
-        recompute_mask: the input is kept for backward by its producer anyway (`fused_quantize`).
+        recompute_mask: the input is kept for backward by its producer anyway.
 
     Attributes:
-        gives_recipe: whether the recipe of the result is a result too (`recompute`).
+        gives_recipe: whether the recipe of the result is a result too.
     """
 
     is_quantizer = True
@@ -239,13 +221,9 @@ class FusedChainModule(nn.Module):
         weight: Tensor | None = None,
         recipe: Recipe | None = None,
     ) -> Tensor | tuple[Tensor, Recipe | None]:
-        """The quantized result, pooled; or (that, its recipe).
+        """Return the quantized, pooled result, with its recipe if it is a result.
 
-        Args:
-            x: input of the layer; without a layer, the tensor that is activated and quantized.
-            residual: shape of the layer's result, added to it.
-            weight: quantized weight of the layer; None = the layer computes it.
-            recipe: of `x`; None = the layer keeps `x` for its backward pass.
+        Without `weight` the layer computes it; without the `recipe` of `x` the layer keeps `x` for its backward pass.
         """
         quantizer, epilogue = self.quantizer, self.epilogue
         if not is_live(quantizer):
@@ -293,12 +271,7 @@ class FusedChainModule(nn.Module):
 
 
 class FusedLayerModule(nn.Module):
-    """A quantized layer without a chain, whose weight is quantized with others; the layer is the model's own.
-
-    Args:
-        layer: convolution or linear layer.
-        kernels: as of `fuse_for_training`.
-    """
+    """A quantized layer of the model without a chain, whose weight is quantized with others."""
 
     def __init__(self, layer: nn.Module, kernels: Kernels | None) -> None:
         super().__init__()
@@ -306,13 +279,7 @@ class FusedLayerModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor, recipe: Recipe | None = None) -> Tensor:
-        """The layer's result.
-
-        Args:
-            x: the layer's input.
-            weight: quantized.
-            recipe: of `x`; None = the layer keeps `x` for its backward pass.
-        """
+        """Return the layer's result; without the `recipe` of `x` the layer keeps `x` for its backward pass."""
         layer: Any = self.layer
         with recomputed(x, recipe):
             return product(layer, x, weight, layer.bias, self.kernels)
@@ -336,7 +303,7 @@ def _quantizing(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]
 
 
 def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> FusedChain:
-    """The chain of a quantizer after a softmax, with the nodes and the reason that `fuse_attention` found."""
+    """The chain of a quantizer after a softmax, with what `fuse_attention` found."""
     if found is None:
         return chain
     nodes, reason = found

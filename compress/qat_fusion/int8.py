@@ -1,15 +1,4 @@
-"""Training on INT8 tensor cores: convolutions of a fused graph read and write codes; the gradient is the float one.
-
-`carry_codes` rewrites a fused graph. A convolution whose input and result are quantized computes its product from
-integers (`compress.kernels.triton.conv_int8`), with bias, residual, activation and quantizer in one kernel. Such a node
-has two results: the quantized value in half precision, which carries the gradient, and the codes, which the next
-convolution reads. After a max pool, a chain on the plain path and the input of the network the codes are computed from
-the values (`CodesOf`), exactly. The backward pass is that of the float convolution with the quantized input and weight,
-in half precision; converting kept codes for cuDNN would cost more than everything here gains.
-
-Every module decides in each call: while a quantizer is off or watched, in double precision, in a memory format other
-than channels_last, and wherever Triton does not run, the chain is the fused one of floats, and so are the next ones.
-"""
+"""Training on INT8 tensor cores: convolutions of a fused graph read and write codes; the gradient is the float one."""
 
 from __future__ import annotations
 
@@ -44,7 +33,7 @@ class CodesChain(nn.Module):
     """A fused chain that begins at a convolution, computed on codes if it gets them.
 
     Args:
-        chain: computes it without codes; its `layer`, `quantizer` and `epilogue` are the model's own.
+        chain: computes it without codes.
         x_quantizer: of the layer's input.
         residual_quantizer: of the residual, if it has codes too.
     """
@@ -66,15 +55,9 @@ class CodesChain(nn.Module):
         residual_codes: Tensor | None = None,
         weight_codes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(the quantized result, its codes or None).
+        """Return (the quantized result, its codes or None).
 
-        Args:
-            x: the layer's input.
-            residual: shape of the layer's result, added to it.
-            weight: the layer's quantized weight; None = the layer has it.
-            codes: int8, of `x`; None = unknown.
-            residual_codes: of `residual`.
-            weight_codes: of `weight`.
+        The codes are int8, None = unknown; without `weight` the layer computes it.
         """
         chain: Any = self.chain
         layer, quantizer = chain.layer, chain.quantizer
@@ -120,11 +103,7 @@ class CodesChain(nn.Module):
 
 
 class CodesOf(nn.Module):
-    """The exact codes of quantized values; None while the quantizer is off or where the kernels do not run.
-
-    Args:
-        quantizer: of the values.
-    """
+    """The exact codes of quantized values; None while the quantizer is off or where the kernels do not run."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
@@ -148,12 +127,7 @@ def codes_by_torch(x: Tensor, amax: Tensor, quant_format: QuantFormat) -> Tensor
 
 
 def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> set[Quantizer]:
-    """Make the convolutions of a fused graph read and write codes where they can.
-
-    Args:
-        graph_module: changed in place.
-        chains: nodes of fused chains, in the order of the graph, each with its module (`layer`, `smooth`, `quantizer`,
-            `epilogue`).
+    """Make the convolutions of a fused graph read and write codes where they can, in place.
 
     Returns:
         The quantizers at the ends of the chains that do.
@@ -165,11 +139,7 @@ def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> 
 
 
 class _Carrier:
-    """Finds codes for one node after the other.
-
-    Attributes:
-        coded: nodes of chains on codes -> their modules.
-    """
+    """Finds codes for one node after the other."""
 
     def __init__(self, graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> None:
         self._module, self._graph, self._chains = graph_module, graph_module.graph, chains
@@ -244,7 +214,7 @@ def _reads_codes(layer: nn.Module | None) -> bool:
 
 
 def _runs_on(x: Tensor) -> bool:
-    """Whether the kernel takes a tensor of this device, type and layout."""
+    """Whether the kernel takes this device, type and layout."""
     there = (x.is_cuda and HAS_TRITON) or (_INTERPRETED and not torch.compiler.is_compiling())
     laid_out = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return there and laid_out and x.dtype in _FLOATS and 0 < x.numel() < _LARGEST

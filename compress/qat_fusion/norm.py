@@ -1,9 +1,4 @@
-"""(Residual add ->) layer norm -> quantizer as one operation: most of the backward time of a transformer.
-
-One kernel (`compress.kernels.triton.layer_norm`) reads its inputs once and writes both gradients: from the sum, its
-mean and its deviation it computes the normalized values and their mask again, and sums the gradients of weight and
-bias. In a compiled graph the forward pass is torch's, whose compiler fuses it well.
-"""
+"""(Residual add ->) layer norm -> quantizer as one operation."""
 
 from __future__ import annotations
 
@@ -29,14 +24,14 @@ class FusedNormModule(nn.Module):
 
     Args:
         eps: of the norm.
-        quantize: a module that only quantizes, by its `quantizer`.
+        quantize: a module that only quantizes.
         keep_sum: whether the sum is a result too.
-        feeds_only_matmuls: whether every consumer of the result is a matrix product, in autocast's type.
+        feeds_only_matmuls: whether every consumer is a matrix product, in autocast's type.
         kernels: as of `fuse_for_training`.
 
     Attributes:
         can_recompute: whether the result has the type in which a layer keeps it.
-        gives_recipe: whether the recipe of the quantized norm is the last result (`recompute`).
+        gives_recipe: whether the recipe is the last result.
     """
 
     def __init__(
@@ -53,13 +48,9 @@ class FusedNormModule(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
     ) -> Tensor | tuple[Tensor | Recipe | None, ...]:
-        """The quantized norm of x + added; with x + added and the recipe, if they are results too.
+        """Return the quantized norm of x + added, (..., C); with x + added and the recipe, if they are results too.
 
-        Args:
-            x: (..., C).
-            weight: (C,).
-            bias: (C,); None = there is none.
-            added: shape of `x`; None = nothing is added.
+        Weight and bias are (C,).
         """
         quantizer = quantizer_of(self.quantize)
         if is_live(quantizer) and self._takes(x, added):
@@ -87,7 +78,7 @@ class FusedNormModule(nn.Module):
         return x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
 
     def _takes(self, x: Tensor, added: Tensor | None) -> bool:
-        """Whether the kernel runs: it is asked for or the tensors are on a GPU, and type and layout fit."""
+        """Whether the kernel runs: it is asked for or on a GPU, and type and layout fit."""
         both = [x] if added is None else [x, added]
         fits = all(t.is_contiguous() and t.dtype in _FLOATS and t.shape == x.shape for t in both)
         return fits and x.numel() > 0 and use_triton(x, self.kernels)
@@ -99,15 +90,10 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def fuse_norms(
     graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every layer norm that is quantized, and the add before it, by one module.
-
-    Args:
-        graph_module: changed in place.
-        quantizing: nodes that only quantize their input, each with its module (`quantizer`).
-        kernels: as of `fuse_for_training`.
+    """Replace every layer norm that is quantized, and the add before it, by one module, in place.
 
     Returns:
-        For each quantizer after such a norm: the names of the nodes that became one module with it.
+        For each quantizer after such a norm: the names of the fused nodes.
     """
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node, quantize in quantizing.items():
@@ -119,14 +105,7 @@ def fuse_norms(
 
 
 class _Norm(NamedTuple):
-    """A layer norm over the last axis.
-
-    Attributes:
-        node: itself.
-        width: number of elements that it normalizes together.
-        eps: added to the variance.
-        weight, bias: paths in the graph's module; "" = there is none.
-    """
+    """A layer norm over the last axis, `width` wide; weight and bias are paths, "" = there is none."""
 
     node: fx.Node
     width: int

@@ -1,9 +1,4 @@
-"""The product of a layer with another weight and bias, and the operations that may follow it in a chain.
-
-cuDNN converts a grouped convolution's tensors to another memory format and back unless its groups are wide: of 24
-channels a group, RegNetY's, these conversions take most of the time. Several groups are therefore computed as one whose
-filter holds zeros between them: the same sums, with terms of zero.
-"""
+"""The product of a layer with another weight and bias, and the operations that may follow it in a chain."""
 
 from __future__ import annotations
 
@@ -42,12 +37,8 @@ def epilogue_of(layer: nn.Module | None, activation: str, quantizer: Quantizer) 
 def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels | None) -> Tensor:
     """The result of a convolution or linear layer with another weight and bias.
 
-    Args:
-        layer: whose result it is.
-        x: the layer's input.
-        weight: quantized; None = the layer's own quantized weight.
-        bias: None = none is added.
-        kernels: as of `fuse_for_training`: Triton's for depthwise convolutions with large filters.
+    A `weight` of None is the layer's own quantized one; a `bias` of None adds none. Triton computes only depthwise
+    convolutions with large filters.
     """
     if weight is None:
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
@@ -66,12 +57,7 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
 
 
 def groups_together(groups: int, width: int) -> int:
-    """Return how many neighbouring groups of a convolution are computed as one.
-
-    Args:
-        groups: of the convolution.
-        width: input channels of each.
-    """
+    """Return how many neighbouring groups of a convolution, of `width` input channels each, are computed as one."""
     if width not in _NARROW or width % _EVEN == 0:
         return 1
     counts = [count for count in range(1, groups + 1) if groups % count == 0 and count * width <= _LARGEST_EVEN]
@@ -81,12 +67,9 @@ def groups_together(groups: int, width: int) -> int:
 
 
 def merged_groups(weight: Tensor, groups: int, count: int) -> Tensor:
-    """Return the filter (K, C * count, R, S), in channels_last, of a convolution whose groups are merged.
+    """Return the filter (K, C * count, R, S), in channels_last, of a convolution whose groups are merged by `count`.
 
-    Args:
-        weight: (K, C, R, S).
-        groups: of the convolution.
-        count: groups that become one, a divisor of `groups`.
+    `weight` is (K, C, R, S); `count` divides `groups`.
     """
     outputs, width, *taps = weight.shape
     blocks = weight.reshape(groups // count, count, outputs // groups, 1, width, *taps)

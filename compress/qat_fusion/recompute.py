@@ -1,12 +1,4 @@
-"""Layers that compute their quantized input again in the backward pass, from what is kept for it anyway.
-
-After GELU, a layer norm or a batch norm a layer's input is the result of a few operations whose own backward pass keeps
-their input too: the same values twice. So those operations say how their result is computed (`Recipe`), and the layer
-keeps the recipe in place of the tensor: in the backward pass the kernel of the forward pass writes the same bits again.
-
-It is done where Triton kernels run, if every consumer of the result is a layer; not in a compiled graph. Hooks on saved
-tensors that surround the network, such as those of gradient checkpointing, see what is kept in place of the input.
-"""
+"""Layers that compute their quantized input again in the backward pass, from what is kept for it anyway."""
 
 from __future__ import annotations
 
@@ -38,13 +30,7 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, result: Tensor, compute: Callable[..., Tensor], *tensors: Tensor | None) -> Recipe:
-        """The recipe of a tensor.
-
-        Args:
-            result: the tensor, dense.
-            compute: from those tensors that are not None to the result.
-            tensors: that are kept for the backward pass anyway.
-        """
+        """The recipe of a dense tensor; `compute` takes those tensors that are not None."""
         kept = tuple(t if t.is_leaf else t.detach() for t in tensors if t is not None)
         return cls((result.data_ptr(), result._version), compute, kept)
 
@@ -55,13 +41,7 @@ def uses_recipes(x: Tensor, kernels: Kernels | None) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A recipe as an operation keeps it.
-
-    Attributes:
-        compute: as of the recipe.
-        tensors: of the recipe, as surrounding hooks keep them.
-        shape: of the tensor in whose place it is.
-    """
+    """A recipe as an operation keeps it: tensors as surrounding hooks keep them, shape of the tensor it replaces."""
 
     compute: Callable[..., Tensor]
     tensors: tuple[Any, ...]
@@ -69,12 +49,7 @@ class _Kept(NamedTuple):
 
 
 def recomputed(x: Tensor, recipe: Recipe | None) -> AbstractContextManager[object]:
-    """Within, operations on `x` keep its recipe for the backward pass in place of it.
-
-    Args:
-        x: a tensor.
-        recipe: of it; None, or that of another tensor = operations keep `x`.
-    """
+    """Within, operations on `x` keep its recipe for backward in its place; without a recipe of `x` they keep `x`."""
     if recipe is None or recipe.result != (x.data_ptr(), x._version):
         return nullcontext()
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
@@ -102,13 +77,12 @@ def _same(kept: Any) -> Any:
 
 
 def recompute_inputs(graph_module: fx.GraphModule, producers: tuple[type, ...], layers: tuple[type, ...]) -> None:
-    """Give layers the recipes of their inputs, as the keyword argument `recipe`.
+    """Give layers the recipes of their inputs, as the keyword argument `recipe`; the graph is changed in place.
 
     Args:
         graph_module: changed in place.
-        producers: classes of modules with `can_recompute` and `gives_recipe`; those that get the latter return their
-            recipe as their last result.
-        layers: classes of modules that compute a layer's product of their first argument, if their `layer` is one.
+        producers: classes of modules with `can_recompute` and `gives_recipe`, which return their recipe last.
+        layers: classes of modules that compute a layer's product of their first argument.
     """
     for node in list(graph_module.graph.nodes):
         module = called_module(node)

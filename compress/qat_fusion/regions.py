@@ -1,10 +1,4 @@
-"""Regional compilation: repeated parts of a network are compiled once.
-
-A graph is cut wherever a single tensor connects the nodes before with those after it, which is between the blocks of
-residual networks and of transformers. Parts with the same operations, settings and sizes become modules that call one
-compiled function, with their weights as inputs. Neighbouring parts that nothing repeats are one part. Stochastic depth,
-whose rate differs in each block, and what does not depend on the network's input stay outside.
-"""
+"""Regional compilation: repeated parts of a network are compiled once."""
 
 from __future__ import annotations
 
@@ -61,11 +55,7 @@ def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = Non
 
 
 def few_guards(entries: Sequence[Any]) -> list[bool]:
-    """Return which of a compiled function's guards are kept: those on its inputs and on what may change in a training.
-
-    Settings and sizes of modules are equal in all parts that share a function. To compare them in every call takes the
-    host about 4 ms a pass of ResNet-50 on a CPU where the guards that are kept take 1 ms.
-    """
+    """Return which guards of a compiled function are kept: those on its inputs and on what may change in a training."""
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
     local = torch.compiler.skip_guard_on_globals_unsafe(entries)
     return [(a and b) or entry.name.endswith(_STATES) for entry, a, b in zip(entries, outside, local, strict=True)]
@@ -91,14 +81,7 @@ class Region(nn.Module):
 
 
 class _Part:
-    """Neighbouring nodes of a graph, and the function that they are, under names that parts that are alike share.
-
-    Attributes:
-        nodes: in order.
-        inputs, results: nodes outside that they read, and those of them that are read outside.
-        modules: that they call.
-        kind: equal where operations, settings and sizes are.
-    """
+    """Neighbouring nodes of a graph as a function; `kind` is equal where operations, settings and sizes are."""
 
     def __init__(self, root: fx.GraphModule, nodes: list[fx.Node]) -> None:
         inside = set(nodes)
@@ -139,7 +122,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> str:
-    """Return a text that differs where values do; objects that have no such text differ if they are not the same."""
+    """Return a text that differs where values do, or, without such a text, where objects do."""
     if isinstance(value, _PLAIN) or is_dataclass(value):
         return repr(value)
     if isinstance(value, (tuple, list, set)):
@@ -193,7 +176,7 @@ def _merged(root: fx.GraphModule, parts: list[_Part], often: Counter[Any]) -> It
 
 
 def _call(graph: fx.Graph, path: str, part: _Part, known: dict[fx.Node, fx.Node]) -> None:
-    """Call a part's module in place of its nodes; `known` are the nodes of `graph` by those of the first one."""
+    """Call a part's module in place of its nodes; `known` maps nodes of the first graph to those of `graph`."""
     with graph.inserting_before(known[part.nodes[-1]]):
         called = graph.call_module(path, tuple(known[node] for node in part.inputs))
         if len(part.results) == 1:

@@ -1,11 +1,4 @@
-"""Squeeze and excitation with the layer before it and the quantizers in it, as two passes forward and two backward.
-
-    a = activation(layer(x));  gate = ...(mean of a, quantized, over the pixels)...;  quantizer(a * gate)
-
-Everything but the gate's small products becomes two modules: the first one ends in the mean, the second one is the
-product with its quantizer (`compress.kernels.triton.squeeze`). For the backward pass they keep the layer's result
-alone, from which the next layer computes its input again (`recompute`).
-"""
+"""Squeeze and excitation with the layer before it and the quantizers in it, as two modules around the gate."""
 
 from __future__ import annotations
 
@@ -34,8 +27,8 @@ class FusedSqueezeModule(nn.Module):
     Args:
         layer: convolution; None = the block begins after another operation.
         activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
-        quantize: a module that only quantizes, by its `quantizer`, what is averaged; None = there is none.
-        excited: as `quantize`, of the product: it must round too.
+        quantize: quantizes what is averaged; None = there is none.
+        excited: quantizes the product: it must round too.
         kernels: as of `fuse_for_training`.
     """
 
@@ -52,12 +45,7 @@ class FusedSqueezeModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Link | None]:
-        """(the means, (N, C, 1, 1); the activated tensor, or what stands for it; what stands beside it).
-
-        Args:
-            x: input of the layer; without a layer, the tensor that is activated and averaged.
-            weight: quantized weight of the layer; None = the layer computes it.
-        """
+        """Return the means (N, C, 1, 1), and what `FusedExciteModule` takes as `kept` and `link`."""
         layer: Any = self.layer
         bias = None
         fused = use_triton_eager(x, self.kernels) and self._live()
@@ -81,10 +69,10 @@ class FusedExciteModule(nn.Module):
     """Product with the gate -> quantizer.
 
     Args:
-        quantize: a module that only quantizes, by its `quantizer`.
+        quantize: a module that only quantizes.
 
     Attributes:
-        gives_recipe: whether the recipe of the result is a result too (`recompute`).
+        gives_recipe: whether the recipe of the result is a result too.
     """
 
     def __init__(self, quantize: nn.Module) -> None:
@@ -93,13 +81,7 @@ class FusedExciteModule(nn.Module):
         self.can_recompute, self.gives_recipe = True, False
 
     def forward(self, kept: Tensor, gate: Tensor, link: Link | None) -> Tensor | tuple[Tensor, Recipe | None]:
-        """The quantized product; or (that, its recipe).
-
-        Args:
-            kept: second result of `FusedSqueezeModule`.
-            gate: (N, C, 1, 1).
-            link: its third result.
-        """
+        """Return the quantized product with the gate (N, C, 1, 1), and its recipe if it is a result."""
         if link is None:
             y: Tensor = self.quantize(gate * kept)
             return (y, None) if self.gives_recipe else y
@@ -114,15 +96,12 @@ class FusedExciteModule(nn.Module):
 def fuse_squeezes(
     graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every squeeze and excitation whose product is quantized by two modules and its gate.
+    """Replace every squeeze and excitation whose product is quantized by two modules and its gate, in place.
 
-    Args:
-        graph_module: changed in place; its nodes have shapes (`meta["shape"]`).
-        quantizing: nodes that only quantize their input, each with its module (`quantizer`).
-        kernels: as of `fuse_for_training`.
+    The nodes have shapes (`meta["shape"]`).
 
     Returns:
-        For each quantizer in such a block: the names of the nodes that became one module with it.
+        For each quantizer in such a block: the names of the fused nodes.
     """
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node in quantizing:
@@ -138,7 +117,7 @@ class _Block(NamedTuple):
     Attributes:
         quantize: of the product.
         product, gate, scaled: the product, and its smaller and its larger operand.
-        activation: a key of `ACTIVATIONS`, or "": that `scaled` computes.
+        activation: that `scaled` computes, or "".
         layer: of the activation, or `scaled`; None = there is none.
         averaged: quantizes what is averaged; None = there is none.
         pool: the mean.
@@ -214,7 +193,6 @@ def _averages_pixels(node: fx.Node) -> bool:
 
 
 def _leads_to(start: fx.Node, end: fx.Node) -> bool:
-    """Whether a node's result depends on another's."""
     waiting, seen = [end], set()
     while waiting:
         node = waiting.pop()

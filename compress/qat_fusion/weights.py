@@ -1,13 +1,4 @@
-"""Quantize the weights of many layers in one launch, and mask their gradients in one.
-
-One node reads the weights of a group through a table of pointers, writes them into one buffer in the type that autocast
-would cast them to, and keeps one bit per weight (ranges stay fixed, so a weight can leave its range). Its backward pass
-writes the masked gradients into one buffer, of which the gradient of each parameter is a view.
-
-A group ends at 25 MiB, the size of DistributedDataParallel's buckets, so that its sums overlap with the backward pass.
-Each group is computed right before its first layer. Where Triton kernels do not run (CPUs, torch.compile, learned or
-disabled quantizers, weights that are not dense), each weight passes through its own quantizer.
-"""
+"""Quantize the weights of many layers in one launch, and mask their gradients in one."""
 
 from __future__ import annotations
 
@@ -27,11 +18,7 @@ _GROUP_BYTES = 25 << 20  # as DistributedDataParallel's bucket_cap_mb
 
 
 class QuantizedWeights(nn.Module):
-    """Quantized weights of `layers`, in their order.
-
-    Args:
-        layers: each with `weight` and `weight_quantizer`. They are not registered: other modules of the graph own them.
-        kernels: as of `fuse_for_training`.
+    """Quantized weights of `layers`, in their order; the layers are not registered.
 
     Attributes:
         coded: for which layers the weights are computed as integers too.
@@ -44,9 +31,9 @@ class QuantizedWeights(nn.Module):
         self.coded = [False] * len(self.layers)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """The quantized weights, shaped and laid out as the weights; in autocast's type where Triton computes them.
+        """Return the quantized weights, in autocast's type where Triton computes them.
 
-        As many int8 tensors follow, the integers: None where they are not wanted, or where Triton does not run.
+        As many int8 tensors follow: None where integers are not wanted, or where Triton does not run.
         """
         weights = [layer.weight for layer in self.layers]
         found = [layer.weight_quantizer for layer in self.layers]
@@ -72,24 +59,21 @@ def weight_dtype(weight: Tensor) -> torch.dtype:
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer has integers and fixed ranges, as `fake_quantize` does."""
+    """Whether a quantizer has integers and fixed ranges."""
     if type(quantizer) is not Quantizer:
         return False
     return quantizer.format.kind == "int" and not quantizer.amax.requires_grad
 
 
 def is_live(quantizer: Quantizer) -> bool:
-    """Whether a quantizer quantizes now: it is enabled, has ranges, and no calibrator watches it."""
+    """Whether a quantizer is enabled, has ranges, and no calibrator watches it."""
     return quantizer.enabled and quantizer.calibrator is None and quantizer.ready
 
 
 def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Module], kernels: Kernels | None) -> None:
-    """Give nodes the quantized weights of their layers, as the keyword argument `weight`.
+    """Give nodes the quantized weights of their layers, as the keyword argument `weight`; the graph is changed in place.
 
-    Args:
-        graph_module: changed in place.
-        consumers: nodes in the order of the graph, each with its quantized layer; several may share one.
-        kernels: as of `fuse_for_training`.
+    `consumers` are in the order of the graph; several may share a layer.
     """
     groups: list[dict[nn.Module, list[fx.Node]]] = []
     seen: dict[nn.Module, dict[nn.Module, list[fx.Node]]] = {}
@@ -116,12 +100,7 @@ def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Modu
 
 
 def codes_of_weight(graph_module: fx.GraphModule, consumer: fx.Node) -> fx.Node | None:
-    """The node of the integers of a node's weight; None if the weight is not of `group_weights`.
-
-    Args:
-        graph_module: changed in place: the integers are computed from now on.
-        consumer: has the keyword argument `weight`.
-    """
+    """The node of the integers of a consumer's weight, computed from now on; None if it is not of `group_weights`."""
     weight = consumer.kwargs.get("weight")
     if not isinstance(weight, fx.Node):
         return None
