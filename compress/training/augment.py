@@ -14,7 +14,7 @@ from compress.support.imports import imported, is_import_path
 from compress.training.spec import MIXES, TrainSpec
 
 Augment = Callable[[Any, Any], tuple[Any, Any]]
-"""From a batch's images, as the network takes them, and its targets to augmented ones."""
+"""From a batch's images and targets to augmented ones."""
 
 _PIXELS = {
     "randaugment": "RandAugment",
@@ -25,24 +25,18 @@ _PIXELS = {
 _ERASING = {"random_erasing": "RandomErasing"}
 _MIXES = {"mixup": "MixUp", "cutmix": "CutMix"}
 _OFF = 2 / 255
-"""Largest distance of an image from its 8-bit pixels at which it counts as made from them, resized or not."""
+"""Largest distance of an image from its 8-bit pixels at which it counts as made from them."""
 
 
 def make_augment(
     spec: TrainSpec, *, num_classes: int, preprocessing: Preprocessing, images: Any, targets: Any = None
 ) -> Augment | None:
-    """Return the augmentation that `spec` names; None if it names none.
+    """Return the augmentation that `spec` names, tried on two images; None if it names none.
 
-    Args:
-        spec: its `augment` and `augment_options`.
-        num_classes: number of classes of the data.
-        preprocessing: of the images.
-        images: two of the data, on which the augmentation is tried.
-        targets: of those images; None = the augmentation is not tried.
+    Without `targets` it is not tried.
 
     Raises:
-        RecipeError: a function that cannot be imported, options that a transform does not take, or images or targets
-            that it cannot augment.
+        RecipeError: a function that cannot be imported, wrong options, or images or targets that cannot be augmented.
     """
     names = spec.augment
     if not names:
@@ -77,7 +71,7 @@ def _made(kind: str, name: str, spec: TrainSpec, **more: Any) -> Any:
 
 
 def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
-    """Refuse images that are not 8-bit pixels, normalized: named augmentations change the pixels."""
+    """Refuse images that are not normalized 8-bit pixels."""
     good = isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3)
     if good:
         again = preprocessing.normalize(preprocessing.pixels(images).float() / 255)
@@ -91,7 +85,7 @@ def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
 
 
 def _on_pixels(transforms: Sequence[Any], preprocessing: Preprocessing) -> Augment:
-    """Return the transforms of 8-bit pixels, drawn for each image on its own."""
+    """Return the transforms, drawn for each image on its own."""
 
     def augment(images: Tensor, targets: Any) -> tuple[Tensor, Any]:
         rows = []
@@ -109,7 +103,7 @@ def _each(transform: Any) -> Augment:
 
 
 def _one_of(transforms: Sequence[Any]) -> Augment:
-    """Return a transform of a whole batch: one of several, drawn for each batch."""
+    """Return a transform that is drawn from several for each batch."""
 
     def augment(images: Tensor, targets: Tensor) -> tuple[Any, Any]:
         chosen = transforms[int(torch.randint(len(transforms), ())) if len(transforms) > 1 else 0]
@@ -126,7 +120,6 @@ def _pair(value: Any, names: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _try(augment: Augment, images: Any, targets: Any, names: Sequence[str]) -> None:
-    """Augment two images once, so that what fails is refused before the first step."""
     with torch.random.fork_rng(devices=[]):
         try:
             after, _ = augment(images, targets)

@@ -1,4 +1,4 @@
-"""The weights that a training ends with: those of the best epoch, or their running mean; and stopping early."""
+"""The weights that a training ends with, and early stopping."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ from compress.training.spec import TrainSpec
 
 
 class BestWeights:
-    """The weights and buffers of the epoch with the best value of the metric, the first of equals, on the CPU.
-
-    Args:
-        model: the network in training.
-    """
+    """The state of the epoch with the best metric, the first of equals, on the CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state: dict[str, Tensor] = {}
 
     def offer(self, history: Sequence[EpochRow], metric: TaskMetric) -> None:
-        """Keep the model's present state if the last epoch of `history` is the best of all."""
+        """Keep the model's state if the last epoch is the best."""
         if best_row(history, metric) is history[-1]:
             self.state = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
 
     def install(self) -> None:
-        """Give the model the state that was kept, if there is one."""
+        """Give the model the kept state, if there is one."""
         if self.state:
             self.model.load_state_dict(self.state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the state of a checkpoint.
+        """Take over a checkpoint's state.
 
         Raises:
             CheckpointError: it belongs to another model.
@@ -48,10 +44,10 @@ class BestWeights:
 
 
 def check_reference(spec: TrainSpec, reference: float | None) -> None:
-    """Refuse `stop_within` without anything to compare with.
+    """Refuse `stop_within` without a reference.
 
     Raises:
-        RecipeError: there is no reference.
+        RecipeError: there is none.
     """
     if spec.stop_within is not None and reference is None:
         raise RecipeError("stop_within is set without a reference: pass the metric of the float network")
@@ -60,13 +56,9 @@ def check_reference(spec: TrainSpec, reference: float | None) -> None:
 def stop_reason(
     history: Sequence[EpochRow], spec: TrainSpec, metric: TaskMetric, reference: float | None
 ) -> str | None:
-    """Return why a training ends after the epochs of `history`, before its last epoch; None if it goes on.
+    """Return why a training ends early after the epochs of `history`; None if it goes on.
 
-    Args:
-        history: a row for each epoch so far.
-        spec: its `stop_within` and `stop_after`.
-        metric: that judges the network.
-        reference: value of the metric that `stop_within` compares with.
+    `reference` is the metric that `stop_within` compares with.
     """
     values = [value for row in history if (value := row.figure(metric.name)) is not None]
     if not history or not values or history[-1].figure(metric.name) is None or len(history) >= spec.epochs:
@@ -89,18 +81,17 @@ def stop_reason(
 
 @torch.no_grad()
 def best_state(tensors: Mapping[str, Tensor], prefix: str = "best.") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint that belong to its best epoch, by the model's names."""
+    """Return a checkpoint's tensors of its best epoch, by the model's names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class WeightAverage:
-    """Running mean of a model's trainable parameters, learned ranges among them; buffers are those of the last step.
+    """Running mean of a model's trainable parameters; buffers are those of the last step.
 
-    After step t the mean takes a share 1 - min(decay, (1 + t) / (10 + t)) of the weights, so that the first weights do
-    not linger. It also stops weights from hopping between two integers (Nagel et al., arXiv 2203.11086).
+    After step t the mean takes a share 1 - min(decay, (1 + t) / (10 + t)) of the weights. It also stops weights from
+    hopping between two integers (Nagel et al., arXiv 2203.11086).
 
     Args:
-        model: model whose parameters are averaged; the mean begins at their present values.
         decay: largest share of the mean that a step preserves, 0 to 1.
     """
 
@@ -111,13 +102,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the mean with the weights after `step` steps, counted from 1."""
+        """Update the mean after `step` steps, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.means.values()), [p.data for p in self.parameters.values()], share)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the mean's weights while the block runs, and restore its own afterwards."""
+        """Give the model the mean while the block runs."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.install()
         try:
@@ -126,11 +117,11 @@ class WeightAverage:
             _copy(own, self.parameters)
 
     def install(self) -> None:
-        """Give the model the mean's weights."""
+        """Give the model the mean."""
         _copy(self.means, self.parameters)
 
     def load(self, means: Mapping[str, Tensor]) -> None:
-        """Take over the means of a checkpoint.
+        """Take over a checkpoint's means.
 
         Raises:
             CheckpointError: they belong to other parameters.

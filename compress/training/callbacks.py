@@ -1,4 +1,4 @@
-"""Callbacks that observe a training. They change nothing, so that a resumed training is the same."""
+"""Callbacks that observe a training and change nothing."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Callback:
     """
 
     def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
-        """A training called `name` (`train`, `qat`, ...) begins, or goes on after `done` steps."""
+        """A training (`train`, `qat`, ...) begins, or goes on after `done` steps."""
 
     def step(self, name: str, step: int, figures: Mapping[str, float]) -> None:
-        """An optimizer step has ended, counted from 1; `figures` are the epoch's means so far and `lr`."""
+        """A step has ended, counted from 1; `figures` are the epoch's means so far and `lr`."""
 
     def epoch(self, name: str, row: EpochRow) -> None:
-        """An epoch has ended; `row` has its figures."""
+        """An epoch has ended."""
 
     def end(self, name: str, report: TrainReport) -> None:
         """The training has ended."""
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, each called in turn."""
+    """Several callbacks, called in turn."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.each = tuple(callbacks)

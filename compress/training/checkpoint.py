@@ -1,4 +1,4 @@
-"""Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all."""
+"""Checkpoints and weights as safetensors files that are whole or absent, and load completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,29 +16,25 @@ from compress.training.best import BestWeights, WeightAverage, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors
 
 _SINCE = {"data_digest": 2}
-"""Keys of an identity, by the format of the first files that have them; older files say nothing of them."""
+"""Keys of an identity by the first format that has them."""
 
 
 def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write the model's `state_dict`, whole or not at all.
+    """Write the model's `state_dict`, whole or not at all; tied weights once.
 
-    Args:
-        model: on any device, in any memory format; tied weights are stored once.
-        path: path of the safetensors file.
-        metadata: JSON document that `load_model` returns.
+    `metadata`: JSON document that `load_model` returns.
 
     Raises:
-        CheckpointError: a state that is not a tensor, or a file that cannot be written.
+        CheckpointError: a state that is no tensor, or a file that cannot be written.
     """
     return write_tensors(path, "model", _model_state(model), dict(metadata or {}))
 
 
 def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Copy the weights that `save_model` wrote into `model` and return their metadata.
+    """Copy the weights of `save_model` into `model` and return the metadata.
 
     Raises:
-        CheckpointError: a missing, truncated or foreign file, or names, shapes or types that differ from the model's
-            (all are named, nothing is loaded).
+        CheckpointError: a missing, truncated or foreign file, or other names, shapes or types; nothing is loaded.
     """
     contents = read_tensors(path, "model")
     _check_model(contents.path, contents.tensors, model)
@@ -59,18 +55,10 @@ def save_checkpoint(
 ) -> Path:
     """Write everything that a training needs to go on, whole or not at all.
 
-    Args:
-        path: path of the safetensors file.
-        model: model whose state is written.
-        optimizer: optimizer whose state is written, by parameter name.
-        scaler: gradient scaler whose state is written; empty if it is not enabled.
-        identity: JSON document that identifies the training; `load_checkpoint` must be given the same.
-        position: JSON document with the position in the training.
-        average: the running mean of the weights, if there is one.
-        best: the weights of the best epoch so far, if they are kept.
+    `identity` and `position` are JSON documents; `load_checkpoint` must be given the same identity.
 
     Raises:
-        CheckpointError: a state that is not a tensor, or a file that cannot be written.
+        CheckpointError: a state that is no tensor, or a file that cannot be written.
     """
     tensors = {f"model.{name}": tensor for name, tensor in _model_state(model).items()}
     for name, state in _optimizer_states(model, optimizer).items():
@@ -92,18 +80,17 @@ def load_checkpoint(
     identity: Mapping[str, Any],
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
-    """Restore the states of model, optimizer and scaler that `save_checkpoint` wrote, and return the position.
+    """Restore what `save_checkpoint` wrote, and return the position.
 
     Raises:
-        CheckpointError: a missing, truncated or foreign file, another identity (the differing keys are named), or
-            another model; nothing is loaded then.
+        CheckpointError: a missing, truncated or foreign file, another identity or another model; nothing is loaded.
     """
     contents = read_checkpoint(path, identity)
     return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler, average=average)
 
 
 def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
-    """Read a checkpoint of the training that `identity` describes; raises as `load_checkpoint` does."""
+    """Read a checkpoint of the training `identity`; raises as `load_checkpoint`."""
     contents = read_tensors(path, "checkpoint")
     there, position = (contents.data.get(key) for key in ("identity", "position"))
     if not isinstance(there, dict) or not isinstance(position, dict):
@@ -137,7 +124,7 @@ def restore_checkpoint(
     average: WeightAverage | None = None,
     best: BestWeights | None = None,
 ) -> dict[str, Any]:
-    """Copy a checkpoint's contents into model, optimizer and scaler; raises as `load_checkpoint` does."""
+    """Copy a checkpoint into model, optimizer and scaler; raises as `load_checkpoint`."""
     weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
     _check_model(contents.path, weights, model)
     states = _read_optimizer(contents, model, optimizer)
@@ -203,7 +190,7 @@ def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def _read_optimizer(
     contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the state of each parameter, by its index in the optimizer, in the parameter's memory format."""
+    """Return each parameter's state by its index in the optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {names[parameter]: i for i, parameter in enumerate(order)}

@@ -1,4 +1,4 @@
-"""The processes of one training, and the exchanges between them for training, evaluation and calibration."""
+"""The processes of one training, and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ TIMEOUT = timedelta(minutes=30)  # a rank may wait while rank 0 writes a large c
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process among those of the training. The default is a single process on the CPU.
+    """This process among those of the training; by default a single one on the CPU.
 
     Attributes:
         rank: 0 to world_size - 1; rank 0 writes files and shows progress.
-        world_size: number of processes on all machines together.
-        device: device on which this process computes.
+        world_size: number of processes on all machines.
     """
 
     rank: int = 0
@@ -36,11 +35,11 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """True if this process is the one that writes files and shows progress."""
+        """True for rank 0."""
         return self.rank == 0
 
     def on(self, device: torch.device | str | None) -> torch.device:
-        """Return `device` with its index, or this process's own device if it is None.
+        """Return `device` with its index; None = this process's own.
 
         Raises:
             CompressError: several processes, and another kind of device than that of their exchanges.
@@ -56,7 +55,7 @@ class Processes:
         return chosen
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over all processes; every process must call, with the same shape and type."""
+        """Return the sum over all processes; each must call, with the same shape and type."""
         if self.world_size == 1:
             return tensor
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
@@ -64,7 +63,7 @@ class Processes:
         return reduced.to(tensor.device)
 
     def broadcast_object(self, value: T) -> T:
-        """Return rank 0's `value` (anything that pickles) in every process; every process must call."""
+        """Return rank 0's `value` (picklable) in every process; each must call."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -72,7 +71,7 @@ class Processes:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every process (anything that pickles, on the CPU), by rank; every process must call."""
+        """Return the `value` of every process (picklable, on the CPU) by rank; each must call."""
         if self.world_size == 1:
             return [value]
         packed = io.BytesIO()
@@ -82,10 +81,10 @@ class Processes:
         return [torch.load(io.BytesIO(box), map_location="cpu", weights_only=False) for box in boxes]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` in rank 0 alone and return its result in every process; a refusal is raised in all of them.
+        """Run `work` in rank 0 and return its result, or raise its refusal, in every process.
 
         Raises:
-            CompressError: what `work` raised in rank 0.
+            CompressError: what `work` raised.
         """
         if self.world_size == 1:
             return work()
@@ -101,7 +100,7 @@ class Processes:
         return result[0]
 
     def close(self) -> None:
-        """Leave the group; the last call of a process."""
+        """Leave the group; the last call."""
         if self.world_size > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -111,19 +110,13 @@ SINGLE = Processes()
 
 
 def init_processes(device: str | None = None, *, environment: Mapping[str, str] | None = None) -> Processes:
-    """Join the processes that torchrun started, or be a single process without torchrun.
+    """Join the processes that torchrun started, or be a single process.
 
-    Args:
-        device: `cpu` or `cuda`; None = `cuda` if there is a GPU. With several processes each takes the GPU of
-            its local rank. The exchanges use gloo on the CPU and NCCL on GPUs.
-        environment: variables to use in place of `os.environ`.
-
-    Returns:
-        This process among the others; call its `close` at the end.
+    `device`: `cpu` or `cuda`; None = `cuda` if there is a GPU. Several processes take the GPU of their local rank each,
+    and exchange by gloo on the CPU and NCCL on GPUs. `environment`: variables in place of `os.environ`.
 
     Raises:
-        CompressError: an environment that is incomplete or contradicts itself, a GPU that is not there, or
-            processes that do not find each other.
+        CompressError: an incomplete or contradictory environment, a missing GPU, or processes that do not meet.
     """
     environment = os.environ if environment is None else environment
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,10 +149,7 @@ def init_processes(device: str | None = None, *, environment: Mapping[str, str] 
 
 
 def average_running_statistics(model: nn.Module, processes: Processes) -> None:
-    """Replace BatchNorm's running means and variances by their mean over the processes, in place.
-
-    Other buffers are not averaged: a quantizer's scale is the same in every process and must not get rounding errors.
-    """
+    """Replace BatchNorm's running means and variances by their mean over the processes, in place."""
     if processes.world_size == 1:
         return
     for statistic in _running_statistics(model):
@@ -182,7 +172,7 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 def _known_device(name: torch.device | str) -> torch.device:
-    """Return a device of a kind that compress computes on."""
+    """Return a device of a supported kind."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Calls a module on batches, and measures it over a split."""
+"""Evaluation of a module over a split."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from compress.training.spec import Precision
 
 
 class OutputsOf(nn.Module):
-    """Calls `model` and selects from its outputs, for DistributedDataParallel and torch.compile.
-
-    Args:
-        model: a module of images, or of inputs by keyword.
-        select: takes what the task needs from its outputs; by default the logits.
-    """
+    """Calls `model` and selects what the task needs from its outputs, by default the logits."""
 
     def __init__(self, model: nn.Module, select: Callable[[Any], Any] = first_tensor) -> None:
         super().__init__()
@@ -35,15 +30,15 @@ class OutputsOf(nn.Module):
         self.select = select
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-        """Return the selected outputs of images (N, C, H, W), or of a mapping of inputs by keyword."""
+        """Return the selected outputs of images (N, C, H, W), or of inputs by keyword."""
         return self.select(self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs))
 
 
 def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """Return the selected outputs, and report inputs that the model fails on.
+    """Return the selected outputs.
 
     Raises:
-        ModelError: the model fails on them, or its outputs are not those that the task takes.
+        ModelError: the model fails, or its outputs are not those that the task takes.
     """
     try:
         return forward(inputs)
@@ -67,9 +62,9 @@ class Evaluation:
     """The measurements of a network on a split.
 
     Attributes:
-        values: the figures of the task's metric by name, such as {"top1": 0.93, "top5": 0.99}; shares are 0 to 1.
-        loss: mean loss of the task over images, without smoothing.
-        images: number of evaluated images.
+        values: figures of the task's metric by name; shares are 0 to 1.
+        loss: mean loss over images, without smoothing.
+        images: number of images.
     """
 
     values: Mapping[str, float]
@@ -78,12 +73,12 @@ class Evaluation:
 
     @property
     def top1(self) -> float:
-        """Share of images whose highest logit is the target's, 0 to 1; of a classifier."""
+        """Share of images whose highest logit is the target's, 0 to 1."""
         return self.values["top1"]
 
     @property
     def top5(self) -> float:
-        """Share of images whose target is among the 5 highest logits (or all, if there are fewer); of a classifier."""
+        """Share of images whose target is among the 5 highest logits, 0 to 1."""
         return self.values["top5"]
 
 
@@ -103,20 +98,20 @@ def evaluate(
     """Measure `model` on `split` in evaluation mode; every module's mode is restored afterwards.
 
     Args:
-        model: moved to `device`; images (N, C, H, W) to the outputs that the task takes.
+        model: moved to `device`; takes images (N, C, H, W).
         split: images and targets, in their stored order.
         batch_size: images of one step over all processes together.
-        task: loss and metric; None = classification into the split's classes.
-        device: device on which to compute; None = the process's own.
-        processes: all processes; each must call, and gets the same result.
+        task: loss and metric; None = classification.
+        device: None = the process's own.
+        processes: each must call, and gets the same result.
         precision: `fp32`, or autocast in `bf16` or `fp16`.
-        limit: evaluate only this many images; None = the whole split.
+        limit: number of images; None = all.
         progress: is informed of every batch.
         name: name of the progress bar.
 
     Raises:
-        DataError: no image to evaluate on, fewer images a batch than processes, or a metric that returns no number.
-        ModelError: the model fails on the images, or its outputs are not those of the task.
+        DataError: no image, fewer images a batch than processes, or a metric that is no number.
+        ModelError: the model fails, or its outputs are not those of the task.
         RecipeError: fp16 on the CPU.
 
     Examples:
@@ -155,7 +150,6 @@ def _nothing_read(split: Split) -> DataError:
 
 
 def _merged(meter: Meter, processes: Processes) -> Meter:
-    """Return the meter of all processes together."""
     if processes.world_size == 1:
         return meter
     merge = getattr(meter, "merge_state", None)
@@ -172,7 +166,7 @@ def _merged(meter: Meter, processes: Processes) -> Meter:
 
 @contextmanager
 def modes_restored(*models: nn.Module | None) -> Iterator[None]:
-    """Restore the training or evaluation mode of every submodule at the end."""
+    """Restore every submodule's mode at the end."""
     modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
     try:
         yield
@@ -182,7 +176,7 @@ def modes_restored(*models: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """Return the autocast context of `precision`, which does nothing for fp32.
+    """Return the autocast context; it does nothing for fp32.
 
     Raises:
         RecipeError: fp16 on the CPU.

@@ -1,4 +1,4 @@
-"""Distillation of features: a layer of the student learns the output of a layer of the teacher."""
+"""Distillation of features: a layer of the student learns the output of one of the teacher."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from compress.graph.inputs import flat_tensors
 
 
 class FeaturePairs:
-    """Pairs of layers whose outputs are compared.
-
-    Args:
-        student: network in training.
-        teacher: network to learn from.
-        pairs: paths of the teacher's modules by those of the student.
+    """Pairs of layers whose outputs are compared; `pairs` maps the student's modules to the teacher's.
 
     Raises:
         RecipeError: a network has no such module.
@@ -36,7 +31,7 @@ class FeaturePairs:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the outputs of the layers while the block runs; no hook is left after it."""
+        """Record the layers' outputs while the block runs."""
         handles = [
             module.register_forward_hook(self._recorder(index, side))
             for index, modules in enumerate(self.modules)
@@ -50,10 +45,10 @@ class FeaturePairs:
             self._seen.clear()
 
     def distance(self) -> Tensor:
-        """Return the mean distance of the pairs since the last call, in float32.
+        """Return the pairs' mean distance since the last call, in float32.
 
         Raises:
-            RecipeError: a layer did not run, or its output cannot be compared with its pair's.
+            RecipeError: a layer did not run, or outputs cannot be compared.
         """
         parts = []
         for index, (own, other) in enumerate(self.pairs.items()):
@@ -85,10 +80,10 @@ class FeaturePairs:
 
 
 def feature_distance(student: Tensor, teacher: Tensor, pair: str = "") -> Tensor:
-    """Return the distance of two layers' outputs (N, C, ...); see the head of this file.
+    """Return the distance of two layers' outputs (N, C, ...).
 
     Raises:
-        RecipeError: the outputs have another number of dimensions, or no places that can be matched.
+        RecipeError: other numbers of dimensions, or no places that can be matched.
     """
     student, teacher = student.float(), teacher.float()
     if student.shape == teacher.shape:

@@ -1,4 +1,4 @@
-"""`fit` for users: a data set of a recipe, or a DataLoader with the user's own loss and metric."""
+"""`fit` for users: a data set of a recipe, or a DataLoader with one's own loss and metric."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ def fit(
     """Train `model`, float or quantized, in place.
 
     Args:
-        model: any module from images to outputs; see `compress.training.loop.fit`.
+        model: any module from images to outputs.
         data: a data set of two splits, or a DataLoader of (images, targets) or of mappings such as {"pixel_values":
             images, "labels": targets}.
-        spec: epochs, learning rate and all other settings; None = `TrainSpec()`.
+        spec: None = `TrainSpec()`.
         val: a loader to evaluate on, for a DataLoader; None = the training images.
-        loss: (outputs, targets) -> the mean loss of a batch, given the model's outputs as they are; None = the task's,
-            cross entropy of the logits without a task.
-        metric: what `meters.task_metric` takes; None = top-1 without a loss of one's own, else the loss.
+        loss: (outputs, targets) -> a batch's mean loss; None = the task's, cross entropy without a task.
+        metric: what `meters.task_metric` takes; None = top-1, with an own loss the loss.
         batch_size: images of a step; None = the loader's.
         folder: takes checkpoints and the log; None = no files.
         task: loss and metric of a recipe; not with `loss` or `metric`.
-        options: as of `compress.training.loop.fit`: teacher, device, resume, progress, ...
+        **options: further arguments of `compress.training.loop.fit`: teacher, device, resume, progress, ...
 
     Raises:
         RecipeError: no batch size, or a task with a loss; and as `compress.training.loop.fit`.
@@ -78,10 +77,10 @@ def fit(
 
 
 def own_task(loss: Callable[[Any, Any], Tensor] | None, metric: Any = None) -> Task:
-    """Return the task of a loss and a metric, which take a model's outputs as they are.
+    """Return the task of a loss and a metric.
 
     Args:
-        loss: (outputs, targets) -> mean loss; None = cross entropy of the logits, which the metric takes too.
+        loss: (outputs, targets) -> mean loss; None = cross entropy of the logits.
         metric: what `task_metric` takes; None = the loss, lower is better.
     """
     plain = classification(0)

@@ -1,4 +1,4 @@
-"""BatchNorm's statistics and learned ranges: frozen towards the end of QAT, or measured again without training."""
+"""BatchNorm's statistics and learned ranges, frozen or measured again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compress.training.spec import QATSpec, TrainSpec
 
 @contextmanager
 def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Leave the parameters whose names match out of training while the block runs.
+    """Leave matching parameters out of training while the block runs.
 
     Raises:
         RecipeError: a pattern that matches none.
@@ -41,8 +41,7 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 def freeze_batchnorm(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
     """Put BatchNorm into evaluation mode if `spec` freezes it in `epoch`, counted from 0; call after `model.train()`.
 
-    Its weight and bias are still trained; its statistics stay as they are. The layers whose parameters are all frozen
-    are put into evaluation mode too.
+    Weight and bias are still trained. Layers all of whose parameters are frozen are put into evaluation mode too.
     """
     if spec.frozen:
         for module in model.modules():
@@ -56,7 +55,7 @@ def freeze_batchnorm(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
 
 
 def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
-    """Delete the gradients of learned ranges if `spec` freezes them in `epoch`, so that the optimizer skips them."""
+    """Delete the gradients of learned ranges that `spec` freezes in `epoch`."""
     if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and epoch >= spec.freeze_ranges_epoch:
         for module in model.modules():
             if isinstance(module, LearnedQuantizer):
@@ -67,19 +66,17 @@ def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None
 def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
     """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
 
-    Without it the error of a masked network grows layer by layer (Li et al., arXiv 2007.02491, section 3.2). Training
-    updates the statistics anyway.
+    For masked networks (Li et al., arXiv 2007.02491, section 3.2).
 
     Args:
-        model: a network with BatchNorm layers that are not folded; its modes are restored afterwards.
-        batches: images of the training split, preprocessed as for evaluation, many of all classes in each batch:
-            tensors, or whatever else `compress.calibrate` takes.
+        model: its BatchNorm layers are not folded; its modes are restored.
+        batches: training images, preprocessed as for evaluation: whatever `compress.calibrate` takes.
 
     Returns:
-        Number of layers whose statistics were replaced; 0 = the model has none, and the batches were not read.
+        Number of layers whose statistics were replaced; with 0 the batches were not read.
 
     Raises:
-        DataError: there is no batch, or one does not fit the model; the statistics are as they were.
+        DataError: no batch, or one does not fit; nothing is changed.
 
     Examples:
         >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again

@@ -1,4 +1,4 @@
-"""The report of a training: a row for each epoch, in memory, in the checkpoint and in a CSV file."""
+"""The report of a training: a row for each epoch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from compress.training.tensor_file import writing
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
-    """One epoch of training. Shares are 0 to 1; None = not evaluated after this epoch.
+    """One epoch of training. Shares are 0 to 1; None = not evaluated.
 
     Attributes:
-        epoch: number of the epoch, counted from 1.
+        epoch: counted from 1.
         step: optimizer steps since the training began.
-        lr: learning rate of the epoch's last step.
-        train_loss: mean over the epoch's images of the loss that was minimized (smoothing and distillation included).
-        train_top1: share of the epoch's training images classified correctly, in training mode, during the epoch; None
-            for tasks other than classification.
-        val_top1, val_top5: accuracy of a classifier on the evaluation split.
-        val_loss: mean loss of the task on the evaluation split, without smoothing.
-        images_per_s: training images of all processes per second.
-        seconds: time of training, without evaluation and checkpoints.
-        waited: share of that time in which the first process's device had no step to compute, because pictures were
-            read, decoded or drawn; None = not known (of a checkpoint of an earlier version).
-        val: figures of the task's metric on the evaluation split by name, those of a classifier left out.
+        lr: of the epoch's last step.
+        train_loss: mean of the minimized loss, smoothing and distillation included.
+        train_top1: share of training images classified correctly during the epoch; None for other tasks.
+        val_top1, val_top5: accuracy on the evaluation split.
+        val_loss: mean loss on the evaluation split, without smoothing.
+        images_per_s: training images of all processes.
+        seconds: without evaluation and checkpoints.
+        waited: share of that time in which the first process's device waited for images; None = not known.
+        val: figures of other tasks' metrics by name.
     """
 
     epoch: int
@@ -47,12 +45,12 @@ class EpochRow:
     val: Mapping[str, float] = field(default_factory=dict)
 
     def figure(self, name: str) -> float | None:
-        """Return a figure on the evaluation split by its name, such as `top1` or `miou`; None = not evaluated."""
+        """Return a figure of the evaluation by name, such as `top1` or `miou`; None = not evaluated."""
         value: float | None = self.val.get(name, getattr(self, f"val_{name}", None))
         return value
 
     def sentence(self, epochs: int, metric: TaskMetric) -> str:
-        """Return the epoch's figures as a line of a log; `epochs` is the length of the training."""
+        """Return the figures as a line of a log."""
         value = self.figure(metric.name)
         tested = "" if value is None else f", {metric.title} {metric.text(value)}"
         waited = "" if self.waited is None else f", {100 * self.waited:.0f} % of it waiting for pictures"
@@ -62,7 +60,7 @@ class EpochRow:
         )
 
     def evaluation(self, images: int) -> Evaluation | None:
-        """Return the evaluation after this epoch, over so many images; None if there was none."""
+        """Return the evaluation after this epoch; None if there was none."""
         if self.val_loss is None:
             return None
         tops = {name: value for name in ("top1", "top5") if (value := getattr(self, f"val_{name}")) is not None}
@@ -74,14 +72,14 @@ class TrainReport:
     """Result of a training.
 
     Attributes:
-        history: a row for each epoch, those before a resume included.
-        final: evaluation of the model after the training.
-        best: the row of the best value of the task's metric, the first of equals; None without epochs.
-        images_per_s: training images of all processes per second, over all epochs.
-        seconds: time of training, without evaluation and checkpoints; that before a resume included.
-        steps: number of optimizer steps.
-        resumed_from: optimizer step at which a checkpoint was resumed; None for a training from its start.
-        stopped: why it ended before its last epoch; None if it did not.
+        history: all epochs, those before a resume included.
+        final: evaluation after the training.
+        best: row of the best metric, the first of equals; None without epochs.
+        images_per_s: of all processes, over all epochs.
+        seconds: without evaluation and checkpoints; that before a resume included.
+        steps: optimizer steps.
+        resumed_from: optimizer step of the resume; None = from the start.
+        stopped: why it ended early; None if it did not.
     """
 
     history: tuple[EpochRow, ...]
@@ -102,7 +100,7 @@ def summarize(
     resumed_from: int | None,
     stopped: str | None = None,
 ) -> TrainReport:
-    """Return the report of a training whose epochs are `history`."""
+    """Return the report of a training."""
     seconds = sum(row.seconds for row in history)
     images = sum(row.images_per_s * row.seconds for row in history)
     return TrainReport(
@@ -118,16 +116,14 @@ def summarize(
 
 
 def best_row(history: Iterable[EpochRow], metric: TaskMetric) -> EpochRow | None:
-    """Return the row of the best value of a metric, the first of equals; None if no epoch was evaluated."""
+    """Return the row of the best metric, the first of equals; None if no epoch was evaluated."""
     sign = 1 if metric.direction == "higher" else -1
     evaluated = [(sign * value, row) for row in history if (value := row.figure(metric.name)) is not None]
     return max(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
 
 
 def write_log(rows: Iterable[EpochRow], path: Path) -> Path:
-    """Write `rows` as CSV, whole or not at all: the names first, an empty cell where an epoch was not evaluated.
-
-    Figures of tasks other than classification are columns `val_<name>`, in place of those of top-1 and top-5.
+    """Write `rows` as CSV with a header, whole or not at all; empty cell = not evaluated.
 
     Raises:
         CheckpointError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Callbacks that write figures to TensorBoard, MLflow, Weights & Biases or trackio; each library is an optional extra."""
+"""Callbacks that write figures to TensorBoard, MLflow, Weights & Biases or trackio, which are optional."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Logger(Callback):
     """Writes each figure by its name; a subclass says where.
 
     Args:
-        every: steps between two entries; epochs are always written.
+        every: steps between entries; epochs are always written.
     """
 
     def __init__(self, *, every: int = 10) -> None:
@@ -30,10 +30,10 @@ class Logger(Callback):
         """Write figures at a step."""
 
     def settings(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write the settings of a training; by default nothing."""
+        """Write a training's settings; by default nothing."""
 
     def close(self) -> None:
-        """Write what is left and end the log."""
+        """Write what is left."""
 
     def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
         """See `Callback.begin`."""
@@ -53,11 +53,7 @@ class Logger(Callback):
 
 
 class TensorBoardLogger(Logger):
-    """Event files of TensorBoard.
-
-    Args:
-        folder: of the event files.
-        every: see `Logger`.
+    """Event files of TensorBoard in `folder`.
 
     Raises:
         RecipeError: TensorBoard is not installed.
@@ -77,7 +73,7 @@ class TensorBoardLogger(Logger):
             self.writer.add_scalar(name, value, step)
 
     def end(self, name: str, report: TrainReport) -> None:
-        """Write what is buffered; further trainings may follow."""
+        """Flush; further trainings may follow."""
         self.writer.flush()
 
     def close(self) -> None:
@@ -86,7 +82,7 @@ class TensorBoardLogger(Logger):
 
 
 class _Client(Logger):
-    """A library with functions of its module for settings, figures and the end."""
+    """A library whose module has functions for settings, figures and the end."""
 
     def __init__(self, library: str, *, every: int, **start: Any) -> None:
         super().__init__(every=every)
@@ -98,7 +94,7 @@ class _Client(Logger):
 
     @abstractmethod
     def start(self, **options: Any) -> None:
-        """Begin a run of the library."""
+        """Begin a run."""
 
 
 class MLflowLogger(_Client):
@@ -108,7 +104,7 @@ class MLflowLogger(_Client):
         super().__init__("mlflow", every=every, **options)
 
     def start(self, **options: Any) -> None:
-        """Begin a run, or go on with the one that is active."""
+        """Begin a run, or go on with the active one."""
         self.own = self.module.active_run() is None
         if self.own:
             self.module.start_run(**options)
@@ -128,7 +124,7 @@ class MLflowLogger(_Client):
 
 
 class WandbLogger(_Client):
-    """A run of Weights & Biases; `options` are those of `wandb.init`, such as project and mode."""
+    """A run of Weights & Biases; `options` are those of `wandb.init`."""
 
     library = "wandb"
 
@@ -140,11 +136,11 @@ class WandbLogger(_Client):
         self.run = self.module.init(**options)
 
     def settings(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write the settings into the run's configuration."""
+        """Write the settings into the configuration."""
         self.run.config.update(dict(values))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Write figures; each training counts its own steps, so the step is a figure."""
+        """Write figures with the step among them, as each training counts its own."""
         self.module.log({**figures, "step": step})
 
     def close(self) -> None:
@@ -153,12 +149,12 @@ class WandbLogger(_Client):
 
 
 class TrackioLogger(WandbLogger):
-    """A run of trackio, whose functions are those of Weights & Biases; `options` are those of `trackio.init`."""
+    """A run of trackio; `options` are those of `trackio.init`."""
 
     library = "trackio"
 
     def settings(self, name: str, values: Mapping[str, Any]) -> None:
-        """Trackio takes its configuration at the beginning of a run only; the figures name the training."""
+        """Write nothing: trackio takes its configuration at the beginning alone."""
 
 
 def _missing(library: str, error: ImportError) -> RecipeError:

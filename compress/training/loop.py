@@ -1,4 +1,4 @@
-"""The training loop of the float baseline and of QAT, to which a quantized model is an ordinary module."""
+"""The training loop of the float baseline and of QAT."""
 
 from __future__ import annotations
 
@@ -45,11 +45,7 @@ from compress.training.synchronized import synchronized
 class Waiting:
     """Times the blocks in which the next batch is fetched.
 
-    On a GPU it is the time from the end of the step before to the start of the next one, in which the GPU itself may
-    make pictures; where the host is ahead, nothing else is counted. On the CPU it is the clock's.
-
-    Args:
-        device: that computes the steps.
+    On a GPU from the end of a step to the start of the next; on the CPU by the clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +69,7 @@ class Waiting:
             self._clock += time.perf_counter() - self._begin
 
     def seconds(self) -> float:
-        """Return the seconds since the last call, and forget them; waits for the GPU's last block."""
+        """Return the seconds since the last call, and reset; waits for the GPU's last block."""
         milliseconds = 0.0
         for begin, end in self._pairs:
             end.synchronize()
@@ -92,7 +88,7 @@ class Waiting:
 READ_EVERY = 20
 
 AfterStep = Callable[[int, int, torch.optim.Optimizer], None]
-"""Called with (steps done, all steps, the optimizer), such as a sparsity schedule's `after_step`."""
+"""Called with (steps done, all steps, the optimizer)."""
 
 
 def fit(
@@ -118,29 +114,29 @@ def fit(
 
     Args:
         model: any module from images (N, C, H, W) to the task's outputs, such as logits (N, classes). It is moved to
-            `device`. Afterwards its modes and torch's random state are as they were, its weights contiguous and its
-            gradients gone.
-        data: `train` is for training, `val` for evaluation.
-        spec: epochs, learning rate and all other settings.
+            `device`. Afterwards its modes and torch's random state are as before, its weights contiguous, its gradients
+            gone.
+        data: trained on `train`, evaluated on `val`.
+        spec: all settings.
         batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
         folder: takes `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`; None = none.
-        task: loss and metric; None = classification into the data's classes.
-        teacher: the float model to learn from if `spec.distill` is set; otherwise unused.
-        device: device on which to compute; None = the process's own.
-        processes: all processes; each must call, and gets the same report; rank 0 writes the files.
+        task: loss and metric; None = classification.
+        teacher: the float model to learn from if `spec.distill` is set.
+        device: None = the process's own.
+        processes: each must call, and gets the same report; rank 0 writes files.
         resume: go on from the folder's checkpoint if there is one.
         name: of the files and the progress bar.
         first_epoch: number of the first epoch, for its random order: n after n epochs of training.
-        reference: metric that `spec.stop_within` compares with, such as that of the float network.
-        after_step: called after every optimizer step; its effect must follow from the model and the step alone.
-        callbacks: listeners on rank 0, such as those of `compress.training.loggers`.
-        progress: is informed of every optimizer step, and of evaluations.
+        reference: metric that `spec.stop_within` compares with.
+        after_step: called after every step; its effect must follow from the model and the step alone.
+        callbacks: listeners on rank 0.
+        progress: is informed of every step and of evaluations.
 
     Raises:
-        RecipeError: a value of `spec` out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
-        ModelError: logits that do not fit the data's classes or the teacher's.
+        RecipeError: a value out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
+        ModelError: logits that do not fit the classes or the teacher's.
         DataError: too few images for the processes.
-        CheckpointError: a checkpoint that is truncated, foreign or of another training; a file that cannot be written.
+        CheckpointError: a truncated, foreign or other training's checkpoint; a file that cannot be written.
         CompressError: a loss or weight that is not finite; the last checkpoint is from before.
     """
     check_train_spec(spec)
@@ -218,11 +214,11 @@ class _Training:
 
     @property
     def step(self) -> int:
-        """Number of finished optimizer steps."""
+        """Number of finished steps."""
         return self.position.epoch * self.steps_per_epoch + self.position.step
 
     def run(self, resume: bool) -> TrainReport:
-        """Train; afterwards there are no gradients, and weights are contiguous."""
+        """Train; gradients are gone afterwards."""
         try:
             return self._run(resume)
         finally:
@@ -249,7 +245,7 @@ class _Training:
         return stop_reason(self.position.history, self.spec, self.task.metric, self.reference)
 
     def _begin(self, resume: bool) -> int | None:
-        """Restore the checkpoint, or write the first one, so that no older training's checkpoint remains."""
+        """Restore the checkpoint, or write the first one."""
         if self.folder is None:
             return None
         path = self._checkpoint_path(self.folder)
@@ -314,7 +310,7 @@ class _Training:
         return lr
 
     def _backward(self, batch: Batch, *, group: int, last: bool) -> Tensor:
-        """Add a batch's share to the gradients; return [summed loss, correct, images], float64, not read yet."""
+        """Add a batch's gradients; return [summed loss, correct, images], float64, unread."""
         images, targets = batch if self.augment is None else self.augment(*batch)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
@@ -333,7 +329,7 @@ class _Training:
         return batch
 
     def _read(self) -> None:
-        """Add the sums of the steps since the last reading; refuse a loss that is not finite."""
+        """Add the sums since the last reading; refuse a loss that is not finite."""
         if not self.unread:
             return
         rows = self.processes.all_reduce_sum(torch.stack(self.unread)).tolist()
@@ -380,7 +376,6 @@ class _Training:
         )
 
     def _final(self) -> Evaluation:
-        """Return the evaluation of the weights that remain, from the history; without epochs it is made now."""
         history = self.position.history
         row = best_row(history, self.task.metric) if self.best is not None else history[-1] if history else None
         seen = None if row is None else row.evaluation(len(self.data.val))
@@ -400,7 +395,7 @@ class _Training:
         )
 
     def _parts(self) -> dict[str, Any]:
-        """Return the objects whose state a checkpoint holds."""
+        """Return what a checkpoint holds."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         return {**parts, "average": self.average, "best": self.best}
 

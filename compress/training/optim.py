@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, a pure function of the step, so that a resumed run needs no scheduler state."""
+"""The optimizer and its learning rate, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     It rises linearly from peak / 100 over `warmup_steps` (Goyal et al., arXiv 1706.02677, section 2.2), then falls as
-    half a cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5), stays at `peak`, or
-    falls to a tenth of it after 2/3 and to a hundredth after 8/9 of the steps (`step`). `one_cycle` has no linear rise:
-    it rises from peak / 25 as half a cosine over 30 % of the steps and then falls to peak / 250,000 at the last one
-    (Smith and Topin, arXiv 1708.07120, with the shares of torch's OneCycleLR). A schedule `package.module:function` is
-    called with (step, steps), both without the warm-up, and returns a share of `peak`.
+    half a cosine to zero (Loshchilov and Hutter, arXiv 1608.03983, equation 5), stays at `peak`, or falls to a tenth
+    after 2/3 and a hundredth after 8/9 of the steps (`step`). `one_cycle`, without warm-up, rises from peak / 25 as
+    half
+    a cosine over 30 % of the steps and falls to peak / 250,000 (Smith and Topin, arXiv 1708.07120; shares of torch's
+    OneCycleLR). `package.module:function` is called with (step, steps) without the warm-up, and returns a share of
+    `peak`.
 
     >>> learning_rate(50, steps=100, warmup_steps=0, peak=0.1, schedule="cosine")
     0.05
@@ -45,7 +46,7 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
 
 
 def _own_share(schedule: str, step: int, steps: int) -> float:
-    """Return what a schedule of the user's returns."""
+    """Return the value of a user's schedule."""
     function = imported(schedule, key="schedule", error=RecipeError, what="a function of (step, steps)")
     try:
         share = float(function(step, steps))
@@ -59,10 +60,10 @@ def _own_share(schedule: str, step: int, steps: int) -> float:
 
 
 def check_schedule(spec: TrainSpec, *, steps: int = 300) -> None:
-    """Refuse a schedule of the user's that fails at its beginning, its middle or its end.
+    """Try a user's schedule at its beginning, middle and end.
 
     Raises:
-        RecipeError: as described at `learning_rate`.
+        RecipeError: it fails.
     """
     if is_import_path(spec.schedule):
         for step in (0, steps // 2, steps - 1):
@@ -85,11 +86,7 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Return trainable parameters in groups: those of two and more dimensions with weight decay, others without.
 
-    Args:
-        model: its parameters with `requires_grad`.
-        weight_decay: of parameters of two and more dimensions.
-        lr_scale: factor of the learning rate by pattern of parameter names; the last that matches counts. Each factor
-            has groups of its own, under the key `lr_scale`.
+    `lr_scale`: factor of the learning rate by name pattern; the last match counts. Each factor has groups of its own.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -107,7 +104,7 @@ def parameter_groups(
 
 
 def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
-    """Return the names of the parameters that match any of the patterns.
+    """Return the names of parameters that match any pattern.
 
     Raises:
         RecipeError: a pattern that matches none.
@@ -122,7 +119,7 @@ def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
 
 
 def check_optimizer(spec: TrainSpec) -> None:
-    """Refuse an optimizer of the user's that cannot be imported or made, or that is none.
+    """Refuse a user's optimizer that cannot be imported or made.
 
     Raises:
         RecipeError: as `make_optimizer`.
@@ -133,10 +130,8 @@ def check_optimizer(spec: TrainSpec) -> None:
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
     """Return SGD with Nesterov momentum, AdamW (arXiv 1711.05101) with torch's default betas, or the user's class.
 
-    On GPUs the step of the first two is one fused kernel.
-
     Raises:
-        RecipeError: the class cannot be imported or made, or a pattern of `lr_scale` matches no parameter.
+        RecipeError: the class cannot be imported or made, or a pattern of `lr_scale` matches nothing.
     """
     matched(model, spec.lr_scale, key="lr_scale")
     groups = parameter_groups(model, spec.weight_decay, spec.lr_scale)

@@ -1,4 +1,4 @@
-"""The loss, and the forward and the backward pass of a batch, as launches or as one CUDA graph."""
+"""Loss, forward and backward pass of a batch, as launches or as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compress.training.spec import QATSpec, TrainSpec
 
 
 def damping_strength(peak: float, share: float) -> float:
-    """The strength after a share (0 to 1) of the training: half a cosine, so that weights still move at first.
+    """Return the strength after a share (0 to 1) of the training: half a cosine.
 
     >>> damping_strength(0.01, 0.0), damping_strength(0.01, 1.0)
     (0.0, 0.01)
@@ -31,9 +31,9 @@ def damping_strength(peak: float, share: float) -> float:
 
 
 def damping_loss(qmodel: nn.Module) -> Tensor:
-    """The squared distance of all quantized weights to their integers, (), with a gradient for weights alone.
+    """Return the squared distance of all quantized weights to their integers, (); only weights get a gradient.
 
-    It keeps weights from going back and forth between two integers (Nagel et al., arXiv 2203.11086, equation 5).
+    It stops oscillation between two integers (Nagel et al., arXiv 2203.11086, equation 5).
     """
     total: Tensor | None = None
     for layer in qmodel.modules():
@@ -56,13 +56,9 @@ def training_loss(
 ) -> Tensor:
     """Return the mean loss of a batch: (1 - distill_weight) task loss + distill_weight distillation, in float32.
 
-    Args:
-        task: its loss and its distance.
-        outputs: selected outputs of the model.
-        targets: of the data.
-        taught: outputs of the teacher in the same form, or None for the task's loss alone.
-        spec: label smoothing, and weight and temperature of the distillation.
-        features: distance of the features, which counts distill_feature_weight times beside that of the outputs.
+    `taught`: the teacher's outputs; None = the task's loss alone. `features`: distance that counts
+    distill_feature_weight
+    times beside that of the outputs.
     """
     loss = task.loss(outputs, targets, label_smoothing=spec.label_smoothing)
     if taught is None:
@@ -74,7 +70,7 @@ def training_loss(
 
 
 _EAGER_STEPS = 3
-"""Steps before the recording, in which kernels are compiled, algorithms chosen and buffers made."""
+"""Steps before the recording."""
 
 
 class Passes:
@@ -82,13 +78,9 @@ class Passes:
 
     Args:
         forward: from images to the task's outputs.
-        teach: the same of the teacher; None = there is none.
-        features: layers of both whose outputs are compared, watched already; None = there are none.
-        model: that is trained.
-        task: loss and hits.
-        spec: of the training.
+        teach: the same of the teacher; None = none.
+        features: watched pairs of layers; None = none.
         scaler: of the loss, in fp16.
-        device: that computes.
     """
 
     def __init__(
@@ -125,7 +117,7 @@ class Passes:
 
 
 def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> bool:
-    """Whether the passes of a training are recorded.
+    """Return whether a training's passes are recorded.
 
     Raises:
         RecipeError: they are asked for, and processes exchange statistics within them.
@@ -138,12 +130,11 @@ def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> b
 
 
 class RecordedPasses:
-    """`Passes` that are recorded (`Recorder`), with the mean gradients of all processes.
+    """`Passes` as a CUDA graph (`Recorder`), with the mean gradients of all processes.
 
     Args:
-        passes: on a GPU, whose gradients are None before each call.
-        spec: of the training; in which type gradients are exchanged.
-        processes: all of them.
+        passes: on a GPU; gradients are None before each call.
+        spec: says in which type gradients are exchanged.
     """
 
     def __init__(self, passes: Passes, spec: TrainSpec, processes: Processes) -> None:
@@ -163,11 +154,9 @@ class RecordedPasses:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-    """Replace gradients by their mean over all processes of torch.distributed, exchanged at once.
+    """Replace gradients by their mean over all processes of torch.distributed, in one exchange.
 
-    Args:
-        parameters: the same in every process; those without a gradient are left out.
-        dtype: in which they are exchanged; None = their own.
+    `parameters` are the same in every process. `dtype`: in which they are exchanged; None = their own.
     """
     found = [p.grad for p in parameters if p.grad is not None]
     for kind in dict.fromkeys(grad.dtype for grad in found):
@@ -181,13 +170,12 @@ def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | N
 
 
 class Recorder:
-    """A computation of gradients that becomes a CUDA graph after a few calls, and again if what it computes changes.
+    """A computation of gradients that becomes a CUDA graph after a few calls, and again if it changes.
 
-    It may not depend on anything but the batch, the model's state and torch's random numbers: a graph repeats what
-    the host decided when it was recorded. A batch of another shape is computed as it is.
+    It may depend only on the batch, the model's state and torch's random numbers. Other shapes run eagerly.
 
     Args:
-        compute: from tensors of a batch to a tensor; it leaves gradients, which are None before each call.
+        compute: from a batch's tensors to a tensor; it leaves gradients, which are None before each call.
         model: whose parameters get them.
         device: a GPU.
     """
@@ -224,7 +212,7 @@ class Recorder:
         return self._result.clone()
 
     def _beside(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
-        """Compute on a stream of its own, so that autograd keeps nothing of the stream that waits for the graph."""
+        """Compute on a stream of its own."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -249,7 +237,7 @@ class Recorder:
 
 
 def _start_alike(model: nn.Module) -> bool:
-    """Give every process the state of rank 0, and return True if there are several."""
+    """Give every process rank 0's state; return True if there are several."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = several and torch.distributed.get_world_size() > 1
     for tensor in [*model.parameters(), *model.buffers()] if several else []:
@@ -260,22 +248,21 @@ def _start_alike(model: nn.Module) -> bool:
 def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that computes a loss and its gradients, as one CUDA graph on a GPU, for a loop of your own.
 
-    Gradients are added to those that parameters have. With several processes (`torch.distributed` is initialized) they
-    are the mean over all, and the network's state becomes that of rank 0 now: `DistributedDataParallel` is not needed.
-    The first calls of a shape compute launch by launch; so does a last, smaller batch. On a CPU nothing is recorded.
+    Gradients are added to those present. With several processes (`torch.distributed` is initialized) they are the mean
+    over all, and the network's state becomes rank 0's now: `DistributedDataParallel` is not needed. The first calls of
+    a shape, and a smaller last batch, run eagerly, as everything on a CPU.
 
     Args:
-        model: float or quantized, moved to its device and in the mode of training.
-        loss: from the tensors of a batch to the mean loss, such as
-            `lambda x, y: cross_entropy(model(x), y)`; it may call what `fuse_for_training(model)` returned, under
-            autocast, and may not read a value of a tensor.
+        model: float or quantized, on its device and in training mode.
+        loss: from a batch's tensors to the mean loss, such as `lambda x, y: cross_entropy(model(x), y)`; it may not
+            read a value of a tensor.
 
     Returns:
-        A function from the tensors of a batch to the loss, detached, on the device: of this process's batch.
+        A function from a batch's tensors to this process's loss, detached, on the device.
 
     Raises:
-        CompressError: the model has no parameters or is wrapped for several processes already; when called: arguments
-            that are no tensors, or a loss that cannot be recorded.
+        CompressError: no parameters, or wrapped for several processes; when called: arguments that are no tensors, or a
+            loss that cannot be recorded.
 
     Examples:
         >>> qmodel = compress.quantize(model, images[:1], batches).train()

@@ -13,7 +13,7 @@ from compress.training.tensor_file import Contents
 
 @dataclass
 class Position:
-    """Position in a training, and the sums of the present epoch so far, over all processes."""
+    """Position in a training, and the present epoch's sums over all processes."""
 
     epoch: int = 0  # finished epochs
     step: int = 0  # finished optimizer steps of this epoch
@@ -28,11 +28,7 @@ class Position:
     def row(self, seen: Evaluation | None, *, step: int, lr: float, counted: object) -> EpochRow:
         """Return the row of the epoch that has ended.
 
-        Args:
-            seen: the evaluation after it; None if there was none.
-            step: optimizer steps since the training began.
-            lr: learning rate of the last one.
-            counted: None if correct images are not counted.
+        `seen`: its evaluation; None = none. `counted`: None if correct images are not counted.
         """
         values = dict(seen.values) if seen else {}
         return EpochRow(
@@ -51,7 +47,7 @@ class Position:
         )
 
     def figures(self, counted: object) -> dict[str, float]:
-        """Return the epoch's means so far, for progress; nothing before the first reading."""
+        """Return the epoch's means so far; nothing before the first reading."""
         if not self.images or not self.seconds:
             return {}
         correct = {} if counted is None else {"accuracy": self.correct / self.images}
@@ -59,7 +55,7 @@ class Position:
 
     @classmethod
     def read(cls, contents: Contents, *, epochs: int, steps_per_epoch: int) -> Position:
-        """Return the position in a checkpoint, if it is one of this training."""
+        """Return the position in a checkpoint of this training."""
         position, lines = parse(cls, contents.data["position"], where="position")
         if position is not None:
             inside = 0 <= position.epoch <= epochs and 0 <= position.step < max(1, steps_per_epoch)
@@ -74,12 +70,7 @@ class Position:
 
 
 def diverged(problem: str, saved: str) -> CompressError:
-    """Return the error of a training whose loss or weights are not finite.
-
-    Args:
-        problem: what was seen, and where.
-        saved: a sentence on the last checkpoint, or "".
-    """
+    """Return the error of a training whose loss or weights are not finite; `saved` tells of the last checkpoint."""
     return CompressError(
         f"{problem}: the training has diverged.{saved} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or "
         "precision bf16 or fp32 in place of fp16"

@@ -1,4 +1,4 @@
-"""Checks of a model before its first training step, by one forward pass on two images in evaluation mode."""
+"""Checks of a model before its first step, by a forward pass on two images."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _NO_BUFFER_BROADCAST: dict[str, Any] = {
 }
 
 NoSync = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which DistributedDataParallel does not average gradients."""
+"""Makes a context without averaging of gradients."""
 
 
 def example_batch(split: Split, device: torch.device, processes: Processes) -> Batch:
     """Return two images of `split`, or its only one, (N, C, H, W) on `device`, and their targets.
 
     Raises:
-        DataError: a split with fewer images than there are processes.
+        DataError: fewer images than processes.
     """
     if len(split) < processes.world_size:
         raise DataError(
@@ -56,8 +56,7 @@ def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *,
 
     Raises:
         RecipeError: distillation without a teacher.
-        ModelError: nothing to train, a weight that is not finite, or outputs that do not fit the task or the
-            teacher's.
+        ModelError: nothing to train, a weight that is not finite, or outputs that do not fit the task or teacher.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the model has no trainable parameter: set requires_grad on those that training may change")
@@ -79,10 +78,10 @@ def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *,
 
 
 def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec: TrainSpec) -> FeaturePairs | None:
-    """Return the pairs of layers that `spec.distill_features` names, compared once on two images; None without any.
+    """Return the layers of `spec.distill_features`, compared once on two images; None without any.
 
     Raises:
-        RecipeError: a network has no such module, does not call it, or outputs cannot be compared.
+        RecipeError: a missing or unused module, or outputs that cannot be compared.
     """
     if not spec.distill_features or teacher is None:
         return None
@@ -97,8 +96,7 @@ def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec
 def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task: Task) -> bool:
     """Convert the weights to channels_last if that is wanted, and return True if it was done.
 
-    `wanted` None means if the model runs in it. Models that call `view` on a tensor that they expect to be contiguous
-    do not; they stay in the usual layout. The layout changes the speed, not the function.
+    `wanted` None means if the model runs in it.
     """
     if wanted is False or not isinstance(images, Tensor) or images.ndim != 4:
         return False
@@ -113,7 +111,7 @@ def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """Return the name of the first parameter that holds NaN or infinity; None if all are finite."""
+    """Return the first parameter's name that holds NaN or infinity; None = all are finite."""
     names = [name for name, _ in model.named_parameters()]
     finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).tolist()
     return next((name for name, good in zip(names, finite, strict=True) if not good), None)
@@ -122,14 +120,12 @@ def not_finite(model: nn.Module) -> str | None:
 def wrap(
     model: nn.Module, images: Tensor, *, task: Task, spec: TrainSpec, processes: Processes, device: torch.device
 ) -> tuple[Callable[[Any], Any], NoSync]:
-    """Return the callable that training runs, from images to the task's outputs, and a context without exchange.
-
-    In the context gradients are not averaged over the processes.
+    """Return the callable that training runs, from images to outputs, and a context without exchange of gradients.
 
     Buffers are not broadcast: each process has its own BatchNorm statistics until they are averaged.
 
     Raises:
-        QuantizationError: fused training is asked for and the model has no quantizers.
+        QuantizationError: fused training of a model without quantizers.
     """
     if spec.compile:
         keep_compiled()
@@ -155,12 +151,7 @@ def wrap(
 
 
 def keep_compiled() -> None:
-    """Let torch.compile keep its results in $XDG_CACHE_HOME (or ~/.cache) /compress/compiled, if nothing else is set.
-
-    By default they are in the folder for temporary files, and a machine that starts anew compiles again. Graphs with an
-    autograd.Function, which all fused ones have, are kept as compiled code alone, and the next run traces and
-    partitions them anew; torch keeps them whole by choice, under a key of both passes' code and of the kernels' source.
-    """
+    """Let torch.compile keep its results in ($XDG_CACHE_HOME or ~/.cache)/compress/compiled, if nothing else is set."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / "compress" / "compiled"))
     name = "autograd_cache_allow_custom_autograd_functions"
@@ -170,7 +161,7 @@ def keep_compiled() -> None:
 
 @contextmanager
 def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Turn on cuDNN's search for algorithms; restore it, the modules' modes and the random state at the end."""
+    """Turn on cuDNN's search for algorithms; restore it, the modes and the random state at the end."""
     devices = [device] if device.type == "cuda" else []
     benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices=devices), modes_restored(model, teacher):
@@ -182,7 +173,7 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
 
 
 def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
-    """Return True if quantization-aware training runs a second, fused graph over the same parameters."""
+    """Return True if training runs a second, fused graph over the same parameters."""
     if not isinstance(spec, QATSpec) or spec.fused == "off" or spec.distill_features:
         return False
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
@@ -194,7 +185,7 @@ def _evaluation_outputs(model: nn.Module, images: Tensor, task: Task) -> Any:
 
 
 def _has_unused_parameters(model: nn.Module, images: Tensor, task: Task) -> bool:
-    """Return True if the outputs do not depend on some trainable parameter, such as an auxiliary head's."""
+    """Return True if the outputs do not depend on some trainable parameter."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with modes_restored(model), torch.enable_grad():
         outputs = flat_tensors(OutputsOf(model.eval(), task.select)(images))

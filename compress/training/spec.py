@@ -1,4 +1,4 @@
-"""The `train`, `qat` and `finetune` sections of a recipe, which are also an argument of `compress.fit`."""
+"""The `train`, `qat` and `finetune` sections of a recipe."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", Fin
 
 
 _SPEED = {"cuda_graphs", "checkpoint_every"}
-"""Keys that affect only speed: a resumed training may have other values."""
+"""Keys that affect only speed and may change on a resume."""
 _ADDED = {
     "gradients",
     "sync_batchnorm",
@@ -191,16 +191,11 @@ _ADDED = {
     "stop_within",
     "distill_feature_weight",
 }
-"""Keys that checkpoints of earlier versions do not hold: left out where they have their default."""
+"""Keys that earlier checkpoints lack: left out at their default."""
 
 
 def identity_of(spec: TrainSpec, *, reference: float | None = None) -> dict[str, Any]:
-    """Return what a training must have in common with the checkpoint from which it goes on.
-
-    Args:
-        spec: of the training.
-        reference: value that `stop_within` compares with.
-    """
+    """Return what a training must have in common with its checkpoint; `reference` is that of `stop_within`."""
     default = type(spec)()
     compared = {} if spec.stop_within is None else {"reference": reference}
     return compared | {
@@ -211,7 +206,7 @@ def identity_of(spec: TrainSpec, *, reference: float | None = None) -> dict[str,
 
 
 def check_train_spec(spec: TrainSpec) -> None:
-    """Refuse a specification that cannot be followed.
+    """Refuse values out of range and contradictions.
 
     Raises:
         RecipeError: names each key, what was got and what is allowed.
@@ -221,7 +216,7 @@ def check_train_spec(spec: TrainSpec) -> None:
 
 
 def train_contradictions(spec: TrainSpec) -> Iterator[str]:
-    """Yield a line for each contradiction between values that are in range by themselves."""
+    """Yield a line for each contradiction between valid values."""
     section = _SECTIONS.get(type(spec), "train")
     if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and spec.scales == "fixed":
         yield (
@@ -252,7 +247,7 @@ def train_contradictions(spec: TrainSpec) -> Iterator[str]:
 
 
 def _unknown_names(spec: TrainSpec, section: str) -> Iterator[str]:
-    """Yield a line for each optimizer, schedule or augmentation that is neither known nor a path."""
+    """Yield a line for each part that is neither known nor a path."""
     given = [("optimizer", spec.optimizer, OPTIMIZERS, "Class"), ("schedule", spec.schedule, SCHEDULES, "function")]
     given += [("augment", name, AUGMENTS, "function") for name in spec.augment]
     for key, name, known, kind in given:

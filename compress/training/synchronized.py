@@ -1,4 +1,4 @@
-"""BatchNorm that normalizes by the statistics of the whole batch, where several processes have a share of it each."""
+"""BatchNorm over the whole batch, of which several processes have a share each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ from compress.training.spec import TrainSpec
 
 @contextmanager
 def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Iterator[None]:
-    """Let every BatchNorm layer of `model` share its statistics while the block runs; in place.
+    """Let every BatchNorm layer share its statistics while the block runs; in place.
 
-    The layers in their place have the same parameters and statistics under the same names, so that checkpoints and
-    optimizers see no difference. Without several processes, or without `spec.sync_batchnorm`, nothing is changed.
-
-    Args:
-        model: trained by all processes.
-        spec: of the training.
-        processes: that share a batch.
+    Parameters and statistics keep their names. Without several processes or `spec.sync_batchnorm` nothing is changed.
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     if spec.sync_batchnorm and processes.world_size > 1:
@@ -43,13 +37,13 @@ def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Ite
 
 
 class HostBatchNorm(_BatchNorm):
-    """Synchronized BatchNorm by differentiable sums, for CPUs, which torch's SyncBatchNorm does not support."""
+    """Synchronized BatchNorm for CPUs, which torch's SyncBatchNorm does not support."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Take any number of dimensions, as SyncBatchNorm does."""
+        """Take any number of dimensions."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, ...) by the mean and the variance over all processes, in training mode."""
+        """Normalize (N, C, ...) by mean and variance over all processes, in training mode."""
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
@@ -67,7 +61,6 @@ class HostBatchNorm(_BatchNorm):
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, as torch's BatchNorm does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -77,7 +70,7 @@ class HostBatchNorm(_BatchNorm):
 
 
 def _shared(layer: _BatchNorm, device: str) -> _BatchNorm:
-    """Return a layer over the same parameters and statistics, for a kind of device."""
+    """Return a synchronized layer over the same parameters and statistics."""
     kind: type[_BatchNorm] = nn.SyncBatchNorm if device == "cuda" else HostBatchNorm
     made = kind(
         layer.num_features,

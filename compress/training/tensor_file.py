@@ -1,4 +1,4 @@
-"""The file format of checkpoints and weights: safetensors with a JSON header, a format version and a checksum."""
+"""The file format of checkpoints and weights: safetensors with a JSON header, a version and a checksum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compress.support.validation import parse
 
 VERSION = 2
 HEADER, CHECKSUM = "compress", "sha256"
-"""Key of our JSON among the file's metadata, and of the checksum in it."""
+"""Keys of our JSON in the metadata, and of the checksum in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Header:
         kind: `model` or `checkpoint`.
         version: of the format.
         torch: version of torch that wrote it.
-        shared: alias -> name, for tensors that are stored once.
+        shared: alias -> name, for tensors stored once.
         data: the caller's document.
     """
 
@@ -46,18 +46,17 @@ class Header:
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda header: {"torch": "unknown", "shared": {}, **header, "version": 2}
 }
-"""For each earlier format, what makes a header of the next one of it."""
+"""For each earlier format, what makes the next one's header."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Contents of a model's file or of a checkpoint.
+    """Contents of a file.
 
     Attributes:
-        path: the file.
-        version: format that the file was written in.
-        tensors: tensors by name, on the CPU; names that share memory hold the same tensor.
-        data: the caller's JSON document.
+        version: format of the file.
+        tensors: by name, on the CPU; names that share memory hold the same tensor.
+        data: the caller's document.
     """
 
     path: str
@@ -68,7 +67,7 @@ class Contents:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[Path]:
-    """`compress.files.replacing`, whose failures (a full disk, a read-only folder) become a CheckpointError."""
+    """As `compress.files.replacing`; failures become a CheckpointError."""
     try:
         with replacing(path) as temporary:
             yield temporary
@@ -79,7 +78,7 @@ def writing(path: Path | str) -> Iterator[Path]:
 
 
 def write_tensors(path: Path | str, kind: str, tensors: Mapping[str, Tensor], data: dict[str, Any]) -> Path:
-    """Write tensors and a JSON document, whole or not at all; see `read_tensors`.
+    """Write tensors and a JSON document, whole or not at all.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -93,14 +92,10 @@ def write_tensors(path: Path | str, kind: str, tensors: Mapping[str, Tensor], da
 
 
 def read_tensors(path: Path | str, kind: str) -> Contents:
-    """Return the contents of a file, all of which agree with its checksum.
-
-    Args:
-        path: the file.
-        kind: what it must be.
+    """Return the contents of a file of a kind, after the checksum was compared.
 
     Raises:
-        CheckpointError: a missing, truncated, damaged or foreign file, one of another kind or of a later version.
+        CheckpointError: a missing, truncated, damaged or foreign file, of another kind or a later version.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -125,7 +120,7 @@ def read_tensors(path: Path | str, kind: str) -> Contents:
 
 
 def _header(path: Path | str, kind: str, tree: Any) -> tuple[Header, int]:
-    """Return the header in the form of today, and the version that it was written in."""
+    """Return the header in today's form, and its version."""
     if not isinstance(tree, dict) or tree.get("kind") != kind:
         got = tree.get("kind") if isinstance(tree, dict) else "safetensors file of another program"
         raise CheckpointError(f"{path} is a {got}, not a {kind} that compress wrote: name the right file")
@@ -149,7 +144,7 @@ def _damaged(path: Path | str, reason: str) -> CheckpointError:
 
 
 def _checksum(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of a header and of tensors, in the order of their names."""
+    """Return the SHA-256 of a header and of tensors, by name."""
     digest = hashlib.sha256(json.dumps(header).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -160,7 +155,7 @@ def _checksum(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return CPU copies that own their memory, and alias -> name for tensors that are the same one (tied weights)."""
+    """Return CPU copies that own their memory, and alias -> name for tied tensors."""
     copies: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}

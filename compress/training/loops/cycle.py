@@ -1,4 +1,4 @@
-"""Quantization-aware training, called from any loop: calibrate before, freeze and average during, export at the end."""
+"""Quantization-aware training, called from any loop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class QuantizationCycle:
     Attributes:
         example_inputs: inputs that the model is traced and exported with.
         batches: calibration data, as for `compress.quantize`.
-        spec: quantization; None = `QuantSpec()`.
-        qat: `scales`, `ema_decay`, `freeze_batchnorm_epoch` and `freeze_ranges_epoch` are followed; the rest belongs to
-            the loop.
+        spec: None = `QuantSpec()`.
+        qat: only `scales`, `ema_decay`, `freeze_batchnorm_epoch` and `freeze_ranges_epoch` are followed.
         export_to: ONNX file to write at the end; None = none.
         export: further arguments of `export_onnx`, such as {"precision": "fp16"}.
 
@@ -54,10 +53,10 @@ class QuantizationCycle:
     average: WeightAverage | None = None
 
     def begin(self, model: nn.Module) -> fx.GraphModule:
-        """Quantize and calibrate a float model, before the loop makes its optimizer; the model itself is not changed.
+        """Return the model quantized and calibrated, for the optimizer; the model itself is not changed.
 
         Raises:
-            CompressError: as `compress.quantize` does.
+            CompressError: as `compress.quantize`.
         """
         qmodel: fx.GraphModule = quantize(model, self.example_inputs, self.batches, spec=self.spec)
         if self.qat.scales == "learned":
@@ -66,19 +65,15 @@ class QuantizationCycle:
         return self.model
 
     def epoch(self, epoch: int) -> None:
-        """Freeze BatchNorm where `qat` says so; after the loop has put the model into training mode.
-
-        Args:
-            epoch: number of the epoch that begins, counted from 0.
-        """
+        """Freeze BatchNorm where `qat` says so; after `model.train()`. Epochs are counted from 0."""
         freeze_batchnorm(self._model(), self.qat, epoch)
 
     def before_step(self, epoch: int) -> None:
-        """Leave frozen ranges out of the optimizer step that follows."""
+        """Leave frozen ranges out of the next step."""
         drop_frozen_gradients(self._model(), self.qat, epoch)
 
     def after_step(self, step: int) -> None:
-        """Take the weights of an optimizer step, counted from 1, into their mean."""
+        """Take the weights of a step, counted from 1, into their mean."""
         if self.qat.ema_decay is None:
             return
         if self.average is None:  # the loop has moved the model to its device by now
@@ -86,14 +81,14 @@ class QuantizationCycle:
         self.average.update(step)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Give the model the mean of its weights while the block runs, such as an evaluation."""
+        """Give the model its mean weights while the block runs."""
         return nullcontext() if self.average is None else self.average.swapped()
 
     def end(self) -> Path | None:
-        """Install the mean of the weights, fix learned ranges, and export the file.
+        """Install the mean weights, fix learned ranges, and export the file.
 
         Raises:
-            CompressError: as `compress.export_onnx` does.
+            CompressError: as `compress.export_onnx`.
         """
         model = self._model()
         if self.average is not None:

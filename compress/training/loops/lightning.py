@@ -1,4 +1,4 @@
-"""A Lightning callback; needs the extra `lightning`, or the package `pytorch_lightning`, its older name."""
+"""A Lightning callback; needs the extra `lightning`, or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class QuantizationCallback(Callback):
     """Quantizes a module's network before its optimizer is made, and does the rest of the cycle during `fit`.
 
     Args:
-        cycle: calibration data, quantization, averaging, freezing and export.
         attribute: name of the network in the LightningModule.
     """
 
@@ -32,12 +31,12 @@ class QuantizationCallback(Callback):
         self._swapped = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace the float network by the quantized one; Lightning calls this before it makes optimizers."""
+        """Replace the float network, before optimizers are made."""
         if stage == "fit" and self.cycle.model is None:
             setattr(pl_module, self.attribute, self.cycle.begin(getattr(pl_module, self.attribute)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Freeze what the epoch freezes; Lightning may have changed the modes."""
+        """Freeze what the epoch freezes."""
         self.cycle.epoch(trainer.current_epoch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -47,7 +46,7 @@ class QuantizationCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the mean after an optimizer step; with accumulation not every batch makes one."""
+        """Update the mean if the batch ended an optimizer step."""
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if self._means is not None and self.cycle.model is not None and self.cycle.qat.ema_decay is not None:
@@ -61,7 +60,7 @@ class QuantizationCallback(Callback):
         self._swapped.enter_context(self.cycle.averaged())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the weights of the last step."""
+        """Restore the weights of the last step."""
         self._swapped.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""A callback for Transformers' Trainer, and the form in which it takes a network; needs `transformers`."""
+"""A callback and a form of the network for Transformers' Trainer; needs `transformers`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,15 @@ class ClassifierForTrainer(nn.Module):
 class QuantizationTrainerCallback(TrainerCallback):
     """Freezing, averaging and export during `Trainer.train`.
 
-    The Trainer takes its model when it is made, so the cycle begins before:
+    The cycle begins before:
     `Trainer(model=ClassifierForTrainer(cycle.begin(model)), callbacks=[QuantizationTrainerCallback(cycle)], ...)`.
-
-    Args:
-        cycle: whose `begin` was called.
     """
 
     def __init__(self, cycle: QuantizationCycle) -> None:
         self.cycle = cycle
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Freeze what the epoch freezes; the Trainer puts the model into training mode at each step."""
+        """Freeze what the epoch freezes."""
         self.cycle.epoch(int(state.epoch or 0))
 
     def on_pre_optimizer_step(
