@@ -1,4 +1,4 @@
-"""The layers that our own engine `cuda` makes of a file, without a GPU: the plan is the same on all of them."""
+"""The layers that our own engine `cuda` makes of a file, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _KINDS = {"Linear": "MatMul", "PackImage": "QuantizeImage", "LayerNorm": "Reduce
 
 
 def read_cuda_layers(path: Path | str, *, sides: Sequence[int] = ()) -> EngineListing:
-    """Plan a file for one image, and list the steps.
-
-    Args:
-        path: of an ONNX file.
-        sides: for sizes other than the batch that its inputs leave open, in their order.
+    """Plan an ONNX file for one image, and list the steps; `sides` are sizes that its inputs leave open after the batch.
 
     Raises:
         EngineError: the engine cannot run the file.

@@ -1,10 +1,4 @@
-"""Audits a built engine: the type of every layer, the bytes that it moves, and findings about both.
-
-A recipe requests precisions, an ONNX file holds them, and only the engine shows the ones that run. The functions are
-pure; their input are the layers that a parser read (`nvidia_log`, `nvidia_inspector`). Bytes are counted from types and
-shapes, once for each tensor that a kernel reads or writes: this is the memory traffic that the kernels request, of
-which a cache may serve a part.
-"""
+"""Audits a built engine: the type of every layer, the bytes that it moves, and findings about both."""
 
 from __future__ import annotations
 
@@ -24,11 +18,10 @@ class EngineAudit:
     """Audit of an engine.
 
     Attributes:
-        source: origin of the layers, such as `build log`.
         fixed_batch: images of one run; None if the batch size is open.
         layers: in the order in which they run.
-        findings: facts that the owner of the engine should know, most important first.
-        advice: how to move fewer bytes; "" if there is no advice.
+        findings: most important first.
+        advice: how to move fewer bytes; "" if there is none.
         masked: layers with 2:4 weights.
 
     Examples:
@@ -51,7 +44,7 @@ class EngineAudit:
 
     @property
     def fp16_bytes(self) -> float:
-        """Estimate of the bytes that the same network moves for one image in pure fp16, with its epilogues fused."""
+        """Estimate of the bytes that a fused fp16 network moves for one image."""
         return sum(layer.fp16_bytes for layer in self.layers)
 
     @property
@@ -61,7 +54,7 @@ class EngineAudit:
 
     @property
     def unknown_sizes(self) -> int:
-        """Number of activations of unknown size, which are missing in all sums of bytes."""
+        """Number of activations of unknown size, which no sum of bytes includes."""
         return sum(layer.unknown_sizes for layer in self.layers if layer.role != "host")
 
     @property
@@ -91,7 +84,7 @@ def audit_listing(
     """Audit an engine.
 
     Args:
-        listing: its layers, from `parse_build_log` or `parse_inspector`.
+        listing: from `parse_build_log` or `parse_inspector`.
         onnx: the file that it was built from, which gives the rows of each image in a flattened tensor.
         sparse_nodes: ONNX nodes whose weights are 2:4, for engines that do not report it.
     """

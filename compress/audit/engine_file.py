@@ -1,4 +1,4 @@
-"""Audits an engine by its file: what it is, where its layers are listed, and the ONNX file that it was built from."""
+"""Audits an engine by its file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
     Args:
         path: a built engine with its log or the inspector's JSON beside it, or one of these files; an ONNX file stands
             for the plan that the engine `cuda` makes of it.
-        onnx: the file that the engine was built from: its 2:4 weights, and the rows of flattened tensors; None = the
-            file beside the engine, if it is there and unchanged.
-        sides: of an ONNX file: sizes that its inputs leave open after the batch, in their order, such as height and
-            width. A built engine has its own.
+        onnx: the file that the engine was built from; None = the file beside the engine, if it is there and unchanged.
+        sides: of an ONNX file: sizes that its inputs leave open after the batch, such as height and width.
 
     Raises:
         AuditError: there is no such file, nothing lists the engine's layers, or a built engine is given sides.

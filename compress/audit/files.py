@@ -1,4 +1,4 @@
-"""Finds and reads the layers of an engine: from the files beside it, a build log, or the inspector's JSON."""
+"""Finds and reads the layers of an engine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def read_engine_layers(path: Path | str) -> EngineListing:
     """Read the layers of an engine.
 
     Args:
-        path: an engine with `<engine>.layers.json` (the inspector's, preferred) or `<engine>.log` beside it; or one of
-            these files itself.
+        path: an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it; or one of these files itself.
 
     Raises:
         AuditError: the file does not exist, no file is beside the engine, or the file lists no layer.
@@ -68,7 +67,7 @@ def onnx_beside(path: Path | str) -> Path | None:
 
 
 def _parsed(parse: Callable[[str], EngineListing], path: Path) -> EngineListing:
-    """Read a file with a parser of NVIDIA's forms, which have no specification: what it trips over is refused."""
+    """Read a file with a parser of NVIDIA's forms; refuse what it trips over."""
     try:
         return parse(_text(path))
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:

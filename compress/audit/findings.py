@@ -1,4 +1,4 @@
-"""Findings of an audit: facts that the owner of an engine should know, each with its layers and its bytes."""
+"""Findings of an audit, each with its layers and its bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Finding:
     """A fact that the owner of an engine should know.
 
     Attributes:
-        kind: of finding.
         text: one sentence, with counts.
         layers: names of the layers concerned.
         bytes: activation bytes an image that they move; 0 if the finding is not about bytes.
@@ -137,7 +136,7 @@ def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> l
 def layers_with_sparse_weights(
     layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]
 ) -> list[AuditedLayer]:
-    """Return convolutions and products with 2:4 weights, as reported by the engine or found in the ONNX file."""
+    """Return convolutions and products with 2:4 weights, as reported or found in the ONNX file."""
     return [
         audited
         for layer, audited in zip(listing.layers, layers, strict=True)

@@ -1,4 +1,4 @@
-"""Audits one layer of an engine: its role in the network, the type that it computes in, the bytes that it moves."""
+"""Audits one layer of an engine."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ class AuditedLayer:
 
     Attributes:
         name, kind, onnx_nodes, tactic: as reported by the engine.
-        operation: kind of computation.
-        role: `weighted` multiplies by a weight; `quantize` converts a float to 8 bits; `requantize` converts the
-            floating-point result of a weighted layer, which that layer could have done itself; `add` is one of these
-            two, or a float kernel, that also sums two branches; `host` does not run on the GPU.
+        role: `weighted` multiplies by a weight; `quantize` converts a float to 8 bits; `requantize` converts the float
+            result of a weighted layer; `add` is one of these two, or a float kernel, that also sums two branches; `host`
+            does not run on the GPU.
         precision: type in which a weighted layer multiplies; "" of the others.
         input_types, output_types, formats: of the activations, in order; formats are of the outputs.
         read_bytes, written_bytes: activations.
         weight_bytes: constants, read once for a run of any batch size.
         macs: None = unknown.
         sparse: True if its kernel skips the zeros of a 2:4 weight; None = unknown.
-        unknown_sizes: number of activations whose type or size the engine did not report; the bytes are without them.
+        unknown_sizes: number of activations of unknown type or size; the bytes are without them.
         reads, writes: names of the activations.
-        fp16_bytes: estimate of the activation bytes that a pure fp16 engine moves in its place; 0 if such an engine
-            fuses it away.
+        fp16_bytes: estimate of the activation bytes of an fp16 engine in its place; 0 if that fuses it away.
         more: further facts that the engine reports.
     """
 
@@ -111,7 +109,7 @@ def audit_layer(
 
 
 def _precision(layer: EngineLayer) -> str:
-    """Return the type of the operands: of the first activation, or of the weight if the former is unknown."""
+    """Return the type of the first activation, or of the weight if that is unknown."""
     read, _ = activations(layer)
     weight = weight_of(layer)
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
@@ -150,7 +148,7 @@ def _sums(layer: EngineLayer) -> bool:
 
 
 def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> float:
-    """Return the bytes of the kernel in a layer's place in an fp16 engine; 0 if it would have been fused away."""
+    """Return the bytes of an fp16 kernel in a layer's place; 0 if it would have been fused away."""
     read, written = activations(layer)
 
     def half(tensors: Iterable[EngineTensor]) -> float:

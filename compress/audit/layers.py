@@ -1,9 +1,4 @@
-"""The layers of a built engine, in one form for all sources: build logs and the inspector's JSON.
-
-An engine can differ from its ONNX file: an INT8 convolution may write FP32 and leave it to another kernel to quantize
-the result, a sum may not fuse, a layer may fall back to floating point. The parsers (`nvidia_log`, `nvidia_inspector`)
-fill these classes; `audit.engine` evaluates them.
-"""
+"""The layers of a built engine, in one form for build logs and the inspector's JSON."""
 
 from __future__ import annotations
 
@@ -49,14 +44,12 @@ class EngineTensor:
     """A tensor that a layer reads or writes.
 
     Attributes:
-        name: in the engine.
         dtype: key of `TYPE_BYTES`, or "unknown".
-        shape: in the engine; -1 is a dimension that is known only when it runs.
+        shape: -1 is a dimension that is known only when it runs.
         format: memory layout, in TensorRT's words.
-        strides: elements from one index to the next of each dimension; () if unknown. A part of a larger tensor has the
-            strides of that tensor.
-        rows: part of the open dimension that belongs to one image, such as its tokens (`audit.rows`); None = unknown,
-            or, without a shape, of a tensor of unknown shape.
+        strides: in elements; () if unknown. A part has the strides of the larger tensor.
+        rows: part of the open dimension that belongs to one image; None = unknown, or, without a shape, of a tensor of
+            unknown shape.
     """
 
     name: str
@@ -67,10 +60,7 @@ class EngineTensor:
     rows: int | None = 1
 
     def elements(self, batch: int = 1) -> int | None:
-        """Return the elements in memory for `batch` images, with the channels that a vectorized format pads.
-
-        None if the rows of the open dimension are unknown.
-        """
+        """Return the elements in memory for `batch` images, with padded channels; None if the rows are unknown."""
         if self.rows is None and (-1 in self.shape or not self.shape):
             return None
         shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
@@ -102,17 +92,16 @@ class EngineLayer:
     """One layer of an engine.
 
     Attributes:
-        name: in the engine.
-        kind: the engine's own name of the operation, such as `CaskConvolution`, `correlation` or `kgen`.
-        onnx_nodes: nodes of the ONNX file that it came from; () if the engine does not report them.
-        inputs, outputs: activations read and written.
-        constants: weights and other constants; () if the engine does not list them.
+        kind: the engine's own name of the operation, such as `CaskConvolution`.
+        onnx_nodes: nodes of the ONNX file that it came from; () if unreported.
+        inputs, outputs: activations.
+        constants: () if the engine does not list them.
         tactic: kernel chosen; "" if it is chosen later or unknown.
         weight_elements: elements of its weight, if reported apart from the constants.
         weight_type: their type; "" if it is not reported apart.
         out_channels: of a convolution, if reported.
         sparse_weights: True if the builder found a 2:4 weight; None if it does not report it.
-        more: further facts that the engine reports, such as `Kernel` or `TacticValue`.
+        more: further facts that the engine reports.
     """
 
     name: str
@@ -134,9 +123,8 @@ class EngineListing:
     """All layers of an engine, and their source.
 
     Attributes:
-        source: such as `TensorRT-RTX build log`.
         layers: in the order in which they run.
-        inputs, outputs: names of the network's own tensors; () if they are not reported.
+        inputs, outputs: names of the network's own tensors; () if unreported.
         notes: sentences on facts that the source does not report.
     """
 
@@ -159,7 +147,7 @@ _MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", 
 
 
 def operation(layer: EngineLayer) -> Operation:
-    """Return the kind of computation of a layer, from the engine's name of its kind; `other` if that is unknown."""
+    """Return the kind of computation of a layer; `other` if the engine's name of it is unknown."""
     if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
         named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
         return "product" if weight_of(layer) is not None or named else "pointwise"
@@ -195,10 +183,7 @@ def weight_of(layer: EngineLayer) -> EngineTensor | None:
 
 
 def macs(layer: EngineLayer, batch: int = 1) -> int | None:
-    """Return the multiply-accumulates for `batch` images: 0 if no matrix is multiplied, None if the weight is unknown.
-
-    Every output element of a convolution or product takes (weight elements / output channels) of them.
-    """
+    """Return the multiply-accumulates for `batch` images: 0 if no matrix is multiplied, None if the weight is unknown."""
     kind = operation(layer)
     if kind not in {"conv", "product"}:
         return None if kind == "other" else 0
@@ -239,7 +224,7 @@ def _out_channels(kind: Operation, weight: EngineTensor | None, out: Sequence[in
 
 
 def _weight_input(layer: EngineLayer) -> EngineTensor | None:
-    """Return a convolution's weight that another layer prepares while the engine runs (dequantized, or refitted)."""
+    """Return a convolution's weight that another layer prepares while the engine runs."""
     if operation(layer) != "conv" or not layer.outputs:
         return None
     out = layer.outputs[0].shape

@@ -1,11 +1,4 @@
-"""Parses the layers of an engine from TensorRT's inspector: JSON of `trtexec --exportLayerInfo` and EngineInspector.
-
-Two forms are read. Up to 10.x a tensor's layout and type are one sentence, `Format/Datatype`, and the network's own
-tensors are names under `Bindings`. From 11.0 on `Format` and `Datatype` are separate and `I/O Tensors` holds objects
-(TensorRT documentation, "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"). Both need an engine built with
-profiling verbosity DETAILED; of an engine with dynamic shapes, 10.x reports types only through an execution context
-whose shapes are set. Facts that a layer does not report are unknown, and counted in the notes (`nvidia_layer`).
-"""
+"""Parses the layers of an engine from the JSON of TensorRT's inspector, in the forms up to 10.x and from 11.0 on."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ _AGAIN = "build the engine with profiling verbosity DETAILED (trtexec --profilin
 
 
 def parse_inspector(text: str) -> EngineListing:
-    """Read the inspector's JSON of one engine.
+    """Read the inspector's JSON of one engine, built with profiling verbosity DETAILED.
 
     Raises:
         AuditError: the text is not JSON, not the inspector's, or holds names of layers only.

@@ -1,8 +1,4 @@
-"""Turns TensorRT's description of a layer, from JSON or from a log, into an `EngineLayer`.
-
-Keys differ between versions, kinds of layers and verbosity. A missing key is not guessed: a name or kind becomes "?", a
-type or shape unknown, and `omissions` counts them; keys that nothing here reads are stored in `EngineLayer.more`.
-"""
+"""Turns TensorRT's description of a layer, from JSON or from a log, into an `EngineLayer`; missing keys stay unknown."""
 
 from __future__ import annotations
 
@@ -66,23 +62,15 @@ def omissions(layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def first_profile(layers: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the layers of the first optimization profile, and the number of others.
-
-    An engine of several profiles lists its layers once for each; those of the second and later end in `[profile N]`.
-    """
+    """Return the layers of the first optimization profile, and the number of others, whose names end in `[profile N]`."""
     own = [layer for layer in layers if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
     return own, len(layers) - len(own)
 
 
 def without_constants(layers: Sequence[EngineLayer], borders: Collection[str]) -> tuple[EngineLayer, ...]:
-    """Move weights and biases that are listed among a layer's inputs to its constants.
+    """Move weights and biases that are listed among a layer's inputs, as by TensorRT 10, to its constants.
 
-    TensorRT 10 lists those of its products so. They are the inputs that no layer writes and that are not the network's
-    own.
-
-    Args:
-        layers: all of an engine.
-        borders: names of the network's inputs and outputs; without any, the layers are returned unchanged.
+    Without `borders`, the network's inputs and outputs, the layers are returned unchanged.
     """
     if not borders:
         return tuple(layers)

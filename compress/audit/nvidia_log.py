@@ -1,15 +1,4 @@
-r"""Parses the layers of an engine from a verbose build log of TensorRT-RTX, which needs no GPU, or of TensorRT.
-
-With profiling verbosity DETAILED the builder ends its log with the inspector's text form of the engine, a line a layer:
-
-    Layers:
-    Name: N, LayerType: K, Inputs: [ {...}, {...}], Constants: [...], Outputs: [...], TacticName: T, ..., Metadata: M
-
-where each {...} is `Name, Dimensions, Strides, StrideOrder, Datatype, Format` (TensorRT-RTX, recorded from 1.7.1) or
-`Name, Location, Dimensions, Format/Datatype` (TensorRT 10, from logs in issues), and M names the ONNX nodes as
-`[ONNX Layer: node]`. `I/O Tensors:` or `Bindings:` follows. TensorRT-RTX chooses kernels when the engine first runs, so
-its tactics of convolutions are stubs.
-"""
+r"""Parses the layers of an engine from a verbose build log of TensorRT-RTX or TensorRT, a line a layer."""
 
 from __future__ import annotations
 
@@ -53,7 +42,7 @@ def parse_build_log(text: str) -> EngineListing:
 
 
 def _keys(line: str) -> dict[str, Any] | None:
-    """Return the keys of a layer's line in the form of the inspector's JSON; None for any other line."""
+    """Return the keys of a layer's line; None for any other line."""
     name, found, rest = line.partition("Name: ")[2].partition(", LayerType: ")
     kind, begun, rest = rest.partition(", Inputs: [")
     ends = [at for mark in ("], Constants: [", "], Outputs: [") if (at := rest.find(mark)) >= 0]
@@ -89,7 +78,7 @@ def _tensor(text: str) -> dict[str, Any]:
 
 
 def _items(text: str) -> Iterator[tuple[str, str]]:
-    """Yield key and value of `key: value, key: {...}, key: [...]`; a comma within brackets belongs to the value."""
+    """Yield key and value of `key: value, key: {...}, key: [...]`."""
     depth = begun = 0
     for at, letter in enumerate(f"{text}, "):
         depth += (letter in "{[") - (letter in "}]")
@@ -111,7 +100,7 @@ def _value(text: str) -> Any:
 
 
 def _io_names(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the network's inputs and outputs: from `I/O Tensors`, or from the names that follow `Bindings:`."""
+    """Return the network's inputs and outputs, from `I/O Tensors` or `Bindings:`."""
     io = [line.partition("Name: ")[2].partition(", IOMode: ") for line in block if ", IOMode: " in line]
     if io:
         inputs, outputs = (

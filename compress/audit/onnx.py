@@ -1,7 +1,4 @@
-"""Audits an ONNX file: which weighted operations are INT8, why the others are not, and if the scales are valid.
-
-Only the file is read, so that files of other tools can be audited too.
-"""
+"""Audits an ONNX file: which weighted operations are INT8, why the others are not, and if the scales are valid."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class AuditedNode:
     """One weighted operation of an ONNX file.
 
     Attributes:
-        name: ONNX node.
         op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
         input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... after a DequantizeLinear; else `float`.
         per_channel: True if the weight has a scale for each channel.
@@ -52,13 +48,10 @@ class OnnxAudit:
     """Content of an ONNX file.
 
     Attributes:
-        path: the file.
-        opset: version of the standard operators.
         rows: the weighted operations, in graph order.
         activation_pairs: number of QuantizeLinear nodes.
         float_type: type of the part that is not quantized (`float32` or `float16`).
         ops: number of nodes by type.
-        metadata: entries of the model.
 
     Examples:
         >>> audit = compress.audit_onnx("int8.onnx")
@@ -83,9 +76,6 @@ class OnnxAudit:
 
 def audit_onnx(path: Path | str) -> OnnxAudit:
     """Read an ONNX file and list its weighted operations, each INT8 or with the reason why not.
-
-    Args:
-        path: ONNX file, with its external weights beside it if it has any.
 
     Raises:
         AuditError: the file is not ONNX, or a scale is zero, NaN, infinite or negative; the message names the node.
@@ -126,7 +116,7 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
 
 
 def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, OnnxGraph, str]]:
-    """Yield each node of a graph and of all graphs in it, with its graph and the path of the nodes that hold it."""
+    """Yield each node of a graph and its subgraphs, with its graph and the path of the nodes that hold it."""
     for node in view.graph.node:
         yield node, view, place
         for inner in inner_graphs(node):
@@ -134,7 +124,7 @@ def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, O
 
 
 def _within(row: AuditedNode, place: str) -> AuditedNode:
-    """Name the nodes that hold an operation, in its name and in the reason why it is float."""
+    """Name the nodes that hold an operation, in its name and reason."""
     if not place:
         return row
     reason = row.reason and f"{row.reason}; it is inside {place.rstrip('/')}, which is not quantized"
@@ -146,11 +136,9 @@ class NodeSparsity:
     """Zeros in the constant weight of one operation.
 
     Attributes:
-        name: ONNX node.
-        dtype: of the constant: `int8` if it is quantized.
+        dtype: `int8` if it is quantized.
         zeros: share of the elements that are zero.
-        violations: groups of m consecutive input channels that hold more than n values; None if m does not divide the
-            channels.
+        violations: groups of m input channels with more than n values; None if m does not divide the channels.
     """
 
     name: str
@@ -160,12 +148,7 @@ class NodeSparsity:
 
 
 def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsity, ...]:
-    """Look for an n:m pattern along the input channels of every constant weight, in the integers if it is INT8.
-
-    Args:
-        path: ONNX file.
-        n: values that a group may hold.
-        m: consecutive input channels of a group.
+    """Look for n values at most in every m consecutive input channels of each constant weight.
 
     Raises:
         AuditError: the file is not ONNX.
@@ -218,7 +201,7 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _check_scales(view: OnnxGraph) -> None:
-    """Refuse scales that are not positive and finite; scales that are computed at run time are not in the file."""
+    """Refuse scales in the file that are not positive and finite."""
     for node in view.graph.node:
         scale = view.array(node.input[1]) if node.op_type in {"QuantizeLinear", "DequantizeLinear"} else None
         if scale is None:
@@ -250,7 +233,7 @@ def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
 
 
 def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
-    """Return a recurrent operation, whose weights count as those of others do: it is not INT8 in any file."""
+    """Return a recurrent operation: it is not INT8 in any file."""
     weights = [view.array(name) for name in node.input[1:3]]
     return AuditedNode(
         name=node.name or node.output[0],

@@ -1,9 +1,4 @@
-"""Infers the shape of every result in an ONNX file for one image.
-
-The batch dimension has a name in the file, and inference gives it another name after each reshape. So shapes are
-inferred twice, for batches of two and of three: the dimension that grows from one to the other contains the batch.
-Weights are emptied first; only small constants are needed, since they can be the shape of a reshape.
-"""
+"""Infers the shape of every result in an ONNX file for one image, by comparing batches of two and of three."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Checks an engine against the requirement of the recipe (`export.require`), and describes each violation.
-
-`int8`: every operation that is INT8 in the ONNX file computes in 8 bits in the engine, and there is at least one.
-`fp16`: no convolution or product computes in FP32.
-"""
+"""Checks an engine against the requirement of the recipe (`export.require`), and describes each violation."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ _SHOWN = 3
 def unmet_by_audit(audit: EngineAudit, require: Require, int8_nodes: Collection[str]) -> tuple[str, ...]:
     """Describe how an audited engine violates a requirement; () if it does not.
 
-    Args:
-        audit: of the engine.
-        require: requirement.
-        int8_nodes: names of the operations that are INT8 in its ONNX file (`audit_onnx`).
+    `int8`: every operation of `int8_nodes` computes in 8 bits, and there is one; `fp16`: none computes in FP32.
     """
     if require == "fp16":
         wide = [layer.name for layer in audit.weighted if layer.precision in {"fp32", "tf32"}]
@@ -60,7 +53,7 @@ def lost_in_audit(audit: EngineAudit, int8_nodes: Collection[str]) -> tuple[str,
 def unmet_by_runtime(
     layers: Sequence[RuntimeLayer], int8_nodes: Collection[str], also: Mapping[str, Collection[str]] | None = None
 ) -> tuple[str, ...]:
-    """Describe how an engine that lists its runtime layers is not INT8 where its ONNX file is (`lost_in_runtime`)."""
+    """Describe how an engine that lists its runtime layers is not INT8 where its ONNX file is."""
     if not int8_nodes:
         return ("the ONNX file has no INT8 operation",)
     return _missing(lost_in_runtime(layers, int8_nodes, also), int8_nodes)
@@ -71,12 +64,7 @@ def lost_in_runtime(
 ) -> tuple[str, ...]:
     """Return those of `int8_nodes` that no runtime layer (OpenVINO, ONNX Runtime, cuda) computes in 8 bits.
 
-    OpenVINO invents the name of a layer whose bias it folds away; each such layer stands for one of the nodes.
-
-    Args:
-        layers: of the engine.
-        int8_nodes: names of the operations that are INT8 in its ONNX file.
-        also: further names of an operation (`folded_names`).
+    `also` has further names of an operation (`folded_names`).
     """
     eight = [one for one in layers if one.kind in _RUNTIME_WEIGHTED and one.precision in {"i8", "u8"}]
     names = [name for layer in eight for name in layer.original_names]
@@ -92,10 +80,7 @@ def lost_in_runtime(
 
 
 def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
-    """Return the names that an engine may give a product or convolution of a file instead of its own.
-
-    OpenVINO names a layer by what it folded into it: a constant that is added or multiplied, or the graph's output.
-    """
+    """Return the names that an engine may give a product or convolution of a file instead of its own."""
     view = OnnxGraph(load_onnx(path).graph)
     results = {value.name for value in view.graph.output}
     found: dict[str, tuple[str, ...]] = {}

@@ -1,11 +1,4 @@
-"""Roofline of a built engine, and the layers in which INT8 can be faster than fp16.
-
-The network's own roofline (`compress.roofline`) bounds the speed of a perfect engine. This one takes the bytes and
-types of a real engine: a convolution that writes FP32 and the kernel that quantizes its result are two rows. The same
-figures show for each layer if INT8 can be faster than fp16 on that device: INT8 halves the time of the products at
-best, and the extra kernels cost bytes. All times are lower bounds, without the launch of kernels; a cache may serve a
-part of the bytes.
-"""
+"""Roofline of a built engine, and the layers in which INT8 can be faster than fp16."""
 
 from __future__ import annotations
 
@@ -25,7 +18,6 @@ class LayerChoice:
     """A weighted layer with the kernels that quantize its result, in INT8 as built and in fp16 as estimated.
 
     Attributes:
-        name: of the layer.
         int8_ms, fp16_ms: least times for the batch.
         int8_bytes, fp16_bytes: activations, for one image.
     """
@@ -43,13 +35,7 @@ class LayerChoice:
 
 
 def engine_roofline(audit: EngineAudit, *, device: str | Device, batch_size: int = 32, name: str = "") -> Roofline:
-    """Compute the roofline of an engine's layers on a device.
-
-    Args:
-        audit: of the engine.
-        device: a name of `DEVICE_NAMES`, `machine`, or a `Device`.
-        batch_size: images of one run.
-        name: of the network, for titles.
+    """Compute the roofline of an engine's layers on a device: a name of `DEVICE_NAMES`, `machine`, or a `Device`.
 
     Raises:
         RooflineError: the device is unknown, or lacks a precision of the engine.

@@ -1,13 +1,4 @@
-"""Infers how many rows each image has in the open dimension of an engine's tensors.
-
-TensorRT flattens: in a transformer `[-1, 768]` holds batch times tokens, and `[-1, 197, 64]` batch times heads. If the
-open dimension were the batch alone, such a tensor would count a two-hundredth of its bytes.
-
-Two sources are certain: the network's own inputs and outputs have one row for each image; and if all known dimensions
-of a tensor occur in the shape of an ONNX result of the layer that writes it, the other dimensions of that result are
-its rows. From there the rows of other tensors follow: of other views of the same tensor, which have as many elements or
-are parts of it, and through kernels that keep their rows or their elements. All others stay unknown, and are reported.
-"""
+"""Infers how many rows each image has in the open dimension of an engine's tensors, such as tokens or heads."""
 
 from __future__ import annotations
 
@@ -38,12 +29,7 @@ _KEEPS = {
 
 
 def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
-    """Return the listing with `rows` of every tensor, None if they are unknown.
-
-    Args:
-        listing: from a parser.
-        shapes: of the ONNX file that the engine was built from; None without that file.
-    """
+    """Return the listing with `rows` of every tensor, None if unknown; `shapes` are of the ONNX file it was built from."""
     known = _borders(listing)
     _spread(listing, shapes or {}, known)
     _drop_contradictions(listing, known)
@@ -60,7 +46,7 @@ def _view(tensor: EngineTensor) -> _View:
 
 
 def _open(tensors: Sequence[EngineTensor]) -> Iterator[EngineTensor]:
-    """Yield the tensors with exactly one open dimension; of two, or of no elements, the rows are ambiguous."""
+    """Yield the tensors with exactly one open dimension, and with elements."""
     return (t for t in tensors if t.shape.count(-1) == 1 and 0 not in t.shape)
 
 
@@ -88,11 +74,7 @@ def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
 
 
 def _most_written(layer: EngineLayer, known: _Rows) -> float:
-    """Return the largest number of elements that a layer can write.
-
-    A kernel that repeats and joins nothing writes at most as many as it reads. It may read only a part of the result of
-    the ONNX node, whose shape would count the whole.
-    """
+    """Return the largest number of elements that a layer can write."""
     steps, read = fused_steps(layer.name), list(_open(layer.inputs))
     if not steps or set(steps) & _GROWS or not read or operation(layer) == "product":
         return math.inf
@@ -153,7 +135,7 @@ def _from_other_views(tensor: EngineTensor, views: dict[_View, EngineTensor], kn
 
 
 def _conserve(layer: EngineLayer, known: _Rows) -> None:
-    """Infer rows through a kernel that only moves and computes elements: it writes as many as it reads."""
+    """Infer rows through a kernel that writes as many elements as it reads."""
     read, written = list(_open(layer.inputs)), list(_open(layer.outputs))
     steps = set(fused_steps(layer.name))
     if not steps or steps - _KEEPS or len(read) != 1 or len(written) != 1 or _view(read[0]) not in known:

@@ -1,4 +1,4 @@
-"""Attention in quantization-aware training without stored scores: softmax(s q k^T), quantized, times v, in one kernel."""
+"""Attention in QAT without stored scores: softmax(s q k^T), quantized, times v, in one kernel."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class FusionReport(GraphReport):
 def fuse_for_training(
     qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward = "float"
 ) -> fx.GraphModule:
-    """A second graph over the same modules, cheaper to train; the same function, with the same gradients, up to rounding.
+    """A second graph over the same modules, cheaper to train; the same function and gradients, up to rounding.
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.

@@ -71,7 +71,7 @@ def is_live(quantizer: Quantizer) -> bool:
 
 
 def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Module], kernels: Kernels | None) -> None:
-    """Give nodes the quantized weights of their layers, as the keyword argument `weight`; the graph is changed in place.
+    """Give nodes the quantized weights of their layers, as the keyword argument `weight`, in place.
 
     `consumers` are in the order of the graph; several may share a layer.
     """
