@@ -20,7 +20,7 @@ _KINDS = {"Linear": "MatMul", "PackImage": "QuantizeImage", "LayerNorm": "Reduce
 
 
 def read_cuda_layers(path: Path | str, *, sides: Sequence[int] = ()) -> EngineListing:
-    """Plan an ONNX file for one image, and list the steps; `sides` are sizes that its inputs leave open after the batch.
+    """Plan an ONNX file for one image, and list the steps; `sides` are sizes left open after the batch.
 
     Raises:
         EngineError: the engine cannot run the file.

@@ -24,7 +24,7 @@ def read_engine_layers(path: Path | str) -> EngineListing:
     """Read the layers of an engine.
 
     Args:
-        path: an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it; or one of these files itself.
+        path: an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it; or one of these files.
 
     Raises:
         AuditError: the file does not exist, no file is beside the engine, or the file lists no layer.

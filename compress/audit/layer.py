@@ -28,7 +28,7 @@ class AuditedLayer:
     Attributes:
         name, kind, onnx_nodes, tactic: as reported by the engine.
         role: `weighted` multiplies by a weight; `quantize` converts a float to 8 bits; `requantize` converts the float
-            result of a weighted layer; `add` is one of these two, or a float kernel, that also sums two branches; `host`
+            result of a weighted layer; `add` is one of these, or a float kernel, that also sums two branches; `host`
             does not run on the GPU.
         precision: type in which a weighted layer multiplies; "" of the others.
         input_types, output_types, formats: of the activations, in order; formats are of the outputs.

@@ -183,7 +183,7 @@ def weight_of(layer: EngineLayer) -> EngineTensor | None:
 
 
 def macs(layer: EngineLayer, batch: int = 1) -> int | None:
-    """Return the multiply-accumulates for `batch` images: 0 if no matrix is multiplied, None if the weight is unknown."""
+    """Return the multiply-accumulates for `batch` images: 0 without a product, None if the weight is unknown."""
     kind = operation(layer)
     if kind not in {"conv", "product"}:
         return None if kind == "other" else 0

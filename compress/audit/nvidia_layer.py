@@ -1,4 +1,4 @@
-"""Turns TensorRT's description of a layer, from JSON or from a log, into an `EngineLayer`; missing keys stay unknown."""
+"""Turns TensorRT's description of a layer, from JSON or from a log, into an `EngineLayer`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def omissions(layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def first_profile(layers: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the layers of the first optimization profile, and the number of others, whose names end in `[profile N]`."""
+    """Return the layers of the first profile, and the number of others, whose names end in `[profile N]`."""
     own = [layer for layer in layers if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
     return own, len(layers) - len(own)
 

@@ -29,7 +29,7 @@ _KEEPS = {
 
 
 def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
-    """Return the listing with `rows` of every tensor, None if unknown; `shapes` are of the ONNX file it was built from."""
+    """Return the listing with `rows` of every tensor, None if unknown; `shapes` are of its ONNX file."""
     known = _borders(listing)
     _spread(listing, shapes or {}, known)
     _drop_contradictions(listing, known)
