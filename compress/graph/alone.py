@@ -1,8 +1,6 @@
-"""Rewriting and measuring networks apart from their surroundings: one thread at a time, in their own types.
+"""Calls that wait for other threads and ignore the caller's autocast and default device.
 
-torch.fx replaces methods of `nn.Module` for the whole process while it traces: two traces at once would take back each
-other's. An autocast around a call would give other ranges, and a file that no engine takes; a default
-device would part new quantizers from the layers that they belong to.
+torch.fx replaces methods of `nn.Module` for the whole process while it traces, so two traces may not overlap.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _ONE = threading.RLock()
 
 
 def _renew() -> None:
-    """Give a forked child a lock of its own: the thread that holds its parent's is not there."""
+    """Give a forked child a lock of its own."""
     global _ONE
     _ONE = threading.RLock()
 

@@ -1,12 +1,4 @@
-"""Attention opened: one opaque operation becomes linear, matmul, softmax, matmul, linear, so that each can be INT8.
-
-Three forms are known: `nn.MultiheadAttention` (self-attention), `F.scaled_dot_product_attention`, and torchvision's
-`shifted_window_attention`. The result stays the same up to rounding. The scale is applied to the product and not to the
-query: both inputs of the matmul are then results of linear layers, and an engine folds the scale into the
-requantization. If a form cannot be opened, `node.meta["whole"]` holds the reason, which the placement shows.
-
-An opened window attention is valid for the image size of the trace only, because its shift mask is a constant.
-"""
+"""Attention opened into linear, matmul and softmax operations, so that each can be INT8."""
 
 from __future__ import annotations
 
@@ -27,14 +19,11 @@ from compress.graph.traits import SHAPES
 
 
 def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> tuple[str, ...]:
-    """Open every attention of a graph made by `trace` (shapes are needed); in place. Shapes are stale afterwards.
+    """Open every attention of a graph made by `trace`, in place; return the names of the opened nodes.
 
-    Args:
-        graph_module: to change.
-        exportable: True opens also those that torch.onnx can write as they are, which is those with four axes.
-
-    Returns:
-        Names of the nodes that were opened.
+    Nodes need shapes, which are stale afterwards. An attention that stays has the reason in `node.meta["whole"]`. The
+    shift mask of a window attention is a constant for the image size of the trace. `exportable` opens also attention
+    with four axes, which torch.onnx can write whole.
     """
     opened = []
     tracer = fx.proxy.GraphAppendingTracer(graph_module.graph)
@@ -93,7 +82,7 @@ def _attend(
     finish: Callable[[Any], Any],
     drop: Callable[[Any], Any] = lambda weights: weights,
 ) -> tuple[Any, Any]:
-    """(drop(softmax(finish(scale q k^T))) v, the weights that multiply v); (..., tokens, width of a head)."""
+    """Return (drop(softmax(finish(scale q k^T))) v, the weights that multiply v)."""
     scores = torch.matmul(query, key.transpose(-2, -1)) * scale
     weights = drop(F.softmax(finish(scores), dim=-1))
     return torch.matmul(weights, value), weights
@@ -103,7 +92,7 @@ def _attend(
 
 
 def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
-    """Self-attention with one in-projection; its weight keeps the name `in_proj_weight`."""
+    """Open self-attention with one in-projection."""
     module: Any = node_module(node)
     bound = inspect.signature(nn.MultiheadAttention.forward).bind(None, *node.args, **node.kwargs)
     bound.apply_defaults()
@@ -147,7 +136,6 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
 
 
 def _drop(node: fx.Node, weights: Any, rate: float) -> Any:
-    """Drop weights of attention in training."""
     name = f"dropouts.{node.name}"
     owner: Any = node.graph.owning_module
     owner.add_submodule(name, nn.Dropout(rate).train(owner.training))
@@ -155,7 +143,6 @@ def _drop(node: fx.Node, weights: Any, rate: float) -> Any:
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    """Return the reason why a call of nn.MultiheadAttention cannot be opened; "" if it can."""
     if not arguments["query"] is arguments["key"] is arguments["value"]:
         return "query, key and value are not one tensor"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
@@ -263,9 +250,7 @@ def _open_windows(node: fx.Node, wrap: Wrap) -> str:
 
 
 def _shift_mask(sides: list[int], window: list[int], shift: list[int]) -> Tensor:
-    """(windows, 1, tokens, tokens): 0 where two pixels of a window were neighbours before the shift, else -100.
-
-    Four axes broadcast like five; torch converts no tensor of five to channels_last (`Module.to`).
+    """Return (windows, 1, tokens, tokens): 0 where two pixels of a window were neighbours before the shift, else -100.
 
     Liu et al., "Swin Transformer", arXiv 2103.14030, section 3.2 (cyclic shift).
     """

@@ -1,9 +1,4 @@
-"""From the batches of a user's loader to the inputs of a model.
-
-A loader yields images alone, or (images, target), or, for a network of several inputs, (first, second, ..., target).
-The signature of the model's `forward` decides how many of them are inputs: as many as have no default. It may also
-yield mappings, such as {"pixel_values": images, "labels": target}, whose keys are arguments of `forward`.
-"""
+"""From the batches of a user's loader to the inputs of a model."""
 
 from __future__ import annotations
 
@@ -23,13 +18,10 @@ Batches = Iterable[Any]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs of a labelled batch and its targets.
+    """Return the inputs of a labelled batch (a tensor, a tuple, or a mapping by keyword) and its targets.
 
     Args:
         batch: (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.
-
-    Returns:
-        A tensor, a tuple of tensors, or a mapping of inputs by keyword; and the targets.
 
     Raises:
         DataError: the batch has no targets.
@@ -52,11 +44,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
-    """The first `count` tensors of a batch, without what follows them, such as a target.
-
-    Args:
-        batch: a tensor; a tuple or list that begins with `count` tensors; or one whose first element holds them.
-        count: inputs of the model.
+    """The first `count` tensors of a batch: a tensor, a tuple or list, or one whose first element holds them.
 
     Raises:
         DataError: the batch holds something else, or too few tensors.
@@ -83,7 +71,9 @@ def _too_few(parts: Sequence[Any], count: int) -> str:
 
 
 def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-    """The inputs of `model` in a batch, on the model's device.
+    """The inputs of `model` in a batch, on its device: as many as `forward` has arguments without a default.
+
+    A mapping gives the tensors whose keys are arguments of `forward`.
 
     Raises:
         DataError: the batch does not hold them.
@@ -110,7 +100,7 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
 
 
 def _arguments(model: nn.Module) -> list[str]:
-    """Names of the arguments of a model; a graph may have renamed those of its `forward`, such as `input`."""
+    """Names of the arguments of `forward`; a graph may have renamed them."""
     if isinstance(model, fx.GraphModule):
         return [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
     return list(inspect.signature(model.forward).parameters)

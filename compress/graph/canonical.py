@@ -17,19 +17,14 @@ from compress.graph.traits import SHAPES
 
 
 def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = True) -> fx.GraphModule:
-    """Trace `model` and bring it to the form that quantization works on; the model is not changed.
+    """Return a graph in the form that quantization works on, in evaluation mode, with shapes on its nodes.
 
-    Args:
-        model: any module; a GraphModule is taken as its own trace.
-        example_inputs: its inputs.
-        fold: fold BatchNorm into the layer before it; False keeps it.
-
-    Returns:
-        A graph module in evaluation mode that computes what `model` does, with shapes on its nodes.
+    The model is not changed; a GraphModule is taken as its own trace. `fold` folds BatchNorm into the layer before
+    it.
 
     Raises:
-        ModelError: the model cannot be traced, changes tensors in place through views that are read again, gives other
-            results in its second call, or the graph computes something else than the model.
+        ModelError: the model cannot be traced, changes tensors in place through views that are read again, gives
+            other results in its second call, or the graph computes something else.
     """
     check_module(model)
     reference = Reference.of(model, example_inputs)
@@ -48,7 +43,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
 
 
 def drop_assertions(graph_module: fx.GraphModule) -> None:
-    """Erase assertions about shapes: they hold for the example, and as consumers they would keep layers from fusing."""
+    """Erase assertions about shapes, which as consumers would keep layers from fusing; in place."""
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node_kind(node) in SHAPES | {"getattr"}:
             graph_module.graph.erase_node(node)

@@ -1,11 +1,4 @@
-"""Compares a rewritten network with the network that it was made from: the guard against silent wrong results.
-
-Tracing, opening attention, folding BatchNorm, smoothing and equalization all claim to keep a network's outputs. Here
-the claim is checked on the example inputs, in float32. What two orders of the same sums may differ by depends on the
-network: a deep one with random weights amplifies every rounding. So a difference beyond the tolerance is looked at
-again in float64, and held against the difference that a change of all weights by one unit of float32 makes. Only what
-is more than that is a defect, and the message names where it begins.
-"""
+"""Compares a rewritten network with the original on the example inputs, and refuses one that computes otherwise."""
 
 from __future__ import annotations
 
@@ -32,14 +25,9 @@ _AMPLIFIED = 8  # how far beyond one sample of the network's own rounding errors
 
 
 def relative_error(reference: Any, result: Any) -> float:
-    """Largest error of a result of a model, relative to the largest magnitude in the tensor that it is in.
+    """Largest error of a result (tensor or container of tensors), relative to its tensor's largest magnitude.
 
-    Args:
-        reference: tensor, or tuple, list, mapping or dataclass of tensors.
-        result: to compare.
-
-    Returns:
-        0 if both are the same; infinity if the number of tensors, a shape, or the places of NaN and infinity differ.
+    Infinity if the number of tensors, a shape, or the places of NaN and infinity differ.
 
     >>> relative_error(torch.tensor([1.0, -4.0]), torch.tensor([1.5, -4.0]))
     0.125
@@ -75,9 +63,7 @@ class Reference:
     """A network before it is rewritten, and its results on the example inputs.
 
     Attributes:
-        model: the network, in evaluation mode; it must not be changed while the reference is in use.
-        inputs: the example inputs.
-        results: of the network.
+        model: in evaluation mode; must not change while the reference is in use.
         name: of its class, for messages.
     """
 
@@ -102,15 +88,11 @@ class Reference:
         return 0.0 if error <= TOLERANCE or self._explained(rewritten) else error
 
     def check(self, rewritten: nn.Module, what: str) -> None:
-        """Refuse a rewritten network that computes something else.
-
-        Args:
-            rewritten: takes the same inputs.
-            what: the rewriting that was done to it, for the message, such as "folding BatchNorm".
+        """Refuse a rewritten network that computes something else; `what` names the rewriting in the message.
 
         Raises:
-            ModelError: the relative error is beyond `TOLERANCE`, and beyond what rounding explains; names the first
-                module that differs.
+            ModelError: the error is beyond `TOLERANCE` and beyond what rounding explains; names the first differing
+                module.
         """
         error = self.difference(rewritten)
         if not error:
@@ -144,7 +126,7 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """The results of a model on copies of inputs, in evaluation mode and without gradients.
 
-    The model keeps its own mode, and its buffers where its forward writes them.
+    Mode and buffers stay as they were.
 
     Raises:
         ModelError: the model fails on them.
@@ -160,10 +142,9 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
-    """Refuse a model whose results depend on earlier calls, which no graph and no file computes.
+    """Refuse a model whose results depend on earlier calls.
 
-    What its forward writes without an effect on the results of the next calls may be a cache, and passes; a buffer
-    that it writes in evaluation mode is said (`CompressWarning`).
+    A buffer that its forward writes without an effect on later results causes a `CompressWarning`.
 
     Raises:
         ModelError: names the buffers and attributes that its forward writes.
@@ -197,7 +178,6 @@ def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
 
 
 def _state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What identifies the value of each buffer and attribute of a model."""
     found: dict[str, tuple[Any, ...]] = {}
     for path, module in model.named_modules():
         for name, value in (*module._buffers.items(), *vars(module).items()):
@@ -218,18 +198,10 @@ def _shake(model: nn.Module) -> None:
 
 
 def first_difference(model: nn.Module, rewritten: nn.Module, inputs: tuple[Tensor, ...]) -> str:
-    """Path of the first module of a rewritten graph from which on its values differ from the model's.
+    """Path of the first module of a rewritten graph from which on its values differ from the model's; "" if none does.
 
-    A folded BatchNorm is compared as the layer that holds it now. Layers that trade scale differ in between and agree
-    afterwards, so the search goes back from the output until it reaches modules that agree.
-
-    Args:
-        model: the network before.
-        rewritten: a graph module made from it.
-        inputs: of both.
-
-    Returns:
-        "" if no module differs.
+    A folded BatchNorm is compared as the layer that holds it. The search goes back from the output, because layers that
+    trade scale differ in between.
     """
     if not isinstance(rewritten, fx.GraphModule):
         return ""
@@ -255,14 +227,12 @@ def first_difference(model: nn.Module, rewritten: nn.Module, inputs: tuple[Tenso
 
 
 def _by_call(graph_module: fx.GraphModule, results: dict[str, list[Any]]) -> dict[fx.Node, Any]:
-    """Results of modules, by path and in the order of their calls, by the node that makes the call."""
     left = {path: iter(values) for path, values in results.items()}
     calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
     return {node: next(left.get(str(node.target), iter(())), None) for node in calls}
 
 
 def _module_results(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, list[Any]]:
-    """The results of every call of every submodule, by path; the model's own hooks stay as they were."""
     found: dict[str, list[Any]] = {}
 
     def keep(path: str) -> Callable[..., None]:

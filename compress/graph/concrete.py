@@ -1,13 +1,6 @@
-"""Values while tracing: the example inputs decide control flow on sizes; control flow on pixels still stops.
+"""Values while tracing: the example inputs decide control flow on sizes; control flow on pixels stops the trace.
 
-torch.fx stops at `if x.shape[2] % 7:` because it has no sizes. Here every node is computed as it is recorded, so that
-the sizes are known: the branch of the example is taken, and the graph is valid for images of that size. Values computed
-*from pixels* must not decide anything: a tensor in an `if`, or a number taken out of a tensor, stops the trace as
-before. Sizes that nothing asks for (a batch dimension passed to `view`) stay symbolic; `trace` checks the graph with
-another batch size.
-
-Some Python code asks for types and lengths, which symbolic values do not have: `len(x)`, `isinstance(x, Tensor)`,
-`torch.zeros(n, ...)`, `x[:, 0] = y`. While a trace runs, these work on symbolic values too (`answered`).
+Each node is computed as it is recorded. Sizes that nothing asks for stay symbolic.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from compress.graph.ops import METHODS_OF_SHAPE, run_node
 
 
 class _Known:
-    """Conversions of a proxy whose value depends on sizes alone; a mixin of `fx.Proxy`."""
+    """Conversions of a proxy whose value depends on sizes alone."""
 
     node: fx.Node
     tracer: Any
@@ -70,7 +63,7 @@ class _KnownAttribute(_Known, Attribute):
 
 
 def _check_attribute(proxy: Any, name: str) -> None:
-    """Refuse what NumPy looks for before it calls `__array__`; a proxy seems to have every attribute."""
+    """Refuse what NumPy looks for before it calls `__array__`."""
     value = proxy.tracer.value_of(proxy)
     if name.startswith("__array_") or (isinstance(value, (tuple, int, float)) and not hasattr(value, name)):
         raise AttributeError(name)
@@ -116,7 +109,7 @@ class Values:
         return copy.copy(value) if isinstance(value, (list, dict)) else value
 
     def sized(self, node: fx.Node) -> Any:
-        """The value whose length `len` of a node returns; tensors have a length too."""
+        """The value, tensors included, whose length a node returns."""
         value = self.values.get(node)
         return value if isinstance(value, Tensor) else self.known(node)
 
@@ -157,10 +150,9 @@ def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
 
 @contextmanager
 def answered(root: nn.Module) -> Iterator[None]:
-    """Let builtins and functions that refuse symbolic values take proxies; restores them afterwards.
+    """Let builtins and functions of torch that refuse symbolic values take proxies; restores them afterwards.
 
-    Builtins are replaced in the Python modules of the packages that define the classes of `root`, whose helpers may be
-    anywhere in them, but not in torch's own; `torch.zeros` and the like are replaced in torch.
+    Builtins are replaced in the packages that define the classes of `root`, but not in torch's own.
     """
     modules = {type(module).__module__ for module in root.modules()}
     packages = {name.partition(".")[0] for name in modules} - {"torch", __name__.partition(".")[0]}
@@ -189,7 +181,6 @@ def answered(root: nn.Module) -> Iterator[None]:
 
 
 def _recorded(name: str) -> Callable[..., Any]:
-    """The function of torch of that name, which records a node if an argument is symbolic."""
     function: Callable[..., Any] = getattr(torch, name)
 
     @functools.wraps(function)
@@ -203,7 +194,7 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 class _Limits:
-    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor; instances are as before."""
+    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor."""
 
     def __init__(self, name: str) -> None:
         self._kind = getattr(torch, name)
@@ -216,7 +207,7 @@ class _Limits:
 
 
 def _unchecked(name: str) -> Callable[..., Any]:
-    """A check of torch, which symbolic conditions pass: the model has run on the example."""
+    """A check of torch that symbolic conditions pass."""
     function: Callable[..., Any] = getattr(torch, name)
 
     def check(*args: Any, **kwargs: Any) -> None:
@@ -233,7 +224,7 @@ def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def new_zeros(*args: Any, **kwargs: Any) -> Tensor:
-    """Call `torch.zeros`, as `new_tensor` does; its kind is known."""
+    """Call `torch.zeros`, as `new_tensor` does."""
     return torch.zeros(*args, **kwargs)
 
 
@@ -246,19 +237,16 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _length(value: Any) -> Any:
-    """`len`; for a tensor its first size, which stays symbolic."""
     return value.size(0) if isinstance(value, fx.Proxy) and _is_tensor(value) else len(value)
 
 
 def _is_instance(value: Any, kind: Any) -> bool:
-    """`isinstance`, which for a proxy also asks its value."""
     if isinstance(value, kind):
         return True
     return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)
 
 
 def _is_callable(value: Any) -> bool:
-    """`callable`, which is true of no proxy: tensors and sizes cannot be called."""
     return callable(value) and not isinstance(value, fx.Proxy)
 
 

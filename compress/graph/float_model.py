@@ -1,8 +1,4 @@
-"""Checks of a model before it is quantized: anything but a plain module in float32 is refused, with advice.
-
-Some of it would trace and quantize without an error: a network that already holds another library's quantizers would
-be quantized twice.
-"""
+"""Checks of a model before it is quantized: anything but a plain module in float32 is refused, with advice."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ def _unwrapped(model: nn.Module) -> str:
 
 
 def _quantizes(kind: type) -> str:
-    """Say what to do with a model that holds a module of this class; "" if the class does not quantize."""
     path = kind.__module__
     if kind.__name__ in _STUBS and _is_of(path, "torch.ao"):
         return ""
@@ -86,7 +81,7 @@ def _is_of(path: str, package: str) -> bool:
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:
-    """Refuse a weight that a hook computes before every call, because no parameter holds it."""
+    """Refuse a weight that a hook computes before every call."""
     for hook in module._forward_pre_hooks.values():
         kind = type(hook).__module__
         if kind == "torch.nn.utils.prune":
@@ -103,7 +98,7 @@ def _check_hooks(name: str, module: nn.Module) -> None:
 
 
 def _check_forward(name: str, module: nn.Module) -> None:
-    """Refuse a `forward` that is a plain function set on an instance: it reaches one module only, never a copy's."""
+    """Refuse a `forward` that is a plain function set on an instance, which no copy runs."""
     if isinstance(vars(module).get("forward"), FunctionType):
         raise ModelError(
             f"{name or 'the model'} has a forward of its own, a function set on the instance, which calls the module "

@@ -1,4 +1,4 @@
-"""BatchNorm folded into the layer before it: y = g (Wx + b - m) / sqrt(v + eps) + h becomes one weight and one bias."""
+"""BatchNorm folded into the layer before it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _LAYERS = tuple(kind for name in WEIGHTED for kind in SPELLINGS[name] if isinsta
 def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = ()) -> tuple[str, ...]:
     """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only consumer; in place.
 
-    A BatchNorm stays if its input has other consumers, if its layer is called twice, or if it follows another operation
-    (pre-activation networks). In evaluation mode the outputs are the same up to rounding.
+    A BatchNorm stays if its layer is called twice. In evaluation mode the outputs are the same up to rounding.
 
     Args:
         graph_module: whose nodes carry shapes.
@@ -52,10 +51,7 @@ def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = 
 
 
 def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
-    """Drop the unused parameters of folded modules that stay for a child (timm's BatchNormAct2d: its activation).
-
-    DistributedDataParallel would wait for their gradients.
-    """
+    """Drop unused parameters of folded modules that stay for a child (DistributedDataParallel would wait for them)."""
     read = {str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"}
     left = dict(graph_module.named_modules())
     for path in paths:
@@ -67,10 +63,7 @@ def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
 
 
 def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(layer, norm) if `norm` is a BatchNorm that can be folded into the layer before it, else None.
-
-    The graph's nodes carry shapes.
-    """
+    """(layer, norm) if `norm` is a BatchNorm that can be folded into the layer before it, else None."""
     if norm.op != "call_module" or node_kind(norm) != "batch_norm" or not norm.args:
         return None
     layer = norm.args[0]
@@ -88,17 +81,14 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _foldable(layer: nn.Module, shape: tuple[int, ...] | None) -> bool:
-    """Return True if a layer computes with its weight alone, and has its channels on axis 1, where BatchNorm's are.
-
-    Those of a linear layer on tokens (N, L, C) and of a convolution without a batch (C, L) are on another axis.
-    """
+    """Return True if a layer computes with its weight alone, and has its channels on axis 1."""
     quantized = isinstance(getattr(layer, "weight_quantizer", None), nn.Module)
     plain = quantized or any(calls_alike(type(layer), kind) for kind in _LAYERS)
     return plain and shape is not None and len(shape) == cast(Tensor, layer.weight).dim()
 
 
 def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
-    """Set a layer's weight. A mask on it stays; a parametrization that would change the weight (a norm) is baked in."""
+    """Set a layer's weight. A mask on it stays; a parametrization that would change the weight is baked in."""
     if parametrize.is_parametrized(layer, "weight"):
         with contextlib.suppress(NotImplementedError, RuntimeError):  # the parametrization has no inverse
             layer.weight = weight.detach()
@@ -111,14 +101,10 @@ def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
 def folded_parameters(
     weight: Tensor, bias: Tensor | None, statistics: Statistics, *, kind: str, groups: int = 1
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the weight and bias of a layer that does the work of the BatchNorm after it too.
+    """Return weight and bias that include the BatchNorm: y = g (Wx + b - m) / sqrt(v + eps) + h.
 
-    Args:
-        weight: (out, in / groups, k...), of transposed convolutions (in, out / groups, k...).
-        bias: (out,); None means zeros.
-        statistics: running mean and variance, epsilon, scale and shift of the BatchNorm.
-        kind: of the layer, as in `graph.traits`.
-        groups: of a convolution.
+    The weight is (out, in / groups, k...), of transposed convolutions (in, out / groups, k...); the bias (out,), None
+    means zeros. `kind` is the layer's in `graph.traits`.
     """
     if kind == "linear":
         mean, variance, epsilon, scale, shift = statistics

@@ -1,11 +1,6 @@
 """Functions that are layers become modules: F.linear, F.conv2d and F.batch_norm over parameters of the model.
 
-`F.conv2d(x, self.weight, ...)` in a module that torch.fx enters (weight-standardized and same-padding convolutions,
-timm's BatchNormAct2d, attention) is a call of a function with a parameter. As a module at the parameter's own path it
-can be folded, quantized, pruned and tuned like every other layer, and its state_dict keeps its names.
-
-A weight that is computed from parameters alone (weight standardization, a bias joined from three) is computed once,
-here, as a BatchNorm is folded once: the layer holds the result and trains it directly.
+A module stands at its parameter's path, so the state_dict keeps its names.
 """
 
 from __future__ import annotations
@@ -39,7 +34,8 @@ _ORDER = {
 def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Replace functional layers of a graph made by `trace` by modules; in place.
 
-    A function that cannot become one stays, with the reason in `node.meta["whole"]`.
+    A weight that is computed from parameters alone is computed once, and trained directly from then on. A function that
+    cannot become a module has the reason in `node.meta["whole"]`.
 
     Returns:
         Paths of the new modules.
@@ -79,7 +75,6 @@ def products_to_linear(graph_module: fx.GraphModule) -> None:
 
 
 def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | None:
-    """The parameter, a matrix, of which a node is the transpose; None if it is anything else."""
     if not isinstance(node, fx.Node) or node_kind(node) != "transpose" or not _is_constant(node):
         return None
     source = node.all_input_nodes[0]
@@ -93,7 +88,7 @@ def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | 
 def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Let convolutions that pad by reflection, repetition or around the image read what F.pad returns; in place.
 
-    A quantizer can then stand between the two, where the engine's convolution reads it. Shapes are stale afterwards.
+    Shapes are stale afterwards.
 
     Returns:
         Paths of the convolutions.
@@ -116,7 +111,7 @@ def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _pads_by_mode(layer: Any) -> bool:
-    """Return True for a convolution of torch's own class, or one that runs alike, that pads with other than zeros."""
+    """Return True for a convolution that pads with other than zeros and runs as torch's own class."""
     plain = any(isinstance(layer, kind) and calls_alike(type(layer), kind) for kind in _CONVOLUTIONS.values())
     return plain and not altered(layer) and layer.padding_mode != "zeros"
 
@@ -149,7 +144,6 @@ def _replace(
 
 
 def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.Node) -> str:
-    """Let a second use of one weight call the module of the first use."""
     if first.meta["arguments"] != {k: v for k, v in arguments.items() if k != "input"}:
         return f"{path} is used before with other settings"
     with node.graph.inserting_before(node):
@@ -176,7 +170,6 @@ def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
 
 
 def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:
-    """The convolution or linear layer that a function computes."""
     weight = _parameter(graph_module, arguments["weight"])
     bias = _parameter(graph_module, arguments["bias"]) if arguments.get("bias") is not None else None
     settings = {k: v for k, v in arguments.items() if k not in {"input", "weight", "bias"}}
@@ -219,7 +212,6 @@ def _names(arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:
-    """The BatchNorm that F.batch_norm computes in evaluation."""
     keys = ("running_mean", "running_var", "weight", "bias")
     values = [constant_value(graph_module, arguments[k]) if arguments.get(k) is not None else None for k in keys]
     if values[0] is None or values[1] is None or arguments.get("training"):
@@ -235,7 +227,6 @@ def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]
 
 
 def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> None:
-    """Set `layer` at `path`, with the children and further tensors of the module that it replaces."""
     if path not in dict(graph_module.named_modules()):  # the weight is the model's own
         graph_module.add_submodule(path, layer.train(graph_module.training))
         return
@@ -253,7 +244,6 @@ def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> No
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Erase constants without consumers, and parameters that became part of another."""
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node.op != "output" and node.op != "placeholder" and _is_constant(node):
             graph_module.graph.erase_node(node)
@@ -272,7 +262,7 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True if a value is no node, or a node computed from parameters, buffers and numbers alone."""
+    """Return True if a value is no node, or computed from parameters, buffers and numbers alone."""
     if not isinstance(value, fx.Node):
         return True
     if value.op == "placeholder" or value.op == "output":

@@ -1,10 +1,4 @@
-"""Operations in place: later consumers of a changed tensor consume the operation that changed it.
-
-`relu_(y)`, or a ReLU with `inplace=True` at the head of a block whose input is also its skip connection, changes `y`
-for every later consumer. A graph that runs line by line computes that too, but its edges do not show it: a quantizer
-inserted after `y` would quantize the values from before the change. Which operations change their inputs is observed in
-a run and not looked up, because tensors count their own changes.
-"""
+"""Operations in place: later consumers of a changed tensor consume the operation that changed it."""
 
 from __future__ import annotations
 
@@ -30,11 +24,7 @@ _OVERWRITING: dict[Any, Any] = {
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
-    """Let every node consume a tensor from the last operation that changed it; in place.
-
-    Args:
-        graph_module: from `trace`.
-        example_inputs: what it is called with.
+    """Let every node consume a tensor from the last operation that changed it, as observed in a run; in place.
 
     Raises:
         ModelError: a tensor is changed through a view of it and read afterwards, which no edge can express.
@@ -75,7 +65,7 @@ def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:
 
     Args:
         owner: holds the node's module, if it has one, whose `inplace` is switched off.
-        node: any node; what overwrites nothing stays as it is.
+        node: stays if it overwrites nothing.
     """
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
@@ -92,13 +82,10 @@ def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _consumers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
-    """Consumers of `node` that come after `line` in the graph."""
     return [user for user in node.users if line < user]
 
 
 class _Runs(fx.Interpreter):
-    """Runs a graph on copies of the inputs, which a model may change too."""
-
     def on(self, inputs: tuple[Tensor, ...]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             self.copies = copies_of(inputs)
@@ -147,12 +134,12 @@ class _Watcher(_Runs):
 
 
 class _Apart(_Runs):
-    """Runs a graph with every node on copies of its own, so that no node changes what another consumes."""
+    """Runs a graph with every node on copies of its own."""
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, super().fetch_args_kwargs_from_env(n))
 
 
 def _changes(tensor: Tensor) -> int:
-    """Number of changes in place of a tensor; 0 if it does not count them (made in inference mode)."""
+    """Number of changes in place of a tensor; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

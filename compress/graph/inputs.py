@@ -18,7 +18,7 @@ TARGET_KEYS = ("labels", "label", "targets", "target")
 
 
 class KeywordInputs(tuple[Tensor, ...]):
-    """Inputs that a model takes by keyword, such as `pixel_values`; a graph traced with them takes them in this order.
+    """Inputs that a model takes by keyword; a graph traced with them takes them in this order.
 
     Attributes:
         names: arguments of the model's `forward`, one for each tensor.
@@ -39,7 +39,7 @@ class KeywordInputs(tuple[Tensor, ...]):
 def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     """A tensor, a sequence or a mapping of tensors as a tuple, which keeps the names of a mapping.
 
-    A mapping may be a batch of a loader: its targets are left out.
+    The targets of a mapping are left out.
 
     Raises:
         ModelError: `example_inputs` is something else, or empty.
@@ -84,7 +84,7 @@ def first_of(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 
 
 def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies of inputs, which a model may change in place."""
+    """Clone the inputs."""
     return each_input(Tensor.clone, inputs)
 
 
@@ -95,7 +95,7 @@ def shapes_text(inputs: tuple[Tensor, ...]) -> str:
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a tensor, tuple, list, mapping or dataclass (model outputs), in order."""
+    """The tensors in a tensor, tuple, list, mapping or dataclass, in order."""
     return [tensor for _, tensor in named_tensors(value)]
 
 

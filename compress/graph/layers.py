@@ -1,8 +1,4 @@
-"""The layers of a graph and their costs: kind, shapes, parameters and macs.
-
-macs are multiply-accumulates of matrix products (flops = 2 * macs); elementwise operations and pools have none and
-count 0. The macs of an unknown operation are None, which is not zero, and `total_macs` names those operations.
-"""
+"""The layers of a graph and their costs: kind, shapes, parameters and macs."""
 
 from __future__ import annotations
 
@@ -28,12 +24,12 @@ class Layer:
         path: the module's path; "" for a function or a method.
         kind: row of `graph.traits`.
         type: class or function, as written.
-        input_shapes: shapes of its tensor arguments.
-        output_shape: shape of its result; None if that is no tensor.
-        weight_elements, bias_elements: elements of its own parameters; in a module with several (attention), those
-            with two dimensions or more are weights.
-        macs: multiply-accumulates for the traced batch; None = unknown.
-        weight_macs: the part of `macs` that multiplies a weight, which is all but the products of attention.
+        output_shape: None if the result is no tensor.
+        weight_elements, bias_elements: elements of its own parameters; of a module with several, those with two
+            dimensions or more are weights.
+        macs: multiply-accumulates of matrix products (flops = 2 * macs), 0 for elementwise operations and pools;
+            None = unknown.
+        weight_macs: the part of `macs` that multiplies a weight.
         groups: groups of a convolution, else 1.
         kernel: kernel size of a convolution or pool, () otherwise.
     """
@@ -60,7 +56,7 @@ def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
 
 
 def _reads_tensors(node: fx.Node) -> bool:
-    """Return True for an unknown operation on tensors; one on numbers, such as `math.ceil`, is shape arithmetic."""
+    """Return True for an unknown operation on tensors; one on numbers is shape arithmetic."""
     return node_kind(node) == "unknown" and bool(tensor_args(node))
 
 
@@ -71,7 +67,7 @@ def total_macs(items: tuple[Layer, ...]) -> tuple[int, tuple[str, ...]]:
 
 
 def tensor_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments (also in lists, as of concat) whose value is a tensor."""
+    """The nodes among a node's arguments (also in lists) whose value is a tensor."""
     return [n for n in node.all_input_nodes if n.meta.get("shape") is not None]
 
 
@@ -102,7 +98,6 @@ def _layer(node: fx.Node) -> Layer:
 
 
 def _output_shape(node: fx.Node) -> Shape | None:
-    """Shape of the result; for an attention module, which returns (output, weights), the shape of its output."""
     if node.meta.get("shape") is None and node_kind(node) == "attention":
         query: Shape = tensor_args(node)[0].meta["shape"]
         return query
@@ -120,7 +115,6 @@ def _macs(node: fx.Node, kind: str) -> Macs | None:
 
 
 def _weight_shape(node: fx.Node) -> Shape | None:
-    """Shape of the weight of a conv or linear, which is a module's or a function's second argument."""
     if node.op == "call_module":
         return tuple(node_module(node).weight.shape)  # type: ignore[arg-type]
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
@@ -172,7 +166,7 @@ def _attention_macs(node: fx.Node) -> Macs | None:
 
 
 def _window_attention_macs(node: fx.Node) -> Macs | None:
-    """Macs of torchvision's shifted_window_attention: the map is padded to whole windows, each attending to itself."""
+    """Macs of torchvision's shifted_window_attention, on a map padded to whole windows."""
     (batch, *sides, width), window = tensor_args(node)[0].meta["shape"], cast("list[int]", node.args[4])
     tokens = batch * math.prod(-(-side // step) * step for side, step in zip(sides, window, strict=True))
     return tokens * width * width * 4, tokens * math.prod(window) * width * 2

@@ -1,8 +1,4 @@
-"""Parts of a graph that differ between training and evaluation, as modules that follow `train()` and `eval()`.
-
-A graph is traced in evaluation mode, in which `F.dropout(x, p, self.training)` is the identity and a branch under
-`if self.training:` is not there. These modules bring both back (`graph.training` inserts them).
-"""
+"""Parts of a graph that differ between training and evaluation, as modules that follow `train()` and `eval()`."""
 
 from __future__ import annotations
 

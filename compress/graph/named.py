@@ -1,8 +1,4 @@
-"""Layers whose parameters keep the names that they had in a module that was not a layer.
-
-`nn.MultiheadAttention` holds the weight of its in-projection as `in_proj_weight`. Once opened, that projection is a
-linear layer like others; only its state_dict says `in_proj_weight`, as the float model's does.
-"""
+"""Layers whose parameters keep the names that they had in a module that was not a layer."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ class Named(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The parameter that the state_dict calls `names["weight"]`."""
+        """The parameter stored as `names["weight"]`."""
         return self._parameters[self.names["weight"]]  # type: ignore[return-value]
 
     @property
     def bias(self) -> Tensor | None:
-        """The parameter that the state_dict calls `names["bias"]`."""
+        """The parameter stored as `names["bias"]`."""
         return self._parameters[self.names["bias"]]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,7 +1,6 @@
 """The kind of an operation, however torch spells it: module, function, operator or tensor method.
 
-`x + y`, `torch.add(x, y)` and `x.add(y)` are all `add`; `nn.ReLU`, `F.relu` and `x.relu_()` are all `relu`. What is
-known of a kind is in `graph.traits`. An operation without a row in the table below is `unknown`, never guessed.
+An operation without a row in the table is `unknown`, never guessed.
 """
 
 from __future__ import annotations
@@ -151,11 +150,7 @@ METHODS_OF_SHAPE = frozenset(method for method, kind in _METHODS.items() if kind
 
 
 def altered(module: nn.Module) -> str:
-    """Why a call of a module is more than its class's forward; "" if it is not.
-
-    Hooks and a `forward` that was set on the instance (as wrapping libraries do) run with the module alone: they would
-    be lost in any other module that takes its place, and may do anything to its result.
-    """
+    """Why a call of a module is more than its class's forward (hooks, or a `forward` set on it); "" if it is not."""
     if "forward" in vars(module):
         return "has a forward of its own, set on the instance: make it a method of a subclass, or take it off"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -184,10 +179,7 @@ def module_kind(module: nn.Module) -> str:
 
 
 def node_kind(node: fx.Node) -> str:
-    """Kind of a node of a GraphModule's graph.
-
-    Besides the operations: `input`, `output`, `constant` (get_attr) and `quantizer`.
-    """
+    """Kind of a node: of its operation, or `input`, `output`, `constant` (get_attr) or `quantizer`."""
     if node.op in {"placeholder", "output"}:
         return "input" if node.op == "placeholder" else "output"
     if node.op == "get_attr":
@@ -211,12 +203,12 @@ def node_module(node: fx.Node) -> nn.Module:
 
 
 def layer_name(node: fx.Node) -> str:
-    """Name that people know the node by: the module's path, or the node's own name."""
+    """The module's path, or the node's own name."""
     return str(node.target) if node.op == "call_module" else node.name
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
-    """The parameter, buffer or other attribute at a dotted path of a module, as `get_attr` nodes name it."""
+    """The parameter, buffer or other attribute at a dotted path of a module."""
     value: Any = module
     for name in path.split("."):
         value = getattr(value, name)
@@ -224,13 +216,9 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 
 
 def run_node(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute one node, without gradients, from the values of its arguments.
+    """Compute one node, not `placeholder` or `output`, without gradients from the values of its arguments.
 
-    Args:
-        root: holds the modules and parameters that the graph names.
-        node: of any kind but `placeholder` and `output`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+    `root` holds the modules and parameters that the graph names.
     """
     with torch.no_grad():
         if node.op == "get_attr":

@@ -1,8 +1,6 @@
 """Parametrizations (torch.nn.utils.parametrize) on modules that can still be pickled.
 
-torch makes a class for every parametrized module and refuses to pickle it. A module registered here pickles as its own
-class with its plain parameters and the parametrizations to register anew. `copy.deepcopy` works as in torch: the copy
-shares the made class, so a parametrization must be removed without changing that class (`bake`).
+`copy.deepcopy` shares the class that torch makes, so a parametrization is removed without changing it (`bake`).
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from torch.nn.utils import parametrize
 def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:
     """Register `part` as a parametrization of the tensor `module.name`; the module pickles afterwards.
 
-    Args:
-        module: any module.
-        name: name of a parameter or buffer, which stays the same object, as `parametrizations.<name>.original`.
-        part: maps the tensor to one of the same shape and type, which is not checked.
+    The tensor stays the same object, as `parametrizations.<name>.original`. `part` must keep shape and type, which is
+    not checked.
     """
     parametrize.register_parametrization(module, name, part, unsafe=True)
     type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
@@ -28,13 +24,8 @@ def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:
 def bake(module: nn.Module, name: str) -> None:
     """Make the tensor `module.name` a plain one, with the value that its parametrizations compute; in place.
 
-    `torch.nn.utils.parametrize.remove_parametrizations` removes the property from the class, and thereby from every
-    deep copy of the module, which then has no such tensor at all.
-
-    Args:
-        module: has a parametrized tensor.
-        name: name of that tensor. Its `original` stays the same object; a tensor computed from several becomes a new
-            parameter.
+    Deep copies keep theirs, unlike after torch's `remove_parametrizations`. The `original` stays the same object; a
+    tensor computed from several becomes a new parameter.
     """
     chains, cls = cast(Any, module).parametrizations, type(module)
     value: Tensor = getattr(module, name).detach()

@@ -1,8 +1,4 @@
-"""The typed report of a graph module: all that is known of it beside its graph, at the attribute `report`.
-
-`trace` attaches a `GraphReport`; quantization replaces it by its subclass `QuantizationReport`. A report survives
-`copy.deepcopy`, `pickle` and `torch.save` of the graph module.
-"""
+"""The typed report of a graph module, at its attribute `report`; it survives copying and pickling."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ class Leaf:
     """A submodule that is one opaque node of the graph.
 
     Attributes:
-        path: the module's path.
         kind: its class.
         reason: why torch.fx could not trace it, or "asked for".
     """
@@ -36,7 +31,6 @@ class GraphReport:
     """Result of a trace beside the graph.
 
     Attributes:
-        leaves: the submodules that are opaque, each with its reason.
         training: what training the graph leaves out of the model's own training; "" if nothing.
         bound: why the graph takes images of no other size, and which; "" if it does, or if that is not known.
         for_training: True for a graph that is for training steps alone, and that no file can hold.
@@ -53,13 +47,9 @@ _PRESERVED = "_user_preserved_attributes"
 
 
 class ReportedModule(fx.GraphModule):
-    """A graph module whose report is kept in any order of pickling and copying.
-
-    torch's own keeps plain attributes and drops `meta` where it is pickled, and where it is copied does the opposite.
-    """
+    """A graph module whose report and `meta` are kept in any order of pickling and copying."""
 
     def __copy__(self) -> Self:
-        """Return a graph module over the same submodules, with the report."""
         made = self.of(super().__copy__())
         name_blocks(made)
         for name, value in self.meta.get(_PRESERVED, {}).items():
@@ -67,7 +57,6 @@ class ReportedModule(fx.GraphModule):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle make a `ReportedModule` again, with its `meta`."""
         return _restored, super().__reduce__()
 
     def train(self, mode: bool = True) -> Self:
@@ -96,7 +85,7 @@ def _restored(rebuild: Any, state: tuple[dict[str, Any], str]) -> ReportedModule
 class Block(nn.Module):
     """Holds the layers of a block of the model under its name; a graph calls the layers, and never the block.
 
-    A hook on it would wait for ever without a word, so registering one says so.
+    Registering a hook on it warns, because the hook would never be called.
     """
 
     def _warn(self) -> None:
@@ -137,7 +126,7 @@ ATTRIBUTES = frozenset({"meta", "report", "placement"})
 
 
 def attach_report(graph_module: fx.GraphModule, report: GraphReport) -> None:
-    """Set `graph_module.report`, and `graph_module.placement` where the report has one; replaces an earlier report."""
+    """Set `graph_module.report`, and `graph_module.placement` where the report has one."""
     _attach(graph_module, "report", report)
     if hasattr(report, "placement"):
         _attach(graph_module, "placement", report.placement)
@@ -155,6 +144,5 @@ def leaves_of(model: nn.Module) -> tuple[Leaf, ...]:
 
 
 def _attach(graph_module: fx.GraphModule, name: str, value: object) -> None:
-    """Set an attribute that survives copies: deepcopy keeps what `meta` names, pickle keeps plain attributes."""
     graph_module.meta.setdefault(_PRESERVED, {})[name] = value
     setattr(graph_module, name, value)

@@ -1,8 +1,6 @@
 """Restores a model after a forward pass: the buffers that the pass wrote, and attributes that became symbolic.
 
-A forward that torch.fx traces writes symbolic values into buffers and caches; one in training mode moves statistics.
-A graph module shares tensors with the model that it was traced from, so both would go on from there. Only what changed
-is written back, because another thread may run the same model.
+Only what changed is written back, because another thread may run the same model.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _take_back(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restore the entries that are symbolic now, and counters and flags; in place."""
     for name, value in list(table.items()):
         if name not in before:
             if _is_symbolic(value):

@@ -1,9 +1,4 @@
-"""Whether a graph takes images of another size than the one it was traced with.
-
-Anchors, positions and strides that a network keeps as tensors, sizes that were Python numbers when it was traced, and
-linear layers over all pixels bind it to one size. The graph is run at twice the height and width on torch's meta
-device, which computes nothing; if that fails, and the size of the trace does not, it is bound.
-"""
+"""Whether a graph takes images of another size than the one it was traced with: it is run at twice that size."""
 
 from __future__ import annotations
 

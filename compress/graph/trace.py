@@ -1,11 +1,4 @@
-"""Tracing: a model becomes a torch.fx graph; what cannot be traced becomes a leaf and is reported.
-
-Where Python depends on sizes (`if x.shape[2] % 7`), the example inputs decide (`concrete`). A submodule whose Python
-depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node, and tracing starts over;
-`leaves_of(graph_module)` gives the reason for every leaf. The graph is run once and compared with the model: a graph
-that computes something else is refused. An autocast inside `forward` is not part of a graph, which computes in the
-types of its tensors; put it around the calls.
-"""
+"""Tracing: a model becomes a torch.fx graph; what cannot be traced becomes a leaf and is reported."""
 
 from __future__ import annotations
 
@@ -49,7 +42,7 @@ _LIBRARIES = frozenset({"torch", "transformers", "timm", "accelerate", "peft"})
 
 
 def check_module(model: object) -> None:
-    """Refuse anything that is not a module, such as a function, and a module whose weights have no values yet.
+    """Refuse anything that is not a module.
 
     Raises:
         ModelError: `model` is no module, or a weight is on the meta device.
@@ -75,15 +68,15 @@ def unwrapped(model: nn.Module) -> str:
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 
-    The graph module holds copies of the model's submodules under their own names; the model is not changed.
+    The graph module, in evaluation mode, holds copies of the submodules under their own names; the model is not
+    changed. The example inputs decide Python code that depends on sizes. A submodule whose code depends on values
+    becomes a leaf, one opaque node (`leaves_of`). An autocast inside `forward` is not part of the graph; put it
+    around the calls.
 
     Args:
         model: any module that returns tensors.
         example_inputs: its input, or inputs in order; a batch of two or more shows the batch dimension better.
         leaves: paths of submodules that become leaves.
-
-    Returns:
-        The graph module, in evaluation mode. `leaves_of` returns its leaves.
 
     Raises:
         ModelError: the model fails on its inputs, gives other results in its second call, fx cannot trace its own
@@ -139,7 +132,6 @@ def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple
 
 
 def _check_names(model: nn.Module) -> None:
-    """Refuse a model whose parts would be overwritten by attributes of its graph module."""
     parts = (*model._modules, *model._parameters, *model._buffers)
     taken = [name for name in parts if name in ATTRIBUTES or hasattr(fx.GraphModule, name)]
     if taken:
@@ -149,7 +141,7 @@ def _check_names(model: nn.Module) -> None:
 
 
 class _Watched:
-    """A hook, and whether it has returned anything, which then is part of what a graph computes."""
+    """A hook, and whether it has returned anything."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.returned = hook, False
@@ -161,7 +153,7 @@ class _Watched:
 
 
 def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
-    """Yield path, table and key of each hook of a user on a block; a graph calls layers alone, whose hooks stay."""
+    """Yield path, table and key of each hook of a user on a block."""
     for path, module in model.named_modules():
         if not (path and Tracer().is_leaf_module(module, path)):
             for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
@@ -169,10 +161,7 @@ def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
 
 
 def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """Return the results of a model, and take off the hooks on its blocks that only look, with a warning.
-
-    They would be given symbolic values once, while the model is traced, and never be called again.
-    """
+    """Return the results of a model, and take off the hooks on its blocks that only look, with a warning."""
     found = list(_block_hooks(model))
     for _, table, key in found:
         table[key] = _Watched(table[key])
@@ -196,7 +185,7 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def _of_library(hook: object) -> bool:
-    """Whether a hook is of a library, which needs no word to a user: it is traced as it is."""
+    """Whether a hook is of a library; it is traced as it is."""
     return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] in _LIBRARIES
 
 
@@ -208,8 +197,7 @@ def _graph_of(
 ) -> fx.GraphModule:
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves.
 
-    A trace without values may end with a graph that computes something else: `isinstance(x, Tensor)` is false for
-    symbolic values there. So `checked` raises where a graph is not the model, and the next way is tried.
+    `checked` raises where a graph is not the model, and the next way is tried.
     """
     for buffers in (False, True):
         with contextlib.suppress(Exception):
@@ -241,7 +229,6 @@ def _with_shapes(
 
 
 def _by_position(graph_module: fx.GraphModule) -> None:
-    """Pass the arguments of modules by position where their signature allows it: `bn(input=x)` becomes `bn(x)`."""
     for node in graph_module.graph.nodes:
         if node.op == "call_module" and node.kwargs:
             with contextlib.suppress(TypeError, ValueError):  # no signature, or not this one
@@ -288,7 +275,7 @@ def _with_leaves(
 
 
 def _parts_of(model: nn.Module) -> str:
-    """Name the networks that a model is made of, such as the backbone of a detector, which may be traced alone."""
+    """Name the networks that a model is made of, which may be traced alone."""
     networks = [name for name, child in model.named_children() if next(child.children(), None) is not None]
     return f", or take a part of the model alone: {', '.join(networks[:6])}" if networks else ""
 
@@ -301,8 +288,6 @@ def _line_of(error: Exception) -> str:
 
 
 class _Shapes(fx.Interpreter):
-    """Runs a graph and notes shape and type of every node's result."""
-
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None

@@ -53,19 +53,13 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace the model, and restore what its code wrote on its modules, such as a counter or a cache.
-
-        fx replaces methods of `nn.Module` for the whole process meanwhile; modules that other threads run compute.
-        """
+        """Trace the model, and restore what its code wrote on its modules."""
         self._thread = threading.get_ident()
         with restored(root):
             return super().trace(root, concrete_args)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Make an argument for each input of the example; all others keep their defaults.
-
-        So `mask is None` is decided as in use, and a decorated `forward` is called as its callers do.
-        """
+        """Make an argument for each input of the example; all others keep their defaults."""
         if self.inputs is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         by_keyword = isinstance(self.inputs, KeywordInputs)
@@ -79,7 +73,7 @@ class Tracer(fx.Tracer):
         return called, [self.root, *made]
 
     def create_arg(self, a: Any) -> Any:
-        """Take numbers of numpy; keep the class of an output that is a dataclass and a mapping, as in transformers."""
+        """Take numbers of numpy; keep the class of an output that is a dataclass and a mapping."""
         if isinstance(a, np.generic):
             a = a.item()  # fx writes numbers into code, in which numpy is not known
         elif isinstance(a, np.ndarray):
@@ -107,7 +101,7 @@ class Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def _elsewhere(self) -> bool:
-        """Whether another thread than the one that traces has called a method that fx replaced."""
+        """Whether another thread has called a method that fx replaced."""
         return threading.get_ident() != self._thread
 
     def known(self, proxy: fx.Proxy) -> Any:
@@ -161,7 +155,7 @@ class Tracer(fx.Tracer):
             raise
 
     def _made_in_forward(self, m: nn.Module) -> bool:
-        """Return True for `nn.ReLU()(x)`: without a state, a module that the network does not hold is its functions."""
+        """Return True for `nn.ReLU()(x)`, a module without a state that the network does not hold."""
         if self._own is None or self._own[0] is not self.root:
             self._own = self.root, {id(module) for module in self.root.modules()}
         return id(m) not in self._own[1]

@@ -1,10 +1,6 @@
-"""Regularization kept alive: what a model does in training only is brought into the graph that was traced without it.
+"""Regularization kept alive: what a model does in training only is brought into the graph traced in evaluation mode.
 
-Dropout with `training=self.training`, stochastic depth, drop path, and noise under `if self.training:` are not in a
-graph traced in evaluation mode, and quantization-aware training would lose them without a word. So the model is traced
-in both modes, the two graphs are aligned, and where they differ the graph gets a module that follows the mode
-(`graph.modes`). The result is run in training mode from the same random state as the model; if it differs, the graph
-stays as it was, and its report says so. BatchNorm is in evaluation mode all the while, because it may be folded.
+The graphs of both modes are aligned, and a module that follows the mode (`graph.modes`) stands where they differ.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
     """Return True if a graph computes in training mode what the model does, random numbers included.
 
-    What the model writes into its buffers, such as the running mean of a layer of its own, counts as a result.
+    What the model writes into its buffers counts as a result.
     """
     device = device_of(model)
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -67,12 +63,7 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
 
 
 def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: nn.Module) -> bool:
-    """Bring the parts of a graph traced in training mode that another lacks into that one; in place.
-
-    Args:
-        graph_module: traced in evaluation mode.
-        training: the graph of the same model in training mode.
-        root: the model, which holds the modules that `training` calls.
+    """Bring the parts that only the graph traced in training mode has into the one traced in evaluation; in place.
 
     Returns:
         False if a part cannot be brought in: it has parameters of its own, or the results have another structure.
@@ -105,7 +96,6 @@ def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: n
 
 
 def _argument(graph_module: fx.GraphModule, parts: dict[tuple[Any, Any], fx.Node], mine: Any, other: Any) -> Any:
-    """The argument that is `mine` in evaluation and `other` in training."""
     if isinstance(mine, fx.Node) or isinstance(other, fx.Node):
         return parts.get((mine, other), mine)
     if mine == other and type(mine) is type(other):
@@ -157,7 +147,7 @@ def _part(
 
 
 def _stateless(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a node has no parameters and buffers, which would be in the state_dict a second time."""
+    """Return True if a node has no parameters and buffers."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return not any(True for _ in (*module.parameters(), *module.buffers()))

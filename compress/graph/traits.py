@@ -1,12 +1,6 @@
 """One table of operator traits: all that the package knows of an operation, a row for each kind.
 
-Placement, dead values, signs, equalization, moments, rooflines, receptive fields, sparsity's channel groups and the
-figures read this table, so that an operation is known to all of them or to none. Rows are keyed by the kind's name and
-hold no object of torch: `graph.ops` finds the kind of a torch.fx node, and a reader of another format (ONNX) finds it
-from its own spellings. Kinds that differ in a trait are kinds of their own (`softmax` and `log_softmax`).
-
-Adding an operation is a row here and its spellings in `graph.ops`; `tests/graph/test_traits.py` checks the row against
-what torch computes.
+Adding an operation is a row here and its spellings in `graph.ops`; kinds that differ in a trait are kinds of their own.
 """
 
 from __future__ import annotations
@@ -48,16 +42,16 @@ class Traits:
         data_inputs: number of activations that it computes with, its parameters not counted; `MANY` = any number.
         elementwise: an element of the result depends only on the elements at its own place in the inputs (broadcast).
         moves_elements: every element of the result is an element of an input, or a padding zero.
-        free: an engine needs no kernel for it: it chooses layouts and offsets so that nothing is computed or copied.
+        free: an engine needs no kernel for it.
         commutes_with_quantization: a per-tensor quantizer may be placed before it instead of after it.
         takes_apart: its result is a part of its input.
         passes_channels: a channel (axis 1 of an image) of the result depends on that channel of the input alone.
-        scales_linearly: f(a x) = a f(x) for a > 0, all data inputs scaled alike; f(0) = 0 follows.
+        scales_linearly: f(a x) = a f(x) for a > 0, all data inputs scaled alike.
         keeps_zero: the result is zero where all data inputs are zero; also where it scales linearly.
         multiplies: the result is zero where any data input is zero.
         non_negative: `always`, `if inputs are` (it has no negative result then), or "" (not known).
         needs_float: it computes in floating point also where products run in 8 bits.
-        clips: an activation that cuts its input off at constant bounds, which a product's kernel does on its way.
+        clips: an activation that cuts its input off at constant bounds.
         idempotent: a reduction that returns the common value of equal elements.
     """
 
