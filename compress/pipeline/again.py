@@ -30,7 +30,7 @@ from compress.variants import Variant
 
 
 def variants_in(folder: Path) -> list[Variant]:
-    """Return the networks whose weights a run folder holds, in the order in which they were made."""
+    """Return the networks whose weights a run folder holds, in order."""
     return [variant for variant in Variant if (folder / variant.weights_file).is_file()]
 
 
@@ -46,14 +46,9 @@ def export_again(
 ) -> Path:
     """Write a network of a run as ONNX.
 
-    Args:
-        folder: of the run.
-        variant: which network; "" = the last that was made.
-        target: one of the run's targets; None = the first.
-        out: file; None = `<folder>/<variant>-<precision>.onnx`.
-        precision: `fp32` or `fp16`, of all that is not quantized.
-        opset: 19 or later.
-        dynamic_batch: leave the batch size open.
+    `variant`: "" = the last. `target`: None = the first. `out`: None = `<folder>/<variant>-<precision>.onnx`.
+    `precision`: `fp32` or `fp16`, of all that is not quantized. `opset`: 19 or later. `dynamic_batch`: leave the batch
+    size open.
 
     Raises:
         RunError: the folder holds no such network.
@@ -77,7 +72,7 @@ def export_again(
 
 
 def chosen_variant(folder: Path, name: str = "") -> Variant:
-    """Return the variant of that name in a run folder; "" = the last that was made.
+    """Return the variant of that name; "" = the last.
 
     Raises:
         RunError: the folder holds no such network.
@@ -92,10 +87,10 @@ def chosen_variant(folder: Path, name: str = "") -> Variant:
 
 
 def finished_run(folder: Path) -> Run:
-    """A run whose steps load their results; its data are loaded anew.
+    """Return a run whose steps load their results; its data are loaded anew.
 
     Raises:
-        RunError: the folder holds no run, or the data are not those that it was begun with.
+        RunError: the folder holds no run, or the data have changed.
     """
     recipe = recipe_from_anywhere(folder)
     data, state = load_data(recipe.data), read_state(folder)
@@ -104,12 +99,7 @@ def finished_run(folder: Path) -> Run:
 
 
 def network(run: Run, variant: Variant, target: Target | None = None) -> nn.Module:
-    """Return a network of a finished run with its weights loaded.
-
-    Args:
-        run: of `finished_run`.
-        variant: one of `variants_in`.
-        target: one of the run's targets; None = the first. A network that is not quantized is the same for all.
+    """Return a network of a finished run with its weights; `target` None = the first.
 
     Raises:
         RunError: the run is not for that target.
@@ -132,14 +122,10 @@ def _network(run: Run, variant: Variant) -> nn.Module:
 
 
 def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
-    """Networks by their names in a table.
-
-    Args:
-        files: one run folder, whose files have the names of its variants; or any number of ONNX files, which have their
-            stems, or whole paths where two have the same stem.
+    """Return networks by name: a run folder's variants, or ONNX files by stem, by path where two stems are equal.
 
     Raises:
-        RunError: a folder without ONNX files, a file that does not exist, or files and folders mixed.
+        RunError: a folder without ONNX files, a missing file, or files and folders mixed.
     """
     if any(path.is_dir() for path in files):
         if len(files) > 1:
@@ -156,7 +142,7 @@ def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
 
 
 def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
-    """Return the files of a run's network; the engine `torch` loads its module."""
+    """Return the files of a run's network."""
     paths = {target: folder / f"{stem(variant, target)}.onnx" for target in TARGETS}
 
     def in_torch(threads: int | None) -> Engine:
@@ -173,7 +159,7 @@ def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
 def bench_again(
     files: Sequence[Path], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress | None = None
 ) -> list[Metric]:
-    """Latency of ONNX files, or of those of one run folder, which then keeps the figures."""
+    """Measure the latency of ONNX files, or of one run folder's, which then keeps the figures."""
     folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
     networks = networks_of(files)
     metrics = bench(networks, spec, sides=sides, progress=progress or NoProgress())

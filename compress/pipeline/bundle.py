@@ -17,9 +17,9 @@ from compress.pipeline.folder import recipe_of
 from compress.variants import Variant
 
 SERVERS = {"triton": ("onnxruntime", "openvino", "tensorrt"), "openvino": ("openvino",)}
-"""Server -> the engines that it runs files in."""
+"""Engines of each server."""
 _TENSORRT = 'optimization { execution_accelerators { gpu_execution_accelerator: [ { name: "tensorrt" } ] } }\n'
-"""Lets the backend of ONNX Runtime give a file to TensorRT, which runs its Q/DQ pairs in INT8."""
+"""Lets ONNX Runtime's backend give a file to TensorRT."""
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "int64": "TYPE_INT64", "int32": "TYPE_INT32"}
 
 
@@ -28,16 +28,11 @@ def write_bundle(
 ) -> list[Path]:
     """Write `<out>/<name>/1/model.onnx`, and for Triton `<out>/<name>/config.pbtxt`.
 
-    Args:
-        folder: of a finished run.
-        server: `triton` or `openvino`.
-        out: the model repository; models of other names in it are left alone.
-        variant: which network; "" = the last that was made.
-        name: of the model in the repository; "" = that of the run folder.
-        max_batch_size: largest batch that Triton puts together; files of a fixed batch size are served as they are.
+    `server`: `triton` or `openvino`. `variant`: "" = the last. `name`: "" = that of the run folder. `max_batch_size`:
+    largest batch that Triton puts together.
 
     Raises:
-        RunError: there is no such server or network, or the repository holds a model of that name.
+        RunError: no such server or network, or the repository holds a model of that name.
     """
     if server not in SERVERS:
         raise RunError(f"there is no server {server!r}{near_misses(server, SERVERS)} (one of: {', '.join(SERVERS)})")
@@ -58,7 +53,7 @@ def write_bundle(
 
 
 def _engine_of(folder: Path, variant: Variant, server: str) -> str:
-    """Return the engine that a server runs a network in: that of the first target of the run that it has one for."""
+    """Return the engine of the run's first target that the server has."""
     engines, quantization = SERVERS[server], recipe_of(folder).quantization
     if not variant.is_quantized or quantization is None:
         return engines[0]
@@ -74,7 +69,7 @@ def _engine_of(folder: Path, variant: Variant, server: str) -> str:
 def config_text(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], engine: str = "onnxruntime", *, max_batch_size: int
 ) -> str:
-    """Return Triton's configuration of an ONNX file; batches are put together where the file leaves the size open."""
+    """Return Triton's configuration; batches are put together where the file leaves the size open."""
     batched = all(tensor.shape and tensor.shape[0] == -1 for tensor in (*inputs, *outputs))
 
     def rows(kind: str, tensors: Sequence[TensorInfo]) -> str:

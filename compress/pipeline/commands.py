@@ -43,10 +43,10 @@ def run(
 
     Args:
         recipe: from `load_recipe`.
-        command: `train` (baseline only), `ptq`, `qat`, or `prune` (sparse, and sparse INT8 where the recipe has a
-            `quantization` section).
+        command: `train` (baseline only), `ptq`, `qat`, or `prune` (sparse, and sparse INT8 with a `quantization`
+            section).
         out: the run folder.
-        resume: go on with the run that `out` holds.
+        resume: go on with the run in `out`.
         device: `cpu` or `cuda`; None = a GPU where there is one.
         processes: of torchrun; rank 0 exports, measures and writes.
         progress: is advanced during long work.
@@ -55,8 +55,8 @@ def run(
         The folder, with metrics.json, report.md and report.html.
 
     Raises:
-        CompressError: its class and its text say what is wrong; finished steps are kept and can be resumed. No folder
-            is created for a model or a rule that quantization refuses.
+        CompressError: finished steps are kept and can be resumed. No folder is created for a model or a rule that
+            quantization refuses.
 
     Examples:
         >>> recipe = compress.load_recipe("quickstart")
@@ -103,7 +103,7 @@ def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, 
 
 
 def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
-    """The sparse network; with a `quantization` section also the dense and the sparse one in INT8."""
+    """Make the sparse network; with a `quantization` section also dense and sparse INT8."""
     float_model = models[Variant.FLOAT]
     models[Variant.SPARSE] = sparse = sparse_step(this, float_model)
     if this.recipe.quantization is None:
@@ -116,7 +116,7 @@ def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
 
 
 def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
-    """Everything after the networks: files, accuracy, latency, report."""
+    """Make files, accuracy, latency and report."""
     export_step(this, models)
     if Variant.SPARSE in models:
         check_pattern(this, [variant for variant in models if variant.is_sparse])
@@ -139,9 +139,6 @@ def _best_device() -> str:
 def default_folder(
     recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs", recipe: Recipe | None = None
 ) -> Path:
-    """`runs/<recipe>-<command>`, numbered so that a new run never meets an old one.
-
-    With `resume`, the latest; of those that other recipes or values share the name with, the latest of `recipe`.
-    """
+    """Return `runs/<recipe>-<command>`, numbered if it exists; with `resume`, the latest, if possible of `recipe`."""
     name = f"{Path(recipe_name).stem}-{command}"
     return latest_folder(Path(parent), name, recipe) if resume else free_folder(Path(parent), name)

@@ -1,4 +1,4 @@
-"""The run folder: what a run is, which of its steps have ended, and the refusal of another run's folder."""
+"""The run folder: its run, its finished steps, and the refusal of another run's folder."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class RunFolder:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """A line for each recipe key that was changed when the run went on after a stop."""
+        """A line for each recipe key changed on a resume."""
         return self._state.changes
 
     @property
     def steps(self) -> list[str]:
-        """The steps that have ended, in that order."""
+        """The finished steps, in order."""
         return list(self._state.steps)
 
     def done(self, step: str) -> bool:
@@ -69,20 +69,20 @@ class RunFolder:
         return step in self._state.steps
 
     def facts(self) -> list[dict[str, Any]]:
-        """The facts that each step wrote, in the order in which the steps ended."""
+        """The facts of each finished step, in order."""
         return list(self._state.steps.values())
 
     def facts_of(self, step: str) -> dict[str, Any]:
-        """The facts of a step; none if it has not ended."""
+        """Return the facts of a step; none if it is unfinished."""
         return dict(self._state.steps.get(step, {}))
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts worth keeping: its line is written last, and in one piece."""
+        """Write down that a step has ended, with facts; whole or not at all."""
         self._state = replace(self._state, steps={**self._state.steps, step: facts})
         self._state.write(self.path)
 
     def check_data(self, data: Data) -> None:
-        """Refuse data that are not those which the run was begun with; a run from before they were kept takes any.
+        """Refuse data other than those of the run's begin, if they are known.
 
         Raises:
             RunError: names what differs.
@@ -95,27 +95,22 @@ class RunFolder:
             )
 
     def without_path(self, text: str) -> str:
-        """`text` with paths of this folder made relative, so that it stays true when the folder is moved."""
+        """Return `text` with paths of this folder made relative."""
         for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
             if path.name:
                 text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)
         return text
 
     def metrics(self) -> list[Metric]:
-        """The numbers measured so far.
+        """Return the numbers so far.
 
         Raises:
-            RunError: the file of them is damaged.
+            RunError: their file is damaged.
         """
         return list(METRICS.read(self.path) or ())
 
     def add_metrics(self, metrics: list[Metric], *, without: Callable[[Metric], bool] = lambda metric: False) -> None:
-        """Add numbers; a number for the same thing takes the place of the older one.
-
-        Args:
-            metrics: the numbers.
-            without: which older numbers are taken out although no new one is for the same thing.
-        """
+        """Add numbers in place of older ones for the same thing; `without` says which others to drop."""
         rows = {_key(m): m for m in self.metrics() if not without(m)} | {_key(m): m for m in metrics}
         METRICS.write(self.path, list(rows.values()))
 
@@ -125,18 +120,14 @@ def _key(metric: Metric) -> tuple[str, str, str, int | None]:
 
 
 def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Data | None = None) -> RunFolder:
-    """Begin a run in an empty or new folder, or go on with the one that is there; nobody else is let in meanwhile.
+    """Begin a run in an empty or new folder, or go on with it, and lock the folder.
 
-    Args:
-        path: the folder.
-        recipe: written into the folder as resolved.
-        command: of the run, or the name of a study.
-        resume: go on with the run in the folder; only keys of steps not yet taken may have changed, for studies none.
-        data: fingerprints of the splits, compared when the run goes on.
+    `command` is of the run, or a study's name. With `resume` only keys of steps not yet taken may have changed, for
+    studies
+    none. `data`: fingerprints, compared on a resume.
 
     Raises:
-        RunError: the folder holds something else, or a run of another recipe, command or data; `resume` was not asked
-            for; or another process is at work in it.
+        RunError: the folder holds something else or another run, `resume` is missing, or another process works in it.
     """
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; --out names a folder")
@@ -165,7 +156,7 @@ def _plain(data: Data | None) -> dict[str, dict[str, Any]] | None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a folder that holds something other than a run, or than the beginning of one."""
+    """Refuse a folder with anything but a run or its beginning."""
     if not path.is_dir() or (path / STATE_FILE).is_file():
         return
     left = [p.name for p in sorted(path.iterdir()) if not p.name.endswith(".part")]
@@ -175,7 +166,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _write(folder: RunFolder, recipe: Recipe) -> None:
-    """Write the recipe and the state, where they are not there as they should be."""
+    """Write the recipe and the state where needed."""
     text, path = recipe.to_yaml(), folder / RECIPE_FILE
     if not path.is_file() or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
@@ -184,20 +175,20 @@ def _write(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def read_state(path: Path) -> RunFolder:
-    """An existing run folder.
+    """Return an existing run folder.
 
     Raises:
-        RunError: it is not one, or its state cannot be read.
+        RunError: it is none, or its state cannot be read.
     """
     return RunFolder(path, read_state_file(path))
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe that a run folder was made with.
+    """Return a run folder's recipe.
 
     Raises:
-        RunError: the folder holds none.
-        RecipeError: it holds one that this version does not read.
+        RunError: there is none.
+        RecipeError: this version does not read it.
     """
     if not (path / RECIPE_FILE).is_file():
         raise RunError(f"{path} is no run folder ({RECIPE_FILE} is missing)")
@@ -205,12 +196,10 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def recipe_from_anywhere(path: Path) -> Recipe:
-    """The recipe of a run with its relative paths resolved to the folder in which the run was begun.
-
-    Paths that lead nowhere from there stay as they are, for a run that was moved together with its data.
+    """Return the recipe of a run, relative paths resolved to the folder in which it was begun, where they exist.
 
     Raises:
-        RunError, RecipeError: as for `recipe_of`.
+        RunError, RecipeError: as `recipe_of`.
     """
     recipe, begun_in = recipe_of(path), read_state_file(path).begun_in
     if begun_in is None or Path(begun_in) == Path.cwd():
@@ -244,7 +233,7 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _check_sources(path: Path, state: State, sources: dict[str, str]) -> None:
-    """Refuse code of the recipe's own parts that was changed since a step was taken with it."""
+    """Refuse changed code of the recipe's own parts."""
     before = state.sources or sources
     changed = [name for name in before if before[name] != sources.get(name)]
     if changed and state.steps:
@@ -288,7 +277,7 @@ def _reopened(path: Path, recipe: Recipe, command: str, sources: dict[str, str],
 
 
 def _changed(path: Path, recipe: Recipe) -> list[Difference]:
-    """The keys in which a recipe differs from that of the run in a folder."""
+    """Return the keys that differ from a run's recipe."""
     try:
         old = recipe_of(path)
     except (RunError, RecipeError) as error:
@@ -300,13 +289,13 @@ def _changed(path: Path, recipe: Recipe) -> list[Difference]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what processes that were killed while they were writing have left, in the folder and those in it."""
+    """Remove what killed processes have left."""
     for left_over in path.rglob(".*.part"):
         left_over.unlink(missing_ok=True)
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, or `parent/name-2`, ... : the first that does not exist."""
+    """Return `parent/name`, or the first of `parent/name-2`, ... that does not exist."""
     number = 1
     while (path := parent / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
@@ -314,10 +303,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def latest_folder(parent: Path, name: str, recipe: Recipe | None = None) -> Path:
-    """The last of `parent/name`, `parent/name-2`, ... that holds a run of `recipe`.
-
-    Where none does, and without a recipe, the last that exists; the first name when none does.
-    """
+    """Return the last of `parent/name`, `parent/name-2`, ... with a run of `recipe`; else the last, or the first name."""
     found = [parent / name]
     while (path := parent / f"{name}-{len(found) + 1}").exists():
         found.append(path)

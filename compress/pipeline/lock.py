@@ -20,13 +20,13 @@ OWNER_FILE = ".owner"
 """The lock of a file system that has none."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-"""Answers of a file system that has no locks."""
+"""Errors of a file system without locks."""
 
 _HOLDER = re.compile(r"process (\d+) on (.+)")
 
 
 class FolderLock:
-    """A lock that is held until it is closed, nobody refers to it any more, or the process ends."""
+    """A lock, held until it is closed or collected, or the process ends."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self.close = weakref.finalize(self, release)
@@ -36,7 +36,7 @@ def lock_folder(path: Path) -> FolderLock:
     """Return the lock of a folder.
 
     Raises:
-        RunError: another process holds the lock, or has left it behind, or the folder cannot be written to.
+        RunError: another process holds or has left the lock, or the folder is read-only.
     """
     try:
         file = (path / LOCK_FILE).open("a+b")

@@ -1,4 +1,4 @@
-"""The networks of a run as engines are given them: a file for each target, or the module itself."""
+"""The networks of a run for engines: a file for each target, or the module itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.variants import Variant
 
 
 def stem(variant: str, target: Target | None = None) -> str:
-    """Return the name of a network's files; `target` is that of a further target of the run, None of the first.
+    """Return the name of a network's files; `target` is None for the first target.
 
     >>> stem("ptq"), stem("ptq", "openvino")
     ('ptq', 'ptq.openvino')
@@ -26,7 +26,7 @@ def stem(variant: str, target: Target | None = None) -> str:
 
 
 def layer_weight(model: nn.Module, path: str) -> Tensor:
-    """Return the weight of a layer, also of one whose weight is parametrized."""
+    """Return a layer's weight, parametrized or not."""
     weight = model.get_submodule(path).weight
     if not isinstance(weight, Tensor):
         raise ModelError(f"{path}.weight is a {type(weight).__name__}, not a tensor: name a layer that has a weight")
@@ -42,7 +42,7 @@ def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
 
 
 def torch_label(variant: Variant, target: Target | None = None) -> str:
-    """Return the label of a network in torch, which is fake quantization where the network is quantized."""
+    """Return a network's label in torch."""
     if not variant.is_quantized:
         return "torch"
     return f"torch (fake quantization{f', {target}' if target else ''})"
@@ -53,9 +53,9 @@ class NetworkFiles:
     """One network to be measured.
 
     Attributes:
-        file: ONNX file, of the first target where there are several.
-        further: the file of each further target.
-        in_torch: makes the engine `torch` of a number of threads; None for a file whose module is not here.
+        file: ONNX file of the first target.
+        further: file of each further target.
+        in_torch: makes the engine `torch` of a number of threads; None without a module.
     """
 
     file: Path
@@ -63,7 +63,7 @@ class NetworkFiles:
     in_torch: Callable[[int | None], Engine] | None = None
 
     def of(self, engine: str) -> Path:
-        """Return the file that was made for an engine, or the first target's where none was."""
+        """Return the file for an engine, else the first target's."""
         target = target_of(engine)
         return self.file if target is None else self.further.get(target, self.file)
 

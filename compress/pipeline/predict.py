@@ -1,4 +1,4 @@
-"""Predictions of a run's network on an engine: classes, masks or boxes of images."""
+"""Predictions of a run's network on an engine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ LEAST_SCORE = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One image and what the network says about it.
+    """One image and its prediction.
 
     Attributes:
-        classes: (name, share): of a classifier the likeliest five with their probabilities; of a segmentation the
-            classes with their shares of the pixels.
-        boxes: of a detector: class, score, and the corners left, top, right, bottom in pixels of the network's input.
-        drawn: file of the image with its masks or boxes; None for a classifier.
+        classes: (name, share): the likeliest five with probabilities, or of a segmentation the shares of pixels.
+        boxes: class, score, and left, top, right, bottom in pixels of the input.
+        drawn: file with masks or boxes; None for a classifier.
     """
 
     image: str
@@ -55,19 +54,15 @@ def predict(
     variant: str = "",
     out: Path | None = None,
 ) -> list[Prediction]:
-    """Run a finished run's file on pictures.
+    """Run a finished run's file on images.
 
-    Args:
-        folder: of the run; its data need not be on this machine.
-        images: files of pictures; of a folder, all in it and in the folders in it.
-        engine: that runs the network.
-        variant: which network; "" = the last that was made.
-        out: folder of drawn masks and boxes; None = `predictions` in the run folder. What is drawn for a picture of a
-            folder lies under the same path in it.
+    `images`: files, or folders, searched to any depth. `variant`: "" = the last. `out`: folder of drawn masks and
+    boxes;
+    None = `predictions` in the run folder. The run's data need not be here.
 
     Raises:
-        RunError: the folder holds no such network, or one of a task of the user's own.
-        DataError: a file is no picture, a folder holds none, or a drawn picture would replace one of `images`.
+        RunError: no such network, or a task of the user's own.
+        DataError: a file is no image, a folder holds none, or a drawing would replace one of `images`.
         EngineError: the engine cannot run the file.
     """
     run = run_without_data(folder)
@@ -99,7 +94,7 @@ def predict(
 
 
 def _names(images: Sequence[Path], out: Path) -> dict[Path, Path]:
-    """The file that is drawn for each picture; a second one of the same name gets a number."""
+    """Return the file drawn for each image; repeated names get a number."""
     names: dict[Path, Path] = {}
     taken: set[Path] = set()
     for given in images:
@@ -123,16 +118,12 @@ def _check_apart(names: dict[Path, Path]) -> None:
 
 
 def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
-    """Read an image as the evaluation of a run does, as (channels, height, width) uint8.
+    """Read an image as evaluation does, as (channels, height, width) uint8.
 
-    Args:
-        path: of the file.
-        preprocessing: size of the result.
-        cropped: take the centre, as classifiers do; else the whole image, stretched to the size.
-        max_pixels: of the largest file that is decoded.
+    `cropped`: take the centre, as classifiers do; else the whole image is stretched. `max_pixels`: of the largest file.
 
     Raises:
-        DataError: the file is missing or is no image.
+        DataError: the file is missing or no image.
     """
     try:
         with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:

@@ -1,4 +1,4 @@
-"""Refusals before a run begins, by the recipe, the network and the machine alone, without any training."""
+"""Refusals before a run begins, without any training."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from compress.training.optim import check_optimizer, check_schedule
 from compress.training.spec import TrainSpec
 
 LONG_TRAINING = 10_000
-"""Passes of images from which on the file is written once before the training: seconds before minutes or hours."""
+"""Passes of images from which on the file is written once before the training."""
 
 
 def check_sections(recipe: Recipe, command: str) -> None:
-    """Refuse a recipe without the sections that a command needs, or with a form of file that cannot be written.
+    """Refuse a recipe without a command's sections, or with a file form that cannot be written.
 
     Raises:
-        RecipeError: no such command, or a section is missing.
+        RecipeError: no such command, or a missing section.
         ExportError: the `export` section.
     """
     if command not in COMMANDS:
@@ -52,7 +52,7 @@ def check_sections(recipe: Recipe, command: str) -> None:
 
 
 def check_trainings(recipe: Recipe, command: str) -> None:
-    """Refuse optimizers, schedules and augmentations of the user's that cannot be imported, of the trainings to come.
+    """Refuse users' optimizers, schedules and augmentations that cannot be imported.
 
     Raises:
         RecipeError: names the key.
@@ -71,12 +71,7 @@ def check_trainings(recipe: Recipe, command: str) -> None:
 
 
 def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
-    """Refuse weights for another number of classes that no training follows: the classifier would stay random.
-
-    Args:
-        recipe: its weights and the length of its training.
-        built: the model with the weights.
-        classes: of the data.
+    """Refuse weights for another number of classes without a training to follow.
 
     Raises:
         ModelError: says both numbers and what to do.
@@ -95,7 +90,7 @@ def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
 
 
 def check_memory(recipe: Recipe, world_size: int) -> None:
-    """Refuse a batch whose images alone, as float32, would fill this machine's memory.
+    """Refuse a batch whose float32 images would fill the memory.
 
     Raises:
         DataError: names the keys and both numbers.
@@ -116,11 +111,7 @@ def check_memory(recipe: Recipe, world_size: int) -> None:
 
 
 def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet) -> None:
-    """Refuse a network that cannot be quantized, made sparse or prepared for export as the recipe asks.
-
-    It is tried with two images, untrained; before a long training its file is written too. What depends on the weights
-    or on more images cannot be known yet.
-    """
+    """Refuse a network that cannot be quantized, made sparse or exported, tried untrained with two images."""
     if recipe.export.nms:
         boxes_and_scores(recipe, data)
     if command == "train":
@@ -135,13 +126,13 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
 
 
 def _passes(recipe: Recipe, command: str, images: int) -> int:
-    """Return how many images the trainings of a command take, each counted as often as it is shown."""
+    """Return how many images a command's trainings show."""
     later = {"prune": (recipe.finetune, recipe.qat), "qat": (recipe.qat,)}.get(command, ())
     return images * sum(spec.epochs for spec in (recipe.train, *later) if spec is not None)
 
 
 def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
-    """Write the file of an untrained network and throw it away: what the exporter refuses is refused now."""
+    """Write and delete the file of an untrained network."""
     spec = recipe.export
     with TemporaryDirectory() as folder:
         export_onnx(
@@ -158,7 +149,7 @@ def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
 def _try_quantization(
     recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool, long: bool
 ) -> None:
-    """Quantize a copy without what takes long and can fail for its values alone."""
+    """Quantize a copy without the slow parts."""
     quick = replace(
         spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
     )

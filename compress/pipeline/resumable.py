@@ -1,4 +1,4 @@
-"""Which keys of a recipe may change when a stopped run goes on: those that only steps not yet taken depend on."""
+"""Which keys of a recipe may change on a resume: those that only steps not yet taken depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUANTIZED = tuple(v.step for v in Variant if v.is_quantized)
 _TRAINED = tuple(v.step for v in Variant if v.trained_from)
 SENSITIVITY = "sensitivity"
 TARGETS_STEP = "targets"
-"""Ending of the step that makes a trained network for further targets; it depends on what its training depends on."""
+"""Ending of the step that makes a trained network for further targets."""
 _FILES = ("export", "engines", "engine_audit", "evaluate", "bench", "end_to_end")
 
 STEPS: dict[str, tuple[str, ...]] = {
@@ -29,27 +29,23 @@ STEPS: dict[str, tuple[str, ...]] = {
     "bench": _FILES[1:],
     "search": (),
 }
-"""Steps that depend on a section or a key; the longest name that fits counts. Every step depends on any other key.
-
-The images of `data.root` may move: their fingerprint is compared. `data.workers` changes the speed alone.
-Raising `data.max_pixels` is how a run goes on that an image has ended.
-"""
+"""Steps that depend on a section or key; the longest name counts. Every step depends on any other key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A key whose value differs between the recipe of a run and the one that it is to go on with.
+    """A key that differs between a run's recipe and the new one.
 
     Attributes:
-        key: path of the key, or of a section that one of the two lacks.
-        words: the key with both values, for a message.
+        key: path of the key, or of a section that one lacks.
+        words: the key with both values.
     """
 
     key: str
     words: str
 
     def binding(self, taken: Collection[str]) -> list[str]:
-        """Return the steps, of those that were taken, which depend on the key."""
+        """Return the taken steps that depend on the key."""
         parts = self.key.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         steps = next((STEPS[name] for name in names if name in STEPS), None)
@@ -69,7 +65,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
 
 
 def taken_steps(folder: Path, finished: Collection[str]) -> list[str]:
-    """Return the finished steps of a run, the training that a checkpoint was begun for, and a study that was begun."""
+    """Return the finished steps, the training of a checkpoint, and a begun study."""
     suffix = ".checkpoint.safetensors"
     begun = (path.name.removesuffix(suffix) for path in sorted(folder.glob(f"*{suffix}")))
     studied = [SENSITIVITY] if any(folder.glob(f"{SENSITIVITY}-*.json")) else []

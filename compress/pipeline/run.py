@@ -1,4 +1,4 @@
-"""The state that the steps of a run share: recipe, folder, data and progress."""
+"""The state that the steps of a run share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Section = TypeVar("_Section")
 
 
 def task_of(recipe: Recipe, data: DataSet) -> Task:
-    """Return loss and metric of a recipe's networks on its data."""
+    """Return the task of a recipe's networks."""
     labels, detector = data.val.labels, None
     if recipe.task == "detection":
         size = data.val.preprocessing.height_width
@@ -44,7 +44,7 @@ def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:
     """Return the decoding that `export.nms` puts into files.
 
     Raises:
-        RecipeError: the recipe's model is no detector of torchvision.
+        RecipeError: no detector of torchvision.
         ModelError: it has a decoding of its own.
     """
     size = data.val.preprocessing.height_width
@@ -62,10 +62,9 @@ class Run:
     """A run in progress.
 
     Attributes:
-        processes: of torchrun; the lone one otherwise.
-        resume: whether steps may go on from the files in the folder.
-        further: the quantized networks of further targets, where the recipe names several.
-        notes: what happened in the step under way that the user might not expect; `finish` keeps them with its result.
+        resume: whether steps may go on from files in the folder.
+        further: quantized networks of further targets.
+        notes: of the step under way, for the user.
     """
 
     recipe: Recipe
@@ -100,11 +99,11 @@ class Run:
 
     @property
     def example(self) -> Tensor:
-        """Two images of the training split on the CPU, with which models are traced and exported."""
+        """Two training images on the CPU, for tracing and export."""
         return self.batches("train", 2, limit=2)[0]
 
     def batches(self, split: str, batch_size: int, *, limit: int | None = None, share: bool = False) -> list[Tensor]:
-        """Images of a split, unaugmented, on the CPU; with `share`, only those of this process."""
+        """Return images of a split, unaugmented, on the CPU; with `share`, only this process's."""
         part = self.data.train if split == "train" else self.data.val
         rank, world = (self.processes.rank, self.processes.world_size) if share else (0, 1)
         plan = BatchPlan(batch_size=batch_size, limit=limit, rank=rank, world_size=world)
@@ -116,17 +115,17 @@ class Run:
 
     @property
     def further_targets(self) -> tuple[Target, ...]:
-        """The recipe's targets after the first, which quantization-aware training follows."""
+        """The targets after the first."""
         spec = self.recipe.quantization
         return () if spec is None else spec.targets[1:]
 
     def further_target(self, variant: Variant, engine: str) -> Target | None:
-        """Return the further target whose network an engine is given; None = that of the first target."""
+        """Return the further target of an engine; None = the first target."""
         target = target_of(engine)
         return target if variant.is_quantized and target in self.further_targets else None
 
     def files(self, variant: Variant, model: nn.Module | None = None) -> NetworkFiles:
-        """Return the files of a network for measuring; with its module, it is measured in torch too."""
+        """Return a network's files for measuring; with its module, in torch too."""
         further = {t: self.path(f"{stem(variant, t)}.onnx") for t in self.further_targets if variant.is_quantized}
         return NetworkFiles(
             file=self.path(variant.onnx_file),
@@ -137,16 +136,13 @@ class Run:
     def in_torch(
         self, variant: Variant, model: nn.Module, target: Target | None = None, *, threads: int | None = None
     ) -> Engine:
-        """Return a network of the run as an engine, on the run's device."""
+        """Return a network as an engine on the run's device."""
         shape = self.data.val.preprocessing.input_shape
         label = torch_label(variant, target)
         return TorchEngine(model, shape, device=str(self.device), label=label, threads=threads)
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts worth keeping, its notes, and the images that could not be read.
-
-        A run that goes on after a stop takes them from there: the step is not taken again, and they would be lost.
-        """
+        """Write down that a step has ended, with facts, notes and unreadable images."""
         left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
         said = {note for facts in self.folder.facts() for note in facts.get("notes", ())}
         read = [f"data, {name}: {note}" for name, split in self._splits().items() for note in split.notes()]
@@ -156,7 +152,7 @@ class Run:
         self.notes.clear()
 
     def all_notes(self) -> list[str]:
-        """The changes of the recipe, the notes of all steps, also of those before a stop, and the images left out."""
+        """Return the recipe's changes, the notes of all steps, and the images left out."""
         steps = self.folder.facts()
         notes = [*self.folder.changes, *(note for facts in steps for note in facts.get("notes", ()))]
         for name, split in self._splits().items():

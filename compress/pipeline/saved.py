@@ -1,4 +1,4 @@
-"""Networks of finished runs in one's own code, and weights of one's own networks in files."""
+"""Networks of finished runs in one's own code, and weights in files."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ _GREY, _MEASURED = (0.5, 0.5, 0.5), "measured"
 def load(
     path: Path | str, *, variant: str = "", target: Target | None = None, into: nn.Module | None = None
 ) -> nn.Module:
-    """Load a network of a finished run, or the weights that `save` wrote.
-
-    Neither the data of the run nor the weights that it began with need be on this machine.
+    """Load a network of a finished run, or the weights that `save` wrote; a run's data need not be here.
 
     Args:
         path: a run folder, or a .safetensors file.
-        variant: of a run: `float`, `ptq`, `qat`, ...; "" = the last that was made.
-        target: of a run for several targets: one of them; None = the first.
-        into: of a file: the module that takes the weights, such as one of `insert_quantizers`; in place.
+        variant: of a run: `float`, `ptq`, `qat`, ...; "" = the last.
+        target: one of the run's; None = the first.
+        into: of a file: the module that takes the weights, in place.
 
     Returns:
         The module in evaluation mode, on the CPU; a quantized one is a GraphModule with `.placement`.
@@ -73,18 +71,17 @@ def load(
 
 
 def save(model: nn.Module, path: Path | str) -> Path:
-    """Write a module's weights, and the ranges of its quantizers, as safetensors with a checksum; whole or not at all.
+    """Write a module's weights and quantizer ranges as safetensors with a checksum; whole or not at all.
 
-    `load(path, into=model)` reads them back. Code is not saved: a quantized network is rebuilt by `insert_quantizers`
-    with the same model and spec.
+    Code is not saved: a quantized network is rebuilt by `insert_quantizers` with the same model and spec.
 
     Args:
         model: any module, on any device.
         path: file that ends in .safetensors.
 
     Raises:
-        CheckpointError: another ending, weights without a shape (a lazy module), or the file cannot be written.
-        ModelError: it is no module, or its weights have no values yet (the meta device).
+        CheckpointError: another ending, a lazy module, or the file cannot be written.
+        ModelError: no module, or on the meta device.
 
     Examples:
         >>> print(compress.save(model, "float.safetensors"))
@@ -100,7 +97,7 @@ def save(model: nn.Module, path: Path | str) -> Path:
 
 
 def _measured_hint(path: Path) -> str:
-    """Return what to do where calibration images left layers float in the network that was saved."""
+    """Return advice where calibration images left layers float."""
     layers = read_tensors(path, "model").data.get(_MEASURED) or []
     if not layers:
         return ""
@@ -111,7 +108,7 @@ def _measured_hint(path: Path) -> str:
 
 
 def run_without_data(folder: Path) -> Run:
-    """Return a finished run whose data are black images of the right shape: enough to rebuild its networks.
+    """Return a finished run with black images for data, to rebuild its networks.
 
     Raises:
         RunError: the folder holds no run.
@@ -125,7 +122,7 @@ def run_without_data(folder: Path) -> Run:
 
 
 def preprocessing_of(folder: Path, spec: DataSpec) -> Preprocessing:
-    """Return the preprocessing that a run's files hold; of a run without files, one of the recipe's shape."""
+    """Return the preprocessing in a run's files, else of the recipe."""
     path = folder / Variant.FLOAT.onnx_file
     text = read_onnx(path).metadata.get(PREPROCESSING_KEY) if path.is_file() else None
     return Preprocessing.of(spec, mean=_GREY, std=_GREY) if text is None else Preprocessing.from_json(text)

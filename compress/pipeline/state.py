@@ -1,4 +1,4 @@
-"""The file `state.json` of a run folder: its run, and which steps have ended; checked as it is read."""
+"""The file `state.json` of a run folder: its run and finished steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from compress.support.validation import parse
 STATE_FILE = "state.json"
 FORMAT = 2
 COMMANDS = ("train", "ptq", "qat", "prune")
-"""The commands of a run; every other command that writes into a run folder is a study."""
+"""Commands of a run; others that write into a folder are studies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a run, as its folder keeps it.
+    """The state of a run.
 
     Attributes:
-        format: version of this file's form; 1 had neither `data` nor `changes`.
-        command: the command that the run was begun with.
-        steps: facts that each finished step wrote down, in the order in which they ended.
-        data: fingerprint of each split; None if the run was begun before they were kept.
-        sources: SHA-256 of the recipe's own modules by name; None if the run was begun before they were kept.
-        changes: a line for each recipe key that was changed on a resume.
-        begun_in: absolute path of the folder in which the run was begun or last resumed: relative paths of its recipe
-            start there; None if the run was begun before it was kept.
+        format: version of the file's form.
+        steps: facts of each finished step, in order.
+        data: fingerprint of each split; None = not kept.
+        sources: SHA-256 of the recipe's own modules by name; None = not kept.
+        changes: a line for each key changed on a resume.
+        begun_in: absolute folder from which relative paths of the recipe start; None = not kept.
     """
 
     format: int
@@ -51,7 +49,7 @@ def read_state_file(folder: Path) -> State:
     """Return the state of a run folder.
 
     Raises:
-        RunError: there is none, or it is damaged; names the file.
+        RunError: there is none, or it is damaged.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -76,7 +74,7 @@ def read_state_file(folder: Path) -> State:
 
 
 def _odd_facts(step: str, facts: Mapping[str, Any]) -> list[str]:
-    """Lines for facts that later steps read and that are not what they expect."""
+    """Yield lines for facts that later steps do not expect."""
     notes, left_out = facts.get("notes", []), facts.get("left_out", {})
     odd = []
     if not _texts(notes):

@@ -1,4 +1,4 @@
-"""Answers of a network on an engine that a report compares: intervals, precision curves, pictures of predictions."""
+"""Answers of a network on an engine that a report compares."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TRUTH = "truth"
 
 @dataclass
 class Answers:
-    """The answers of one network on one engine that are kept.
+    """The kept answers of one network on one engine.
 
     Attributes:
-        evidence: contribution of each image to the metric; None if the metric has none.
+        evidence: contribution of each image to the metric; None = none.
         wanted: indices of the images whose outputs are kept.
-        outputs: selected outputs of those images, each a batch of one.
+        outputs: of those images, each a batch of one.
     """
 
     evidence: Evidence | None
@@ -56,7 +56,7 @@ class Answers:
 
 
 def answers_of(run: Run) -> Answers:
-    """Return an empty record for a network on an engine, of some images that are spread over the split."""
+    """Return an empty record that keeps some images spread over the split."""
     count = len(run.data.val)
     wanted = sorted({round(i * (count - 1) / max(1, PICTURES - 1)) for i in range(min(PICTURES, count))})
     return Answers(evidence=None if run.task.evidence is None else run.task.evidence(), wanted=tuple(wanted))
@@ -71,11 +71,9 @@ def _row(outputs: Any, index: int) -> object:
 
 
 def keep_comparisons(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
-    """Write intervals.json, precision.json and the pictures of predictions; what fails becomes a note of the run.
+    """Write intervals.json, precision.json and pictures; what fails becomes a note.
 
-    Args:
-        run: the run under way.
-        seen: answers by variant and label of the engine, in the order in which they were measured.
+    `seen`: answers by variant and engine label.
     """
     for work in (_keep_intervals, _keep_precision, _keep_pictures):
         try:
@@ -159,7 +157,7 @@ def _keep_pictures(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> Non
 
 
 def _classified(run: Run, target: Any) -> Callable[[Tensor, Any, Any], tuple[Tensor, str]] | None:
-    """Return a drawing of classes as text beside the picture; None where a picture has not one class alone."""
+    """Return a drawing of classes as text; None without one class for each image."""
     if run.task.name != "classification" or torch.as_tensor(target).numel() != 1:
         return None
     labels: Sequence[str] = run.data.val.labels
@@ -175,7 +173,7 @@ def _classified(run: Run, target: Any) -> Callable[[Tensor, Any, Any], tuple[Ten
 
 
 def _save(pixels: Tensor, path: Path) -> None:
-    """Write a picture (C, H, W) uint8 as JPEG, its longer side at most 480 pixels."""
+    """Write an image (C, H, W) uint8 as JPEG, longer side at most 480 pixels."""
     image = Image.fromarray(pixels.expand(3, -1, -1).movedim(0, -1).contiguous().cpu().numpy())
     scale = _LONGEST_SIDE / max(image.size)
     if scale < 1:

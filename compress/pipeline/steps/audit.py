@@ -1,4 +1,4 @@
-"""The step that audits engines: their layers, and whether they meet what the recipe requires."""
+"""The step that audits engines against what the recipe requires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.variants import Variant
 
 
 def audit_step(run: Run, variants: list[str]) -> None:
-    """Audit every engine file of the run, and every engine that reports its layers; write engine_audit.json."""
+    """Audit engine files and engines that report their layers; write engine_audit.json."""
     if run.folder.done("engine_audit"):
         return
     rows = _file_rows(run) + _runtime_rows(run, variants)
@@ -81,7 +81,7 @@ _TELLING = ("openvino", "cuda")
 
 
 def _runtime_rows(run: Run, variants: list[str]) -> list[EngineRow]:
-    """An engine's own account of quantized networks; only asked for where INT8 is required."""
+    """Yield an engine's own account of quantized networks, where INT8 is required."""
     recipe = run.recipe
     if recipe.export.require != "int8":
         return []

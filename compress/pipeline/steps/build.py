@@ -1,4 +1,4 @@
-"""The step that builds engine files to keep and ship, for the GPUs that the recipe names, with or without one here."""
+"""The step that builds engine files for the GPUs that the recipe names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from compress.variants import Variant
 def build_step(run: Run, variants: Sequence[str]) -> None:
     """Build `<variant>.<engine>.sm<...>.engine` of every network, and write engines.json and build.md.
 
-    Only for recipes whose `bench.engines` name TensorRT or TensorRT-RTX. A library that cannot build here is no error:
-    the rows of its engine say why, and build.md holds what to type on the other machine.
+    Only for TensorRT and TensorRT-RTX; why a library cannot build here is noted.
     """
     spec = run.recipe.bench
     names = [name for name in spec.engines if name in BUILDERS]
@@ -46,7 +45,7 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
 
 
 def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:
-    """Build options of a recipe's engines: its compute capabilities, tuned for its largest batch."""
+    """Return a recipe's build options: compute capabilities, tuned for its largest batch."""
     largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
     return TensorRTOptions(
         sms=spec.sm if BUILDERS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
@@ -54,7 +53,7 @@ def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOpt
 
 
 def build_or_reason(path: Path, engine: str, options: TensorRTOptions, progress: Progress) -> BuiltEngine | str:
-    """The engine of an ONNX file, or why there is none."""
+    """Return the engine of an ONNX file, or why there is none."""
     try:
         return build_tensorrt(path, engine, options=options, progress=progress)
     except (EngineError, EngineUnavailableError) as error:
@@ -62,7 +61,7 @@ def build_or_reason(path: Path, engine: str, options: TensorRTOptions, progress:
 
 
 def write_commands(path: Path, files: Sequence[Path], options: TensorRTOptions) -> Path:
-    """`build.md`: the same engines with trtexec and Polygraphy."""
+    """Write `build.md`: the same engines with trtexec and Polygraphy."""
     return write_text(
         path, commands_markdown([(file.name, build_commands(read_onnx(file), options)) for file in files])
     )

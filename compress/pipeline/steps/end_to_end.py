@@ -1,4 +1,4 @@
-"""The end-to-end breakdown of ONNX files or of a run's: its images, its engines, all in turn."""
+"""The end-to-end breakdown of ONNX files or of a run's."""
 
 from __future__ import annotations
 
@@ -39,19 +39,13 @@ def bench_end_to_end(
 ) -> Breakdown:
     """Time every file on every engine from images to classes, at each batch size.
 
-    Args:
-        files: ONNX files, or one run folder.
-        spec: engines and how long.
-        images: folder with JPEG or PNG files, searched to any depth; None = a run's evaluation images: files of an
-            image folder, or pixels, which need no decoding, of a built-in data set.
-        split: the run's evaluation images, where they are loaded already.
-        device: where pixels are resized and normalized.
-        progress: listener.
+    `files`: ONNX files, or one run folder. `images`: folder of JPEG or PNG files, searched to any depth; None = a run's
+    evaluation images. `split`: these, where loaded already. `device`: where images are resized and normalized.
 
     Raises:
         RunError: files and folders mixed, or a folder without ONNX files.
         DataError: no images.
-        EngineError: as `measure_end_to_end`, or none of the engines can run here.
+        EngineError: as `measure_end_to_end`, or no engine can run here.
     """
     networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
@@ -87,7 +81,7 @@ def bench_end_to_end(
 
 
 def end_to_end_step(run: Run) -> None:
-    """Write end_to_end.json, which the report draws, where `bench.end_to_end` asks for it."""
+    """Write end_to_end.json where `bench.end_to_end` asks for it."""
     spec = run.recipe.bench
     if not spec.end_to_end or run.folder.done("end_to_end"):
         return
@@ -101,7 +95,7 @@ def end_to_end_step(run: Run) -> None:
 
 
 def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Picture], int]:
-    """The first `count` pictures of a folder or of a run, and of how many pixels they may be."""
+    """Return the first `count` images, and their largest number of pixels."""
     if images is not None:
         return _pictures(images, count), IMAGE_PIXELS
     split = _evaluation_split(file) if split is None else split

@@ -1,4 +1,4 @@
-"""The steps that measure: the metric of every engine on the whole evaluation split, and latency of all in turn."""
+"""The steps that measure the metric of every engine, and latency of all in turn."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with
 """Names of the metrics that `bench` measures."""
 
 _LEAST_TURNS = 6
-"""Turns from which on their order statistics bound a median at 95 %."""
+"""Turns from which on order statistics bound a median at 95 %."""
 PROBE_IMAGES = 8
 POOR_PARITY_DB = 20.0
-"""Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
+"""Signal to noise of logits under which the first differing layer is looked for."""
 ADDS_UP_DB = 10.0
 """Loss within one layer that rounding explains."""
 
 
 def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """The task's metric of every network on every engine, and how far each engine is from fake quantization."""
+    """Measure every network on every engine, and the distance to fake quantization."""
     if run.folder.done("evaluate"):
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
@@ -83,7 +83,7 @@ def _evaluate_torch(
     metrics: list[Metric],
     answers: dict[tuple[Variant, str], Answers],
 ) -> EngineFigures:
-    """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
+    """Measure the network in torch, the reference of its engines."""
     with run.in_torch(variant, model, target) as engine:
         label = engine.info.label
         seen = judge(run, engine, answers=answers.setdefault((variant, label), answers_of(run)))
@@ -123,7 +123,7 @@ def _evaluate_engine(
 
 
 def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], precision: str | None = None) -> str:
-    """A sentence on the first layer in which an engine differs from its file, if its logits are far off."""
+    """Return a sentence on the first layer in which an engine differs from its file, if its logits are far off."""
     try:
         found = first_difference(path, engine, images, precision=precision)
     except EngineError as error:
@@ -139,7 +139,7 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
 
 
 def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]:
-    """A warning if QAT lost accuracy, by more than twice the standard error of the difference."""
+    """Warn if QAT lost more than twice the standard error of the difference."""
     notes, metric = [], run.task.metric
     for after in seen:
         before = after.trained_from
@@ -160,7 +160,7 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]
 
 
 def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
-    """A warning for files that are written for one engine and measured on another."""
+    """Warn of files written for one engine and measured on another."""
     spec, suits = run.recipe.quantization, target_of(engine)
     if spec is None or not variant.is_quantized or suits is None or suits in spec.targets:
         return ""
@@ -171,7 +171,7 @@ def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
 
 
 def _of_those_before(found: LayerDifference) -> str:
-    """Whether a layer is at fault, or rounding that adds up."""
+    """Tell whether a layer is at fault, or rounding that adds up."""
     if found.before_db == float("inf"):
         return "nothing differs before it"
     if found.before_db - found.sqnr_db < ADDS_UP_DB:
@@ -196,7 +196,7 @@ def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Me
 
 
 def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Latency and throughput of every network on every engine."""
+    """Measure latency and throughput of every network on every engine."""
     if run.folder.done("bench"):
         return
     files = {str(variant): run.files(variant, model) for variant, model in models.items()}
@@ -210,7 +210,7 @@ def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
 def bench(
     files: Mapping[str, NetworkFiles], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress
 ) -> list[Metric]:
-    """Latency of networks on engines, all variants in turn at each batch size; `sides` as for `measure_latency`."""
+    """Measure latency, all variants in turn at each batch size."""
     metrics: list[Metric] = []
     for batch_size in spec.batch_sizes:
         with ExitStack() as stack:
@@ -277,13 +277,9 @@ def _latencies(
 
 
 def paired_speeds(engines: Mapping[str, tuple[str, Engine]], timed: Sequence[Latency]) -> Iterator[Metric]:
-    """Yield the speed of each network over that of float where the same engine runs it fastest, with its 95 % interval.
+    """Yield each network's speed over float's fastest on the same engine, with its 95 % interval, if comparable.
 
-    Nothing is yielded of times that are not to be compared.
-
-    Args:
-        engines: (variant, engine) by the labels of `timed`.
-        timed: in turn.
+    `engines`: (variant, engine) by the labels of `timed`.
     """
     for row in timed:
         variant, engine = engines[row.label]
@@ -314,7 +310,7 @@ def paired_speeds(engines: Mapping[str, tuple[str, Engine]], timed: Sequence[Lat
 
 
 def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: Sequence[int]) -> list[Metric]:
-    """Times by the GPU's own clock of the engines that have access to it, with and without the copies."""
+    """Return times by the GPU's clock, with and without copies."""
     metrics = []
     for label, (variant, engine) in engines.items():
         seen = engine.gpu_times(random_inputs(engine, label, batch_size, sides))
@@ -337,7 +333,7 @@ def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: S
 
 
 def _engines(spec: BenchSpec) -> list[tuple[str, str | None]]:
-    """(engine, precision): OpenVINO in float32 and in its own choice, the others as they are."""
+    """Return (engine, precision): OpenVINO in float32 and in its own choice."""
     pairs: list[tuple[str, str | None]] = []
     for name in spec.engines:
         pairs += [(name, "f32"), (name, None)] if name == "openvino" else [(name, None)]

@@ -1,4 +1,4 @@
-"""The step that writes files: ONNX of every network, the audit of each, and what each layer weighs and loses."""
+"""The step that writes ONNX files, their audits, and a table of layers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from compress.records.rows import LayerRow, OperationRow
 from compress.variants import Variant
 
 SQNR_IMAGES = 64
-"""Images of the evaluation split that layer outputs are compared on."""
+"""Evaluation images that layer outputs are compared on."""
 
 
 def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Write `<variant>.onnx` for each network, audit.json, layers.json and sizes; on a resume, files that are gone."""
+    """Write `<variant>.onnx` of each network, audit.json, layers.json and sizes; on a resume, missing files."""
     if run.folder.done("export"):
         for variant, model, path, target in networks(run, models):
             if not path.is_file():
@@ -55,7 +55,7 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
 
 
 def networks(run: Run, models: Mapping[Variant, nn.Module]) -> Iterator[tuple[Variant, nn.Module, Path, Target | None]]:
-    """Yield each network of a run with its file, and with its target if that is not the first."""
+    """Yield each network with its file, and its target if that is not the first."""
     for variant, model in models.items():
         yield variant, model, run.path(variant.onnx_file), None
         for target in run.further_targets if variant.is_quantized else ():
@@ -63,7 +63,7 @@ def networks(run: Run, models: Mapping[Variant, nn.Module]) -> Iterator[tuple[Va
 
 
 def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
-    """Write the file of a network of a run, and with `export.nms` the one that ends with boxes beside it."""
+    """Write a network's file, and with `export.nms` the one that ends with boxes beside it."""
     _write(run, variant, model, path, target)
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
@@ -71,7 +71,7 @@ def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target:
 
 
 def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
-    """Write a network: into the graph of the recipe's own ONNX file if that can hold it, else by torch's exporter."""
+    """Write into the recipe's own ONNX graph if that can hold it, else by torch's exporter."""
     recipe, split = run.recipe, run.data.val
     own = {RECIPE_KEY: recipe.digest(), VARIANT_KEY: str(variant)}
     entries = metadata_entries(split.preprocessing, split.labels, own)
@@ -92,7 +92,6 @@ def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Tar
 
 
 def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterator[Metric]:
-    """Yield the sizes of a file; those of a further target's are of its engine."""
     sizes, engine = model_sizes(path), target or ""
     for name, value in (("file_bytes", sizes.file_bytes), ("weight_bytes", sizes.weight_bytes)):
         method = f"of {path.name}" if name == "file_bytes" else f"initializers of {path.name}"
@@ -114,7 +113,7 @@ def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
 
 
 def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]:
-    """One row a weighted layer of the float network, with the losses of the last quantized one."""
+    """Return a row for each weighted layer, with losses of the last quantized network."""
     quantized = next((m for v in (Variant.QAT, Variant.PTQ) if isinstance(m := models.get(v), fx.GraphModule)), None)
     try:
         graph = canonical_graph(models[Variant.FLOAT], run.example)

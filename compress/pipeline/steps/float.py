@@ -15,13 +15,13 @@ from compress.variants import Variant
 
 
 def build_float(recipe: Recipe) -> BuiltModel:
-    """Build the recipe's model as it is before training: from the seed, or with the recipe's weights."""
+    """Build the recipe's model, from the seed or with its weights."""
     torch.manual_seed(recipe.train.seed)
     return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data), task=recipe.task)
 
 
 def float_step(run: Run, built: BuiltModel) -> nn.Module:
-    """Return the float baseline: the recipe's model, trained unless `train.epochs` is 0."""
+    """Return the float baseline, trained unless `train.epochs` is 0."""
     model = built.model
     if run.folder.done(Variant.FLOAT.step):
         load_model(model, run.path(Variant.FLOAT.weights_file))

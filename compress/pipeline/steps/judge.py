@@ -22,7 +22,7 @@ _CLASSIFICATION_BATCH = 32
 
 
 def evaluation_batch(run: Run) -> int:
-    """Return the images of one run of an engine that is evaluated: large outputs take the batch of the recipe."""
+    """Return the images of one evaluated run; large outputs take the recipe's batch."""
     return _CLASSIFICATION_BATCH if run.task.name == "classification" else run.recipe.data.batch_size
 
 
@@ -34,14 +34,11 @@ def judge(
     limit: int | None = None,
     answers: Answers | None = None,
 ) -> EngineFigures:
-    """Measure the metric of the run's task on an engine, and keep outputs to compare with another engine's.
+    """Measure the task's metric on an engine.
 
-    Args:
-        run: its task and its evaluation split.
-        engine: to be measured.
-        preprocessing: of the images, compared with the one in the model's file.
-        limit: number of images, a sample of the split; None = all.
-        answers: takes what of the answers is kept for the report; None = nothing.
+    `preprocessing`: compared with that in the file. `limit`: number of sampled images; None = all. `answers`: keeps
+    outputs
+    for the report; None = nothing.
     """
     batches = _Evaluation(run, limit)
     metric = run.task.metric
@@ -66,7 +63,7 @@ def judge(
 
 
 class _Both:
-    """A meter that shows all batches to a second listener."""
+    """Shows all batches to a second listener."""
 
     def __init__(self, meter: Meter, answers: Answers) -> None:
         self.meter, self.answers = meter, answers
@@ -80,7 +77,7 @@ class _Both:
 
 
 class _Evaluation:
-    """The evaluation split in batches; iterable more than once."""
+    """The evaluation split in batches, iterable repeatedly."""
 
     def __init__(self, run: Run, limit: int | None) -> None:
         self.split = run.data.val

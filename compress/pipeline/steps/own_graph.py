@@ -1,4 +1,4 @@
-"""Writes a network that a recipe's ONNX file became back into that file's own graph."""
+"""Writes a network of a recipe's ONNX file back into that file's graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from compress.quantization.spec import QuantSpec
 def write_into_own_graph(
     run: Run, model: nn.Module, path: Path, *, spec: QuantSpec, metadata: Mapping[str, str]
 ) -> bool:
-    """Write a quantized network into the graph of the file that `model.name` names, with its nodes and names.
+    """Write a quantized network into the graph of the file `model.name`.
 
     Returns:
-        True if the file was written; otherwise a note of the run says why its graph cannot hold the network.
+        True if written; otherwise a note of the run says why not.
     """
     name, batch = run.recipe.model.name, [run.example]
     try:
@@ -39,7 +39,7 @@ def write_into_own_graph(
 
 
 def _another_form(export: ExportSpec) -> str:
-    """Return why the recipe asks for a form that only exported files have; "" if it does not."""
+    """Return why the recipe needs an exported file; "" if not."""
     if export.precision != "fp32":
         return f"export.precision is {export.precision}, and the types of a file's own graph stay as they are"
     if export.channel_scales != "weight":
@@ -48,7 +48,7 @@ def _another_form(export: ExportSpec) -> str:
 
 
 def _unfit(file: Path) -> str:
-    """Return why a run cannot measure a file of this interface; "" if it can."""
+    """Return why a run cannot measure this interface; "" if it can."""
     graph = load_source(file).proto.graph
     if not all(open_batch(value) for value in graph.input):
         return "it states the size of its batch, and a run measures several"

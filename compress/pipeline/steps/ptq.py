@@ -1,4 +1,4 @@
-"""The step that quantizes a float network after training, and the files that report it."""
+"""The step that quantizes a float network after training, and its report."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MANY_CLIPPED = 0.02  # share of the values beyond the range; percentile and mse
 
 
 def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -> fx.GraphModule:
-    """Quantize a float network, calibrated on images of the training split; a finished step loads its weights.
+    """Quantize a float network, calibrated on training images; a finished step loads its weights.
 
     Returns:
-        The network of the first target; `run.further` has those of the others, which are calibrated in the same pass.
+        The first target's network; `run.further` has the others, calibrated in the same pass.
     """
     spec = run.quantization
     example = run.example.to(run.device)
@@ -80,7 +80,7 @@ def _weights(run: Run, variant: Variant, target: Target) -> Path:
 
 
 def save_further(run: Run, variant: Variant) -> None:
-    """Write the weights of a variant for the run's further targets, on the main process."""
+    """Write the weights for further targets, on the main process."""
 
     def work() -> None:
         for target in run.further_targets:
@@ -91,7 +91,7 @@ def save_further(run: Run, variant: Variant) -> None:
 
 
 def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -> None:
-    """Note what stands out, and write the decisions and the histograms."""
+    """Note what stands out, and write decisions and histograms."""
     report = quantization_report_of(model)
     calibration = _calibration(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
@@ -110,17 +110,17 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
 
 
 def _back_file(variant: Variant) -> str:
-    """Return the name of the file that names the methods which the network was made without, though asked for."""
+    """Return the name of the file of methods taken back."""
     return f"{variant}.taken_back.json"
 
 
 def _measured_file(run: Run, variant: Variant, target: Target) -> str:
-    """Return the name of the file that names the layers about which the calibration images decided."""
+    """Return the name of the file of layers decided by calibration."""
     return f"{stem(variant, target if target in run.further_targets else None)}.measured.json"
 
 
 def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
-    """Return the rules that a finished step added for these layers."""
+    """Return a finished step's rules for these layers."""
     path = run.path(_measured_file(run, variant, target))
     try:
         found = read_json(path) if path.is_file() else {}
@@ -132,7 +132,7 @@ def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:
-    """Return the methods that a finished step took back: its weights are of a network without them."""
+    """Return the methods that a finished step took back."""
     path = run.path(_back_file(variant))
     try:
         found = read_json(path) if path.is_file() else []
@@ -146,7 +146,7 @@ def _taken_back(run: Run, variant: Variant) -> list[str]:
 
 @dataclass(frozen=True)
 class CalibrationImages:
-    """This process's share of the calibration images, on its device, with a length in batches for the progress bar."""
+    """This process's calibration images on its device; its length is in batches."""
 
     split: Split
     plan: BatchPlan
@@ -160,7 +160,7 @@ class CalibrationImages:
 
 
 def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
-    """Return the images that ranges are measured on: of the training split, never of the evaluation split."""
+    """Return the calibration images, of the training split."""
     plan = BatchPlan(
         batch_size=run.recipe.data.batch_size,
         limit=min(spec.calibration_images, len(run.data.train)),
@@ -193,7 +193,7 @@ def _dead_note(seen: CalibrationReport) -> list[str]:
 
 
 def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, seen: CalibrationReport) -> None:
-    """Write the table of decisions, one block as a graph, and the histograms that calibration counted."""
+    """Write the table of decisions, one block as a graph, and the histograms."""
     write_text(run.path("placement.csv"), report.placement.to_csv())
     if (block := typical_block(model)) is not None:
         BLOCK.write(run.folder.path, block)
@@ -214,7 +214,7 @@ def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, s
 
 
 def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Tensor]:
-    """Merge neighbouring bins until about `bins` are left, for drawing; empty bins fill the last group."""
+    """Merge neighbouring bins into about `bins`."""
     group = max(1, -(-len(counts) // bins))
     missing = -len(counts) % group
     padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)

@@ -29,14 +29,9 @@ def qat_step(
     *,
     masks: Mapping[str, Tensor] | None = None,
 ) -> fx.GraphModule:
-    """Train a calibrated network further, with the float one as its teacher if the recipe asks for distillation.
+    """Train a calibrated network; `ptq_model` is not changed.
 
-    Args:
-        run: the run under way.
-        float_model: teacher.
-        ptq_model: calibrated network; it is not changed.
-        variant: network that is made.
-        masks: boolean masks of weights that stay zero, by layer path.
+    `float_model`: teacher, for distillation. `masks`: boolean masks of weights that stay zero, by layer path.
     """
     spec = run.qat
     qmodel = copy.deepcopy(ptq_model)
@@ -62,11 +57,7 @@ def qat_step(
 
 
 def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
-    """Make the trained network for the run's further targets, in `run.further`: its weights, with their placements.
-
-    Training follows the first target. The others take its weights and the ranges of these, and the ranges of their
-    activations are measured anew, all in one pass.
-    """
+    """Make the trained network for further targets: its weights and their ranges, activations calibrated anew."""
     before, step = variant.trained_from, f"{variant.step}.{TARGETS_STEP}"
     if not run.further_targets or before is None:
         return
@@ -93,13 +84,13 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
 
 
 def take_weights(model: fx.GraphModule, trained: fx.GraphModule) -> None:
-    """Copy all weights and statistics from a network of the same float graph, ranges left out; in place."""
+    """Copy weights and statistics, without ranges; in place."""
     state = {name: value for name, value in trained.state_dict().items() if not name.endswith("amax")}
     model.load_state_dict(state, strict=False)
 
 
 def take_weight_ranges(model: fx.GraphModule, trained: fx.GraphModule) -> None:
-    """Copy the ranges with which weights were trained, of the layers that both networks quantize alike; in place."""
+    """Copy the weight ranges of layers that both networks quantize alike; in place."""
     formats = {site.path: site.format for site in placement_of(trained).weights}
     for site in placement_of(model).weights:
         if formats.get(site.path) == site.format:

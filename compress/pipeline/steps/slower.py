@@ -1,4 +1,4 @@
-"""Times the layers of quantized networks that `bench` has found no faster than float, on the same engine."""
+"""Times the layers of quantized networks that are no faster than float on an engine."""
 
 from __future__ import annotations
 
@@ -44,16 +44,9 @@ def slower(
     *,
     progress: Progress | None = None,
 ) -> tuple[SlowRow, ...]:
-    """Return the quantized networks that are not faster than float, with the layers that cost it.
+    """Return the quantized networks no faster than float, with the layers at fault.
 
-    A file that is placed for another engine is left out: the engine needs a file of its own first.
-
-    Args:
-        files: of the networks, by variant.
-        metrics: of `bench`.
-        spec: its engines and threads, and the longest time of a measurement.
-        targets: that files were made for.
-        progress: is advanced by every round.
+    Files placed for another engine are left out. `metrics` are those of `bench`; `spec` has engines, threads and time.
     """
     found = (row for row in not_faster(metrics) if family(row.engine) in _ENGINES and row.variant in files)
     return tuple(_rows(found, files, spec, targets, progress or NoProgress()))
@@ -96,7 +89,7 @@ def _rows(
 
 
 def _undisturbed(measure: Callable[[], Times]) -> tuple[Times, str]:
-    """Measure, once more if others used the processor meanwhile; return the times and who used it, "" = nobody."""
+    """Measure, again if disturbed; return times and who disturbed, "" = nobody."""
     for _ in range(_TRIES):
         before = cpu_time()
         times = measure()
@@ -107,7 +100,7 @@ def _undisturbed(measure: Callable[[], Times]) -> tuple[Times, str]:
 
 
 def precision_of(label: str) -> str | None:
-    """Return what an engine is asked for so that its label is this one: single precision, or its own choice."""
+    """Return the precision that gives an engine this label."""
     return "f32" if family(label) == "openvino" and "f32" in label else None
 
 
@@ -127,7 +120,7 @@ def _with_layers(row: SlowRow, plain: LayerTimes, quantized: LayerTimes) -> Slow
 
 
 def layers_of(path: Path) -> list[str]:
-    """Return the modules of a file whose nodes multiply, each once."""
+    """Return the modules whose nodes multiply, each once."""
     nodes = (node for node in load_onnx(path).graph.node if node.op_type in _LAYERS)
     return [module for module in dict.fromkeys(module_of(node.name) for node in nodes) if module]
 
@@ -135,7 +128,7 @@ def layers_of(path: Path) -> list[str]:
 def keep_slower(
     folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
 ) -> Sequence[SlowRow]:
-    """Write the rows into a run folder, in place of those for the same networks, engines and batch sizes."""
+    """Write the rows, replacing those for the same networks, engines and batch sizes."""
 
     def again(row: SlowRow) -> bool:
         return row.variant in files and family(row.engine) in spec.engines and row.batch_size in spec.batch_sizes

@@ -1,4 +1,4 @@
-"""The steps that prune: masks or channels, fine-tuning, and quantization with the masks held."""
+"""The steps that prune: masks or channels, fine-tuning, and quantization with masks held."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from compress.training import load_model, recalibrate_batchnorm, save_model
 from compress.variants import Variant
 
 GPU = "a100"
-"""The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""
+"""Device of the report's bound: the first kind with 2:4 tensor cores."""
 
 RECALIBRATION_IMAGES = 1024
-"""Images of the training split that BatchNorm is recalibrated on if no training follows the sparsity."""
+"""Training images for BatchNorm if no training follows."""
 
 _MASK = ".parametrizations.weight.0.mask"
 
 
 def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
-    """The float network with weights or channels taken away, fine-tuned; a plain module again.
+    """Return the float network pruned and fine-tuned, as a plain module.
 
-    Without fine-tuning, BatchNorm is recalibrated after masks by magnitude. Second order (`hessian`) restores each
-    layer's outputs, which the dense statistics then fit better than those of a few hundred images.
+    Without fine-tuning, BatchNorm is recalibrated after masks by magnitude.
     """
     spec = run.sparsity
     pattern = check_sparsity_spec(spec)
@@ -72,7 +71,7 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
 
 
 def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, pattern: Pattern) -> None:
-    """Mask the network, or take the masks that a stopped run had found: a timed search does not find them twice."""
+    """Mask the network, or take a stopped run's masks."""
     path = run.path("masked.safetensors")
     if not run.folder.done("mask"):
         report = sparsify(
@@ -97,7 +96,7 @@ def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, patt
 
 
 def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Pattern) -> str:
-    """A sentence on the largest speedup that the pattern can give this network."""
+    """Return a sentence on the pattern's largest speedup."""
     if str(pattern) != "2:4":
         return f"no engine is faster for {pattern}"
     precision = "fp16" if run.recipe.quantization is None else "int8"
@@ -122,7 +121,7 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
 
 
 def _note(run: Run) -> None:
-    """Say in the report what the masks' file knows and a reader might not expect, also if found before a stop."""
+    """Note what the masks' file says."""
     path = run.path("sparsity.json")
     try:
         known = dict(read_json(path))
@@ -141,7 +140,7 @@ def _note(run: Run) -> None:
 
 
 def _recalibration_images(run: Run) -> Iterator[Tensor]:
-    """A sample of the training split, the same on every process; each batch is spread over it, and so over classes."""
+    """Return a sample of training images, the same on every process."""
     split = run.data.train
     sample = split.order(BatchPlan(batch_size=1, limit=min(RECALIBRATION_IMAGES, len(split))))
     count = max(1, len(sample) // 32)
@@ -149,7 +148,7 @@ def _recalibration_images(run: Run) -> Iterator[Tensor]:
 
 
 def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
-    """Masks that keep at zero what is zero now, of the layers that the run masked; none after channel pruning."""
+    """Return masks of present zeros of masked layers; none after channel pruning."""
     path = run.path("masked.safetensors")
     if not path.is_file():
         return {}
@@ -158,10 +157,10 @@ def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def check_pattern(run: Run, variants: list[str]) -> None:
-    """Refuse an exported file whose constants break the n:m pattern of the masked layers.
+    """Refuse an exported file that breaks the n:m pattern.
 
     Raises:
-        AuditError: names the operation and how many groups hold too many values.
+        AuditError: names the operation and the number of groups.
     """
     pattern = check_sparsity_spec(run.sparsity)
     if pattern.kind != "nm":

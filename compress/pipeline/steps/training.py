@@ -1,4 +1,4 @@
-"""Training as a run asks for it, and the weights of a finished step; shared by the steps that make networks."""
+"""Training of a run, shared by the steps that make networks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,10 @@ def train(
     first_epoch: int = 0,
     after_step: AfterStep | None = None,
 ) -> TrainReport:
-    """Train `model` in place with the data, the processes and the folder of the run.
+    """Train `model` in place.
 
-    Args:
-        run: the run under way.
-        model: network to train.
-        spec: section of the recipe that this training follows.
-        variant: network that is made; its step names the files and the progress bar.
-        teacher: model to distill from, if `spec` asks for distillation and the recipe names no other.
-        first_epoch: number of epochs trained before. Without it the network would see the same images in the same
-            order, augmented alike, as in the phase before.
-        after_step: called after each optimizer step.
+    `variant` names the files. `teacher`: for distillation, if the recipe names no other. `first_epoch`: epochs trained
+    before, so that images come in another order. `after_step`: called after each step.
     """
     report = fit(
         model,
@@ -62,13 +55,13 @@ def train(
 
 
 def _reference(run: Run) -> float | None:
-    """Return the metric of the float network, as its training measured it."""
+    """Return the float network's metric."""
     value: float | None = run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
     return value
 
 
 def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
-    """Return the network that the recipe names as the teacher, else `own`."""
+    """Return the recipe's teacher, else `own`."""
     spec = run.recipe.teacher
     if spec is None:
         return own
@@ -78,13 +71,13 @@ def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
 
 
 def facts_of(report: TrainReport, metric: TaskMetric) -> dict[str, float]:
-    """Return the figures of a training that `state.json` holds."""
+    """Return a training's figures for `state.json`."""
     figures = {metric.name: report.final.values[metric.name]}
     return {**figures, "images_per_s": report.images_per_s, "seconds": report.seconds}
 
 
 def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -> None:
-    """Write the weights and mark the variant's step as finished, on the main process; the others wait."""
+    """Write the weights and finish the variant's step, on the main process; the others wait."""
 
     def work() -> None:
         save_model(model, run.path(variant.weights_file), {"step": variant.step, "recipe": run.recipe.digest()})

@@ -1,4 +1,4 @@
-"""The form of a network that an engine runs fastest: the same weights exported in several forms, built and audited."""
+"""Export forms of a network, built and audited, to find the one that an engine runs fastest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from compress.recipe.tree import Recipe, parse_recipe
 from compress.support.progress import NoProgress, Progress
 
 LEAST_AGREEMENT = 0.98
-"""Share of images whose class must be the float network's, for a form to be chosen."""
+"""Share of images that must get the float network's class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,7 @@ class Form:
 
     Attributes:
         overrides: of the recipe, as --set takes them.
-        where_it_pays: leave those layers float in which the roofs of the device let fp16 be faster, judged by the
-            engine of the form without this.
+        where_it_pays: leave layers float where the device's roofs let fp16 be faster.
     """
 
     name: str
@@ -75,10 +74,10 @@ class FormResult:
     """The result of a form on one compute capability.
 
     Attributes:
-        unknown_sizes: activations whose bytes are unknown and not among these.
-        least_ms: under the roofs of the device, for the batch; None without a device.
-        agreement, sqnr_db: of the answers with the float network's, in ONNX Runtime; None when it cannot run the file.
-        error: why there is no engine; "" when there is one.
+        unknown_sizes: activations of unknown bytes, not counted.
+        least_ms: bound for the batch; None without a device.
+        agreement, sqnr_db: against the float network in ONNX Runtime; None = cannot run.
+        error: why there is no engine; "" = there is one.
     """
 
     form: str
@@ -101,16 +100,14 @@ class FormResult:
 
 @dataclass(kw_only=True)
 class Explorer:
-    """A network, what it is calibrated and judged on, and where files go.
+    """A network, its images, and where files go.
 
     Attributes:
-        recipe: what the forms are overrides of.
-        example: images that it is traced and exported with.
-        calibration: batches that ranges are measured on.
-        images: (N, 3, H, W) that answers are compared on.
-        folder: of the ONNX files and engines.
-        options: how engines are built; its compute capabilities are taken one by one.
-        device: under whose roofs times are bounded; None = not bounded, and no form looks for where INT8 pays.
+        recipe: what the forms override.
+        example: for tracing and export.
+        images: (N, 3, H, W) for comparison.
+        options: build options; compute capabilities are taken one by one.
+        device: whose roofs bound times; None = not bounded.
     """
 
     model: nn.Module
@@ -128,10 +125,10 @@ class Explorer:
     _reference: NDArray[Any] | None = field(default=None, init=False)
 
     def explore(self, forms: Sequence[Form] = FORMS) -> tuple[FormResult, ...]:
-        """Every form on every compute capability, in the forms' order.
+        """Try every form on every compute capability.
 
         Raises:
-            RecipeError: an override that the recipe does not take, or no compute capability.
+            RecipeError: a bad override, or no compute capability.
         """
         if not self.options.sms:
             raise RecipeError("exploring needs the compute capabilities to build for, such as 89,120")
@@ -175,7 +172,7 @@ class Explorer:
         )
 
     def least_ms(self, audit: EngineAudit) -> float | None:
-        """Least time of an engine for the batch under the device's roofs."""
+        """Return an engine's least time for the batch under the roofs."""
         if self.device is None:
             return None
         return engine_roofline(audit, device=self.device, batch_size=self.batch_size).least_time_ms
@@ -212,7 +209,7 @@ class Explorer:
         return self._quantized[key]
 
     def _unprofitable(self, recipe: Recipe) -> list[Rule]:
-        """Rules that leave layers float in which INT8 cannot pay, on the first compute capability."""
+        """Return rules that leave layers float in which INT8 cannot pay."""
         path = self.export(recipe, "all INT8")
         audit = self.build(path, self.options.sms[0])
         choices = int8_choices(audit, device=str(self.device), batch_size=self.batch_size)
@@ -224,7 +221,7 @@ class Explorer:
         ]
 
     def _answers(self, path: Path) -> tuple[float | None, float | None]:
-        """(agreement, SQNR in dB) of a file's answers with those of the float network."""
+        """Return (agreement, SQNR in dB) against the float network."""
         try:
             if self._reference is None:
                 plain = export_onnx(self.model, self.example, self.folder / "reference.onnx")
@@ -242,7 +239,7 @@ class Explorer:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A recipe with overrides applied.
+    """Return a recipe with overrides.
 
     Raises:
         RecipeError: one that it does not take.
@@ -253,12 +250,10 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def best(
     results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT, int8: bool = False
 ) -> Mapping[int, FormResult]:
-    """For each compute capability, the form that moves the fewest bytes among those near enough to the float network.
+    """Return, for each compute capability, the near enough form that moves the fewest bytes.
 
-    Args:
-        results: of `Explorer.explore`.
-        least_agreement: share of images that must get the float network's class; forms without a figure do not count.
-        int8: only forms that compute at least half of the macs in 8 bits.
+    `least_agreement`: share of images with the float network's class. `int8`: only forms with half of the macs in 8
+    bits.
 
     Raises:
         AuditError: no form is near enough.

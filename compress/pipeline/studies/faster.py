@@ -1,4 +1,4 @@
-"""Networks that leave in float the layers which an engine runs slower in INT8: built, and timed beside float and PTQ."""
+"""Networks with layers in float that an engine runs slower in INT8, timed beside float and PTQ."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FLOAT = "float"
 
 
 def quantizing_run(folder: Path) -> Run:
-    """Return a finished run that quantizes, with its data, which `faster` needs once all is timed.
+    """Return a finished run that quantizes, with its data.
 
     Raises:
-        RunError: the folder holds no run, or no run that quantizes.
+        RunError: no run, or none that quantizes.
         DataError: its data are not here.
     """
     run = finished_run(folder)
@@ -48,13 +48,10 @@ def quantizing_run(folder: Path) -> Run:
 
 
 def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
-    """Build the mixed network of each engine that `bench` has found slower in INT8, and keep what it measured.
-
-    Returns:
-        The rows of the folder, with the mixed network where there is one.
+    """Build and measure a mixed network for each engine that is slower in INT8; return the folder's rows.
 
     Raises:
-        RunError: the folder holds no run, or no run that quantizes.
+        RunError: no run, or none that quantizes.
         EngineError: an engine cannot take a network.
     """
     rows = tuple(SLOWER.read(folder) or ())
@@ -104,13 +101,13 @@ def _target(row: SlowRow) -> Target | None:
 
 
 def _spec(run: Run, row: SlowRow, layers: Sequence[str]) -> QuantSpec:
-    """The recipe's quantization with further layers in float, in the engine's file alone."""
+    """Return the quantization with further float layers in the engine's file."""
     spec, target = run.quantization, _target(row)
     return replace(spec, rules=(*spec.rules, *(Rule(match=layer, enable=False, target=target) for layer in layers)))
 
 
 def _export(run: Run, model: nn.Module, row: SlowRow, layers: Sequence[str]) -> Path:
-    """The ONNX file of a network, quantized from the float baseline as PTQ does it."""
+    """Write a network's ONNX file, quantized as PTQ does."""
     spec = _spec(run, row, layers).for_target(_target(row))
     made = quantize(model, run.example.to(run.device), calibration_images(run, spec), spec=spec, progress=run.progress)
     path = run.path(f"mixed/{family(row.engine)}-{len(layers)}.onnx")
@@ -118,7 +115,7 @@ def _export(run: Run, model: nn.Module, row: SlowRow, layers: Sequence[str]) -> 
 
 
 def _times(files: Mapping[str, Path], row: SlowRow, spec: BenchSpec, progress: Progress) -> dict[str, Latency]:
-    """Latency of all of them in turn; the float network in the precision in which it is fastest."""
+    """Return latencies in turn; float in its fastest precision."""
     with ExitStack() as stack:
         engines = {
             label: stack.enter_context(

@@ -1,4 +1,4 @@
-"""The accuracy debugger of recipes, runs and ONNX files: what is wrong, what mends it, and its price."""
+"""The accuracy debugger of recipes, runs and ONNX files."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _TIMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """When a network counts as mended; exactly one of the two is given.
+    """When a network is mended; exactly one is given.
 
     Attributes:
-        drop: largest loss of the metric in points.
+        drop: largest loss in points.
         sqnr_db: least signal to noise of the outputs.
     """
 
@@ -52,10 +52,9 @@ class MendReport:
     """Result of the debugger.
 
     Attributes:
-        mended: the diagnosis, the changes, and the specification with them.
-        prices: times of the networks; () if they were not timed.
-        not_timed: why they were not; "" if they were.
-        recipe: the file with the changes; None if none was written.
+        prices: times of the networks; () = not timed.
+        not_timed: why not; "" = timed.
+        recipe: the file with the changes; None = none.
     """
 
     mended: Mended
@@ -67,17 +66,12 @@ class MendReport:
 def mend_recipe(
     recipe: Recipe, goal: Goal, *, images: int = 256, out: Path | None = None, progress: Progress | None = None
 ) -> MendReport:
-    """Debug the recipe's network with the weights that it names; see `mend_run` for one that was trained.
+    """Debug the recipe's network with the weights that it names.
 
-    Args:
-        recipe: with a `quantization` section.
-        goal: when the network is mended.
-        images: of the evaluation split that the goal is measured on.
-        out: recipe to write; None = none.
-        progress: is informed of each network that is tried.
+    `images`: number of evaluation images for the goal. `out`: recipe to write; None = none.
 
     Raises:
-        RecipeError: no `quantization` section, or the recipe names no weights and would train the network first.
+        RecipeError: no `quantization` section, or no weights.
     """
     if recipe.model.weights is None and recipe.train.epochs:
         raise RecipeError(
@@ -92,7 +86,7 @@ def mend_recipe(
 def mend_run(
     folder: Path, goal: Goal, *, images: int = 256, out: Path | None = None, progress: Progress | None = None
 ) -> MendReport:
-    """Debug the float network of a run; arguments are those of `mend_recipe`."""
+    """Debug the float network of a run; see `mend_recipe`."""
     run = finished_run(folder)
     return _mend(run.recipe, network(run, Variant.FLOAT).eval(), run.data, goal, images, out, progress)
 
@@ -108,17 +102,10 @@ def mend_file(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> MendReport:
-    """Debug an ONNX file.
+    """Debug a float ONNX file.
 
-    Args:
-        path: float file.
-        batches: as for `quantize_onnx`.
-        spec: quantization to begin with.
-        goal: when the file is mended.
-        images: batches that the goal is measured on, with targets last where there are some; None = `batches`.
-        metric: as for `compress.mend`.
-        out: recipe to write, for `ptq --onnx`; None = none.
-        progress: is informed of each network that is tried.
+    `batches`: as for `quantize_onnx`. `images`: batches for the goal, targets last; None = `batches`. `metric`: as for
+    `compress.mend`. `out`: recipe to write, for `ptq --onnx`; None = none.
     """
     data = list(batches)
     found = mend_onnx(
@@ -168,7 +155,7 @@ def mend_model(
     metric: TaskMetric | None = None,
     progress: Progress | None = None,
 ) -> MendReport:
-    """Debug a torch model, and time what was found; arguments are those of `compress.mend`."""
+    """Debug a torch model, and time what was found; see `compress.mend`."""
     found = mend(
         model,
         batches[0][:2],
@@ -192,7 +179,7 @@ def mend_model(
 def _prices(
     found: Mended, spec: QuantSpec, make: Callable[[QuantSpec | None, Path], Path], progress: Progress | None
 ) -> tuple[tuple[Price, ...], str]:
-    """Return the times of the networks on the target's engine, or the reason why there are none."""
+    """Return the times on the target's engine, or why there are none."""
     if not found.changes:
         return (), "nothing was changed"
     wanted: dict[str, QuantSpec | None] = {"float": None, "as specified": spec, MENDED: found.spec}

@@ -1,4 +1,4 @@
-"""From sensitivity to a recipe of mixed precision: the front of accuracy against time, and the point of it that fits."""
+"""Recipes of mixed precision from sensitivity: the front of accuracy against time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from compress.support.meters import TaskMetric
 from compress.tasks.classification import TOP1
 
 ENGINE = "openvino"
-"""The engine that candidates are evaluated on; it also reports the time of each layer."""
+"""The engine of candidates and of layer times."""
 
 _LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program needs a finite number
 
@@ -53,14 +53,13 @@ class MixedPoint:
     """One network between float and all quantized.
 
     Attributes:
-        label: `float`, a format that all layers have, or `mixed 1`, ...
-        spec: its quantization; None for the float network.
-        latency_ms: median of a run on the engine; None where times come from a data sheet.
-        score: the task's metric on the engine, by default the share of images that it classifies correctly, 0 to 1.
-        agreement: share of the images in the same class as the float network on the engine, 0 to 1; None for outputs
-            that decide for no class.
-        sqnr_db: of the engine's logits against the float network's.
-        unquiet: why the measured time is not to be compared with the others; "" = it is.
+        label: `float`, a format, or `mixed 1`, ...
+        spec: its quantization; None = float.
+        latency_ms: median on the engine; None = times of a data sheet.
+        score: the metric on the engine.
+        agreement: share of images in float's class, 0 to 1; None = no classes.
+        sqnr_db: of the logits against float's.
+        unquiet: why the time is not comparable; "" = it is.
     """
 
     label: str
@@ -80,11 +79,11 @@ class MixedPoint:
 
 
 def check_costs(costs: str) -> None:
-    """Refuse a source of times that `mixed_front` does not know, before hours are spent on what it needs.
+    """Refuse an unknown source of times.
 
     Raises:
-        RooflineError: neither `openvino` nor a device of the roofline's table.
-        EngineUnavailableError: OpenVINO is not on this machine.
+        RooflineError: neither `openvino` nor a known device.
+        EngineUnavailableError: OpenVINO is not here.
     """
     if costs != ENGINE:
         find_device(costs)
@@ -102,24 +101,16 @@ def mixed_front(
     seconds: float = 3.0,
     others: Mapping[str, Formats] | None = None,
 ) -> tuple[tuple[MixedPoint, ...], CostTable]:
-    """Measure a network in float, in each format everywhere, and in the choices between them.
+    """Measure a network in float, in each format, and in mixtures of them; return the points and the times used.
 
-    Args:
-        measured: of `sensitivity_run`.
-        costs: `openvino`, for times measured here; or a device of the roofline's table, such as `h200`.
-        batch_size: images of one run.
-        precision: of what is not quantized, on the engine; None = its own choice.
-        images: of the evaluation split that accuracy is measured on.
-        points: choices tried, at most.
-        seconds: time for the latency of each, at most.
-        others: further choices of formats to measure along with them, by label.
-
-    Returns:
-        The points, float first, and the times that the choices were made by.
+    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized; None
+    =
+    the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each latency.
+    `others`: further mixtures by label.
 
     Raises:
-        EngineError: a network that the engine cannot take.
-        RooflineError: an unknown device, or a precision that it lacks.
+        EngineError: the engine cannot take a network.
+        RooflineError: an unknown device or precision.
     """
     run = measured.run
     layers = [row.layer for row in measured.reports[measured.base].rows]
@@ -152,7 +143,7 @@ def _point(
     latency: Mapping[str, Latency],
     seen: Mapping[str, EngineFigures],
 ) -> MixedPoint:
-    """One choice of formats with its predicted and measured figures; `seen` holds the float network's too."""
+    """Return one choice with predicted and measured figures."""
     metric = measured.run.task.metric
     parity = compare_figures(seen[FLOAT], seen[name], metric)
     return MixedPoint(
@@ -175,13 +166,7 @@ def pick(
     max_drop: float | None = None,
     metric: TaskMetric = TOP1,
 ) -> MixedPoint:
-    """The point of least noise within a time, or the fastest whose metric is near float's.
-
-    Args:
-        points: of `mixed_front`, float first.
-        budget_ms: longest time of a run.
-        max_drop: largest loss of the metric against float, in its unit (percent points); exactly one of the two.
-        metric: by which the points were judged.
+    """Return the least noisy point within `budget_ms`, or the fastest within `max_drop` percent points of float.
 
     Raises:
         QuantizationError: both limits or none, or no point meets it.
@@ -204,7 +189,7 @@ def pick(
 
 
 def write_recipe(measured: Measured, point: MixedPoint, path: Path) -> Path:
-    """Write the recipe that `ptq` and `qat` run to make the network of `point`."""
+    """Write the recipe of `point` for `ptq` and `qat`."""
     return write_text(path, replace(measured.run.recipe, quantization=point.spec).to_yaml())
 
 
@@ -240,7 +225,7 @@ def _engine_costs(
 
 
 def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_size: int) -> CostTable:
-    """Least times by a data sheet: float layers in fp16, quantized ones in int8, whatever the bits of their weights."""
+    """Return least times by a data sheet: float layers in fp16, quantized ones in int8."""
     run, ms = measured.run, {layer: dict.fromkeys((FLOAT, *measured.specs), 0.0) for layer in layers}
     image = run.example[:1].repeat(batch_size, 1, 1, 1).to(run.device)
     rest_ms = 0.0

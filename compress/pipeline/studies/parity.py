@@ -1,4 +1,4 @@
-"""Layer-by-layer parity of a recipe's network, or of one that a run has made, on engines."""
+"""Layer-by-layer parity of networks on engines."""
 
 from __future__ import annotations
 
@@ -28,16 +28,9 @@ Results = dict[str, LayerParity | EngineError]
 def parity_of_recipe(
     recipe: Recipe, *, images: int = 8, engines: Sequence[str] = ENGINES, tolerance: float = TOLERANCE
 ) -> Results:
-    """Quantize the recipe's model as it is before training, export it, and compare each engine with it.
+    """Quantize the recipe's untrained model, export it, and compare each engine, or say why not.
 
-    Args:
-        recipe: with a `quantization` section.
-        images: of the evaluation split that are compared on.
-        engines: by name.
-        tolerance: share of a tensor's elements that may be more than one step apart.
-
-    Returns:
-        By engine: the comparison, or why there is none.
+    `images`: number of evaluation images. `tolerance`: share of elements that may differ by more than one step.
 
     Raises:
         RecipeError: no `quantization` section.
@@ -62,17 +55,10 @@ def parity_of_recipe(
 def parity_of_run(
     folder: Path, *, variant: str = "", images: int = 8, engines: Sequence[str] = ENGINES, tolerance: float = TOLERANCE
 ) -> Results:
-    """Export a quantized network of a run anew, and compare each engine with it.
-
-    Args:
-        folder: of the run.
-        variant: which network; "" = the last quantized one.
-        images: as of `parity_of_recipe`.
-        engines: as of `parity_of_recipe`.
-        tolerance: as of `parity_of_recipe`.
+    """Export a run's quantized network and compare each engine; `variant` "" = the last. See `parity_of_recipe`.
 
     Raises:
-        RunError: the folder holds no such network.
+        RunError: no such network.
     """
     known = [name for name in variants_in(folder) if name.is_quantized]
     chosen = Variant.named(variant) if variant or not known else known[-1]

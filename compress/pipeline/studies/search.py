@@ -1,4 +1,4 @@
-"""The steps of `search`: the float baseline, the search itself, fine-tuning until the bound is kept, and the report."""
+"""The steps of `search`: baseline, search, fine-tuning to the bound, report."""
 
 from __future__ import annotations
 
@@ -49,21 +49,14 @@ def search_run(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Train the baseline where the recipe says so, search, fine-tune, and check the bound on the engine.
+    """Train the baseline where needed, search, fine-tune, and check the bound on the engine.
 
-    Args:
-        recipe: its section `search` says what may be chosen, `finetune` and `qat` how the chosen network is trained.
-        out: the run folder; the fine-tuned networks have folders of their own in it.
-        engine: on which everything is measured.
-        latency: largest share of the float network's latency; either this or `max_drop`.
-        max_drop: most points of the recipe's metric that may be lost.
-        storage: of trials, for several workers; None = a file in the folder.
-        resume: go on with the run that `out` holds.
-        device: where torch computes; None = a GPU where there is one.
-        progress: listener.
+    `latency`: largest share of float's latency, or `max_drop`: most points lost. `storage`: of trials, for several
+    workers;
+    None = a file in the folder. `device`: None = a GPU where there is one.
 
     Raises:
-        SearchError: the request cannot be followed, or at the end no network keeps the bound.
+        SearchError: an impossible request, or no network keeps the bound.
         CompressError: as its steps do.
     """
     if latency is None and max_drop is None:
@@ -87,7 +80,7 @@ def search_run(
 
 
 def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
-    """Fine-tune points of a front until one keeps the bound, and write the report."""
+    """Fine-tune points until one keeps the bound, and report."""
     scores = _scores(run, front, reference)
     attempts = _attempts(run, front, bound, reference)
     write_json(run.path("attempts.json"), [asdict(made) for made in attempts])
@@ -112,11 +105,11 @@ def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
 def search_worker(
     out: Path, *, engine: str, storage: str | None = None, device: str | None = None, progress: Progress | None = None
 ) -> Front:
-    """Take part in the trials of the search that another process has begun in `out`.
+    """Take part in a search begun in `out`.
 
     Raises:
-        RunError: the folder holds no float network yet.
-        SearchError: the search has no trials yet, or is of another engine.
+        RunError: no float network yet.
+        SearchError: no trials yet, or another engine.
     """
     recipe = recipe_from_anywhere(out)
     check_request(engine, spec=recipe.search)
@@ -172,7 +165,7 @@ def _search(
 
 
 def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
-    """The metric of the float network and of points of the front, before fine-tuning, on the engine."""
+    """Return the metric of float and of points before fine-tuning."""
     rows = [point for point in front.front if point.configuration]
     step = max(1, -(-len(rows) // _SCORED))
     files = {"reference": reference}

@@ -1,4 +1,4 @@
-"""A point of a front, trained and measured: its recipe is run as any other, then timed beside the float network."""
+"""A point of a front, trained by its recipe and timed beside the float network."""
 
 from __future__ import annotations
 
@@ -31,15 +31,7 @@ _RUNS, _SECONDS = 200, 3.0
 
 
 def attempt(run: Run, front: Front, point: Point, name: str, reference: Path) -> Attempt:
-    """Fine-tune, quantize, export and measure a point.
-
-    Args:
-        run: the search's own run; its recipe says how to train.
-        front: that the point is of.
-        point: to be trained.
-        name: of its folder in the run's.
-        reference: ONNX file of the float network.
-    """
+    """Fine-tune, quantize, export and measure a point; `reference` is float's ONNX file."""
     folder = run.path(name)
     recipe, command = point_recipe(run, front, point, run.path(f"{name}.safetensors"))
     write_text(run.path(f"{name}.yaml"), recipe.to_yaml())
@@ -63,7 +55,7 @@ def attempt(run: Run, front: Front, point: Point, name: str, reference: Path) ->
 
 
 def point_recipe(run: Run, front: Front, point: Point, weights: Path) -> tuple[Recipe, str]:
-    """Return the recipe of a point, whose weights are written to `weights`, and the command that makes it."""
+    """Write a point's weights to `weights`; return its recipe and command."""
     network = front.network(point)
     save_model(network, weights, {"step": "search", "recipe": run.recipe.digest()})
     recipe, lab, spec = run.recipe, front.lab, front.lab.spec
@@ -106,13 +98,9 @@ def _wanted(command: str, variant: Variant) -> bool:
 def measure_files(
     run: Run, front: Front, files: Mapping[str, Path], *, images: int | None = None
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
-    """The metric of each file on the engine, (ms, time over that of `reference`) in turn, and why these do not compare.
+    """Return each file's metric, (ms, time over `reference`'s), and why these do not compare.
 
-    Args:
-        run: with data and task.
-        front: with the engine and its options.
-        files: `reference` among them, with an open batch size.
-        images: of the evaluation split; None = all.
+    `files` include `reference`, with open batch size. `images`: None = all.
     """
     spec, engine = front.lab.spec, front.lab.engine
     options: dict[str, Any] = {"threads": spec.threads, "precision": spec.precision}

@@ -1,4 +1,4 @@
-"""The steps of `sensitivity`: the float baseline, the effect of every layer, and the files that report it."""
+"""The steps of `sensitivity`: the baseline, every layer's effect, and the report."""
 
 from __future__ import annotations
 
@@ -42,12 +42,7 @@ STEP = SENSITIVITY
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The results of `sensitivity_run`.
-
-    Attributes:
-        run: the run, its data and folder.
-        specs: quantization by format; the first is the recipe's own.
-    """
+    """Results of `sensitivity_run`; the first of `specs`, by format, is the recipe's own."""
 
     run: Run
     model: nn.Module
@@ -72,16 +67,11 @@ def sensitivity_run(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Measured:
-    """Train the baseline where the recipe says so, then measure every layer in every format.
+    """Train the baseline where needed, then measure every layer in every format.
 
-    Args:
-        recipe: with a `quantization` section.
-        out: the run folder; takes sensitivity.json, .csv, .md and .png.
-        images: of the evaluation split that effects are measured on.
-        weight_bits: further formats: the recipe's own with weights of so many bits.
-        resume: go on with the run that `out` holds; layers that were measured are not measured again.
-        device: where torch computes; None = a GPU where there is one.
-        progress: is advanced during long work.
+    `out` takes sensitivity.json, .csv, .md and .png. `images`: number of evaluation images. `weight_bits`: further
+    formats.
+    `resume`: measured layers are kept. `device`: None = a GPU where there is one.
 
     Raises:
         RecipeError: no `quantization` section, or no images.
@@ -118,7 +108,7 @@ def sensitivity_run(
 
 
 def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpec]:
-    """The recipe's quantization, and the same with other weights, each under a name such as `w8a8`."""
+    """Return the quantization in each weight format, by names such as `w8a8`."""
     spec = recipe.quantization
     if spec is None:
         raise RecipeError("sensitivity needs a `quantization` section, and the recipe has quantization: null")
@@ -132,13 +122,13 @@ def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpe
 
 
 def calibration_batches(run: Run, spec: QuantSpec) -> list[Tensor]:
-    """The images that ranges are measured on, on the run's device."""
+    """Return the calibration images, on the run's device."""
     limit = min(spec.calibration_images, len(run.data.train))
     return [x.to(run.device) for x in run.batches("train", run.recipe.data.batch_size, limit=limit)]
 
 
 def evaluation_batches(run: Run, images: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, targets) of the evaluation split, on the run's device."""
+    """Return (images, targets) of the evaluation split, on the run's device."""
     plan = BatchPlan(batch_size=run.recipe.data.batch_size, limit=min(images, len(run.data.val)))
     return run.data.val.batches(plan, device=run.device)
 
@@ -184,7 +174,7 @@ def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None
 
 
 def plain(value: Any) -> Any:  # of the same kind as the value
-    """`value` as JSON holds it: an infinite number is the text `inf` or `-inf`."""
+    """Return `value` for JSON: infinity becomes `inf` or `-inf`."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
