@@ -1,4 +1,4 @@
-"""Weights from a file into a model: read without running code, compared name by name, then loaded whole or not at all."""
+"""Weights from a file into a model: read without running code, compared by name, then loaded whole or not at all."""
 
 from __future__ import annotations
 

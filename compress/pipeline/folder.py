@@ -303,7 +303,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def latest_folder(parent: Path, name: str, recipe: Recipe | None = None) -> Path:
-    """Return the last of `parent/name`, `parent/name-2`, ... with a run of `recipe`; else the last, or the first name."""
+    """Return the last of `parent/name`, `parent/name-2`, ... of a run of `recipe`; else the last, or the first."""
     found = [parent / name]
     while (path := parent / f"{name}-{len(found) + 1}").exists():
         found.append(path)

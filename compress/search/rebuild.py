@@ -1,4 +1,4 @@
-"""A network of a search as a recipe's model: built by the original's name, made smaller, then the weights are loaded."""
+"""A network of a search as a recipe's model: built by the original's name, made smaller, then loaded."""
 
 from __future__ import annotations
 
