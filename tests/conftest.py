@@ -1,4 +1,7 @@
-"""Settings of all tests: one thread per process, a seed, and no test that a slow machine fails."""
+"""Settings of all tests: one thread per process, seeds, and no test that a slow machine fails.
+
+`pytest --hypothesis-profile search` draws examples anew in each run, to look for what the fixed ones do not show.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("search", **SLOW)
+settings.register_profile("any machine", derandomize=True, **SLOW)  # what passed on one machine passes on the next
 settings.load_profile("any machine")
 
 
