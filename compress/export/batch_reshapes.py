@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from compress.export.onnx_graph import OnnxGraph, attribute, without_weights
+from compress.export.onnx_graph import OnnxGraph, attribute, drop_unread, without_weights
 
 
 def batches_kept(proto: onnx.ModelProto) -> int:
@@ -32,7 +32,7 @@ def batches_kept(proto: onnx.ModelProto) -> int:
         whole = np.concatenate([np.zeros(1, np.int64), *(size.reshape(-1) for size in sizes if size is not None)])
         node.input[1] = view.add_constant(f"{node.output[0]}/batch_kept", whole)
     if changed:
-        _drop_unread(proto.graph, {"Shape", "Gather", "Unsqueeze", "Concat", "Constant"})
+        drop_unread(proto.graph)
     return len(changed)
 
 
@@ -71,14 +71,3 @@ def _first_sizes(proto: onnx.ModelProto) -> dict[str, str]:
         return {}
     values = [*graph.value_info, *graph.output, *graph.input]
     return {v.name: v.type.tensor_type.shape.dim[0].dim_param for v in values if v.type.tensor_type.shape.dim}
-
-
-def _drop_unread(graph: onnx.GraphProto, kinds: set[str]) -> None:
-    """Remove operations of some kinds whose results nothing reads any more."""
-    while True:
-        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-        kept = [node for node in graph.node if node.op_type not in kinds or not used.isdisjoint(node.output)]
-        if len(kept) == len(graph.node):
-            return
-        del graph.node[:]
-        graph.node.extend(kept)

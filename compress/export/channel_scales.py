@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import OnnxGraph, attribute, drop_unused
+from compress.export.onnx_graph import OnnxGraph, attribute, drop_unread
 
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 
@@ -48,7 +48,7 @@ def scales_on_outputs(proto: onnx.ModelProto) -> int:
         nodes += _factors(view, node, weight, scales)
         changed += 1
     view.replace_nodes(nodes)
-    drop_unused(proto.graph)
+    drop_unread(proto.graph)
     return changed
 
 

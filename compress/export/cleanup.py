@@ -8,7 +8,7 @@ from collections import Counter
 import onnx
 
 from compress.export.names import node_name, tensor_name
-from compress.export.onnx_graph import OnnxGraph, attribute, drop_unused
+from compress.export.onnx_graph import OnnxGraph, attribute, drop_unread
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -26,7 +26,7 @@ def clean(proto: onnx.ModelProto) -> None:
         tensor.doc_string = ""
     del graph.metadata_props[:]
     del graph.value_info[:]  # engines infer shapes themselves; stale symbolic ones can contradict them
-    drop_unused(graph)
+    drop_unread(graph)
 
 
 def averages_without_padding(graph: onnx.GraphProto) -> None:

@@ -28,7 +28,7 @@ from compress.errors import ExportError
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
-from compress.export.onnx_graph import drop_unused
+from compress.export.onnx_graph import drop_unread
 from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec, check_export_spec
@@ -130,7 +130,7 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
     shape_for(proto, target)
     clean(proto)
     finish_for(proto, target)
-    drop_unused(proto.graph)  # biases that were replaced
+    drop_unread(proto.graph)  # biases that were replaced
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
 

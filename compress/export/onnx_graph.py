@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_qu
 
 PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
 """Operators whose result is quantized if their first input is; of a Concat, if all are."""
+
+_WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+"""Standard operators that have graphs as attributes."""
 
 SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
@@ -158,9 +161,40 @@ def opset_of(proto: onnx.ModelProto) -> int:
     return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 
-def drop_unused(graph: onnx.GraphProto) -> None:
-    """Remove initializers that nothing reads; ONNX Runtime warns of each."""
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove nodes and initializers that nothing reads, in place; the graphs inside nodes are consumers too."""
+    results = {value.name for value in graph.output}
+    while True:
+        used = {name for node in graph.node for name in inputs_of(node)} | results
+        unread = [i for i, node in enumerate(graph.node) if used.isdisjoint(node.output)]
+        if not unread:
+            break
+        for i in reversed(unread):
+            del graph.node[i]
+    inputs = {value.name for value in graph.input}
+    for i, tensor in reversed(list(enumerate(graph.initializer))):
+        if tensor.name not in used and tensor.name not in inputs:
+            del graph.initializer[i]  # a new list would copy the weights that stay
+
+
+def inputs_of(node: onnx.NodeProto) -> list[str]:
+    """Return the tensors that a node reads, those that the graphs inside it take from around it included."""
+    return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
+
+
+def _captured(graph: onnx.GraphProto) -> list[str]:
+    inside = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    inside.update(name for node in graph.node for name in node.output)
+    read = [name for node in graph.node for name in inputs_of(node)] + [value.name for value in graph.output]
+    return [name for name in read if name and name not in inside]
+
+
+def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that nodes hold as attributes (branches, loop bodies)."""
+    for node in nodes:
+        if not node.domain and node.op_type not in _WITH_GRAPHS:
+            continue  # the checker refuses other attributes
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield attribute.g
+            yield from attribute.graphs

@@ -19,7 +19,8 @@ from onnx import external_data_helper, numpy_helper
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.onnx_ptq.load import SourceFile, subgraphs
+from compress.export.onnx_graph import subgraphs
+from compress.onnx_ptq.load import SourceFile
 
 SECONDS, BYTES = 20, 8 << 30
 """Bounds of a trial on one batch; the memory includes the libraries."""

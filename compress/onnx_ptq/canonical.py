@@ -22,10 +22,10 @@ from onnx import external_data_helper, helper, inliner, version_converter
 
 from compress.errors import QuantizationError
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import attribute, consumed_as, opset_of
+from compress.export.onnx_graph import attribute, consumed_as, drop_unread, opset_of
 from compress.export.padding import pads_into_convolutions
 from compress.graph.fold import folded_parameters
-from compress.onnx_ptq.index import Index, constant_tensor, inputs_of, renamed
+from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
@@ -57,10 +57,9 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     source = replace(source, proto=copy)
     _read_small(source)
     index = Index(source)
-    unread, results = unread_nodes(index), index.outputs
     padded = pads_into_convolutions(copy, index.value)
     if padded:
-        replace_nodes(copy.graph, without_unread(list(copy.graph.node), unread, results))  # what computed the amounts
+        drop_unread(copy.graph)  # what computed the amounts
         notes.append(f"{padded} paddings with zeros are done by the convolutions after them")
     folded = fold_constants_after_layers(source)
     if folded:
@@ -295,31 +294,6 @@ def _is_shape(name: str, index: Index) -> bool:
 def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
     start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
     return end - start == 1 or (start == -1 and end > 1 << 30)
-
-
-def unread_nodes(index: Index) -> set[str]:
-    """Return the names of the nodes of which nothing reads a result."""
-    read = index.consumers.keys() | index.outputs
-    return {node.name for node in index.graph.node if read.isdisjoint(node.output)}
-
-
-def without_unread(nodes: list[onnx.NodeProto], unread: set[str], results: set[str]) -> list[onnx.NodeProto]:
-    """Return the nodes whose results are read; those that nobody read in the file as it was given stay."""
-    while True:
-        used = {name for node in nodes for name in inputs_of(node)} | results
-        kept = [node for node in nodes if node.name in unread or not used.isdisjoint(node.output)]
-        if len(kept) == len(nodes):
-            return nodes
-        nodes = kept
-
-
-def drop_unread(graph: onnx.GraphProto) -> None:
-    """Remove constants that have no consumer left, also in the graphs inside nodes."""
-    used = {name for node in graph.node for name in inputs_of(node)} | {value.name for value in graph.output}
-    inputs = {value.name for value in graph.input}
-    for i, tensor in reversed(list(enumerate(graph.initializer))):
-        if tensor.name not in used and tensor.name not in inputs:
-            del graph.initializer[i]  # a new list would copy the weights that stay
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:

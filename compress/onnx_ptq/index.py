@@ -17,8 +17,8 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
-from compress.export.onnx_graph import SMALL_CONSTANT, attribute, without_weights
-from compress.onnx_ptq.load import SourceFile, subgraphs
+from compress.export.onnx_graph import SMALL_CONSTANT, attribute, inputs_of, subgraphs, without_weights
+from compress.onnx_ptq.load import SourceFile
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 """Types that QuantizeLinear takes."""
@@ -133,18 +133,6 @@ class Index:
         if node.op_type in _GROWING and not small and not _stays_small(node, feeds):
             return None
         return _evaluated(node, feeds, name, self.opset)
-
-
-def inputs_of(node: onnx.NodeProto) -> list[str]:
-    """Return the tensors that a node reads, those that the graphs inside it take from around it included."""
-    return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
-
-
-def _captured(graph: onnx.GraphProto) -> list[str]:
-    inside = {t.name for t in graph.initializer} | {v.name for v in graph.input}
-    inside.update(name for node in graph.node for name in node.output)
-    read = [name for node in graph.node for name in inputs_of(node)] + [value.name for value in graph.output]
-    return [name for name in read if name and name not in inside]
 
 
 def _stays_small(node: onnx.NodeProto, feeds: dict[str, NDArray[Any]]) -> bool:

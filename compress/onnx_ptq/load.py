@@ -19,7 +19,7 @@ from onnx import external_data_helper, helper, numpy_helper, version_converter
 
 from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
-from compress.export.onnx_graph import opset_of
+from compress.export.onnx_graph import opset_of, subgraphs
 
 OLDEST, NEWEST = 6, 25
 """Opsets that are read."""
@@ -41,9 +41,6 @@ _QUANTIZED = frozenset({
 
 _ASIDE = "compress.aside"
 """Domain of operators that a raise of the opset leaves as they are."""
-
-_WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Standard operators that have graphs as attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,17 +214,6 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             yield from attribute.tensors
     for inner in subgraphs(graph.node):
         yield from tensors_of(inner)
-
-
-def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs that nodes hold as attributes (branches, loop bodies)."""
-    for node in nodes:
-        if not node.domain and node.op_type not in _WITH_GRAPHS:
-            continue  # the checker refuses other attributes
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield attribute.g
-            yield from attribute.graphs
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -21,10 +21,11 @@ from torch import nn
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.cleanup import averages_without_padding
+from compress.export.onnx_graph import drop_unread
 from compress.export.targets import finish_for, shape_for
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
-from compress.onnx_ptq.canonical import canonical, drop_unread
+from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.compare import comparison, results_for_one
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer

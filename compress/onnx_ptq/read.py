@@ -18,12 +18,11 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from compress.export.onnx_graph import attribute
+from compress.export.onnx_graph import attribute, inputs_of, subgraphs
 from compress.graph.onnx_kinds import ONNX_KINDS
 from compress.graph.traits import MANY, TRAITS, WEIGHTED
 from compress.onnx_ptq.compounds import Compound, find_compounds
-from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements, inputs_of
-from compress.onnx_ptq.load import subgraphs
+from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
 from compress.onnx_ptq.parts import find_parts
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY, added_tensor
-from compress.export.onnx_graph import consumed_as
-from compress.onnx_ptq.canonical import replace_nodes, unread_nodes, without_unread
+from compress.export.onnx_graph import consumed_as, drop_unread
+from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.index import Index, Types, constant_tensor, renamed
 from compress.onnx_ptq.read import Reading, Weight
 from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_from_amax
@@ -69,7 +69,6 @@ class _Writer:
         self.before: dict[str, list[onnx.NodeProto]] = {}
         self.after: dict[str, list[onnx.NodeProto]] = {}
         self.shared: dict[Any, str] = {}
-        self.unread = unread_nodes(index)
 
     def weight(self, site: WeightSite, weight: Weight, amax: Tensor) -> None:
         """Put an integer constant and its DequantizeLinear in the place of a weight."""
@@ -141,7 +140,8 @@ class _Writer:
         for node in self.graph.node:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
-        replace_nodes(self.graph, without_unread(nodes, self.unread, {value.name for value in self.graph.output}))
+        replace_nodes(self.graph, nodes)
+        drop_unread(self.graph)
 
     def _plain_bias(self, node: onnx.NodeProto) -> None:
         """Give a layer whose bias is computed from constants the value itself, as the passes of `export` expect it."""
