@@ -304,6 +304,26 @@ def test_weights_that_are_computed_of_constants(tmp_path):
     assert sqnr(run(tmp_path / "constant.onnx", x), run(result.path, x)) > 30
 
 
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_nothing_unread_stays(target, tmp_path):
+    """Weights that are Constant nodes, folded with the scale and bias after them; one operator that nothing reads."""
+    values = {"w": weights(8, 3, 3, 3), "scale": weights(8, 1, 1) + 2, "bias": weights(8, 1, 1)}
+    nodes = [
+        *(helper.make_node("Constant", [], [k], value=numpy_helper.from_array(v)) for k, v in values.items()),
+        helper.make_node("Conv", ["x", "w"], ["c"], name="convolution"),
+        helper.make_node("Mul", ["c", "scale"], ["m"]),
+        helper.make_node("Add", ["m", "bias"], ["y"]),
+        helper.make_node("Relu", ["c"], ["nobody"]),
+    ]
+    onnx.save(model_of(nodes, {}), tmp_path / "float.onnx")
+    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=QuantSpec(target=target))
+    graph = onnx.load(path).graph
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    assert read >= {name for node in graph.node for name in node.output} | {tensor.name for tensor in graph.initializer}
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "float.onnx", x), run(path, x)) > 30
+
+
 def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
     torch.manual_seed(0)
     file = export(Attention(), tmp_path / "float.onnx", opset=14)  # LayerNorm and GELU in primitives
