@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from compress.errors import RecipeError
-from compress.quantization.spec import CalibratorName
+from compress.quantization.spec import ActivationCalibrator
 from compress.recipe.keys import recipe_keys, recipe_keys_markdown
 from compress.recipe.tree import Recipe, parse_recipe
 
@@ -58,7 +58,7 @@ def test_defaults_are_the_recipes_own(key):
 
 def test_choices_are_named():
     (calibrator,) = [k for k in KEYS if k.section == "quantization.activations" and k.name == "calibrator"]
-    assert calibrator.kind == " or ".join(f"`{name}`" for name in get_args(CalibratorName))
+    assert calibrator.kind == " or ".join(f"`{name}`" for name in get_args(ActivationCalibrator))
 
 
 def test_a_section_alone_is_a_part_of_the_page():

@@ -50,6 +50,7 @@ class Traits:
         keeps_zero: the result is zero where all data inputs are zero; also where it scales linearly.
         multiplies: the result is zero where any data input is zero.
         non_negative: `always`, `if inputs are` (it has no negative result then), or "" (not known).
+        lowest: the result is never lower; 0.0 if such a value is not known, or is not below 0.
         needs_float: it computes in floating point also where products run in 8 bits.
         clips: an activation that cuts its input off at constant bounds.
         idempotent: a reduction that returns the common value of equal elements.
@@ -67,6 +68,7 @@ class Traits:
     keeps_zero: bool = False
     multiplies: bool = False
     non_negative: Literal["always", "if inputs are", ""] = ""
+    lowest: float = 0.0
     needs_float: bool = False
     clips: bool = False
     idempotent: bool = False
@@ -116,10 +118,10 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "relu6": replace(_POSITIVE, keeps_zero=True, clips=True),
         "clamp": replace(_ACTIVATION, clips=True),  # its signs and zeros depend on its bounds
         "leaky_relu": replace(_ZERO_AT_ZERO, scales_linearly=True),
-        "silu": _ZERO_AT_ZERO,
-        "gelu": _ZERO_AT_ZERO,
-        "hardswish": _ZERO_AT_ZERO,
-        "mish": _ZERO_AT_ZERO,
+        "silu": replace(_ZERO_AT_ZERO, lowest=-0.2785),
+        "gelu": replace(_ZERO_AT_ZERO, lowest=-0.1701),  # of its approximation by tanh; -0.16997 of itself
+        "hardswish": replace(_ZERO_AT_ZERO, lowest=-0.375),
+        "mish": replace(_ZERO_AT_ZERO, lowest=-0.3089),
         "tanh": _ZERO_AT_ZERO,
         "elu": _ZERO_AT_ZERO,
         "sigmoid": _POSITIVE,

@@ -287,7 +287,7 @@ def _calibrator(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) ->
         spec.calibrator,
         num_bits=quant_format.num_bits,
         axis=quant_format.axis,
-        signed=quant_format.signed,
+        signed=quant_format.signed and not quant_format.lowest,
         percentile=spec.percentile,
     )
 

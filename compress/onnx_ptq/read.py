@@ -242,6 +242,7 @@ class _Reader:
         if made.traits.category == "arithmetic":
             numbers = [self.index.number(name) for name in node.input]
             made.numbers = tuple(number for number in numbers if number is not None)
+            made.factor = self._factor(node) if made.kind == "mul" else 0.0
         elif made.kind == "clamp":
             made.low = self._bounds(node)[0]
         elif made.kind == "resize":
@@ -257,6 +258,12 @@ class _Reader:
             )
         elif node.op_type == "Cast" and attribute(node, "to", 0) == TensorProto.FLOAT:
             made.cast = "float32" if self.types.get(node.input[0]) in FLOATS else ""
+
+    def _factor(self, node: onnx.NodeProto) -> float:
+        """Return the largest of the constants that a Mul multiplies by, if all are positive; else 0.0."""
+        values = [self.index.value(name) for name in node.input if name in self.index.fixed]
+        found = [value for value in values if value is not None and value.size and bool((value > 0).all())]
+        return float(found[0].max()) if len(found) == len(values) == 1 else 0.0
 
     def _bounds(self, node: onnx.NodeProto) -> tuple[float, float]:
         """Lowest and highest value of a Clip, which are attributes before opset 11 and inputs after."""

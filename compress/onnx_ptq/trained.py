@@ -48,6 +48,8 @@ class Trained:
             trained = own.pop(frozenset(tensor for tensor, _ in site.edges), None)
             if trained is None or trained.format != site.format:
                 raise _other_placement(site.name)
+            if cast(Quantizer, self.network.get_submodule(trained.name)).format != site.format:
+                raise _other_placement(site.name)  # learned ranges are symmetric
             amax[site.name] = self._amax(trained.name)
         if own:
             raise _other_placement(next(iter(own.values())).name)

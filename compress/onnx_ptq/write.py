@@ -26,7 +26,7 @@ from compress.export.onnx_graph import consumed_as, drop_unread
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.index import Index, Types, constant_tensor, renamed
 from compress.onnx_ptq.read import Reading, Weight
-from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_from_amax
+from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 
 _FLOAT8 = TensorProto.FLOAT8E4M3FN
@@ -108,7 +108,7 @@ class _Writer:
         names = renamed([added_tensor(first, part) for part in ("scale", "zero_point")], self.taken)
         scales, points = names.values()
         self._constant(scales, scale)
-        zero = torch.tensor(site.format.zero_point, dtype=site.format.dtype)
+        zero = torch.as_tensor(zero_of(scale.float(), site.format)).to(site.format.dtype)
         self._constant(points, zero, site.format)
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
             result, nodes = self._pair(tensor, scale, scales, points, site.format)
@@ -126,8 +126,9 @@ class _Writer:
         )
         nodes, source = [], tensor
         if quant_format.num_bits < 8 or quant_format.narrow:
-            self._constant(low, quant_format.low * scale)
-            self._constant(high, quant_format.high * scale)
+            least, most = bounds_of(scale.float(), quant_format)
+            self._constant(low, (least * scale).to(scale.dtype))
+            self._constant(high, (most * scale).to(scale.dtype))
             nodes.append(helper.make_node("Clip", [tensor, low, high], [clipped], name=clip))
             source = clipped
         nodes.append(helper.make_node("QuantizeLinear", [source, scales, points], [q], name=quantize))

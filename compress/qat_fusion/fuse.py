@@ -334,7 +334,9 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
     """Replace a quantizer and the chain that ends in it by one module."""
     quantizer, path = node_module(node), str(node.target)
     if not is_plain(quantizer) and not is_learned(quantizer):
-        kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
+        kind = type(quantizer).__name__
+        if type(quantizer) is Quantizer:
+            kind = "a range with a zero point" if quantizer.format.lowest else "FP8"
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain, pool = Chain(node), None
     layer = None if chain.layer is None else node_module(chain.layer)

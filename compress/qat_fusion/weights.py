@@ -59,10 +59,10 @@ def weight_dtype(weight: Tensor) -> torch.dtype:
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer has integers and fixed ranges."""
+    """Whether a quantizer has integers and fixed ranges, symmetric or from 0."""
     if type(quantizer) is not Quantizer:
         return False
-    return quantizer.format.kind == "int" and not quantizer.amax.requires_grad
+    return quantizer.format.kind == "int" and not quantizer.format.lowest and not quantizer.amax.requires_grad
 
 
 def is_live(quantizer: Quantizer) -> bool:

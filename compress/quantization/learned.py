@@ -13,6 +13,7 @@ of SGD changes s = amax / Qp exactly as LSQ's own does.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,9 +59,10 @@ class LearnedQuantizer(Quantizer):
     of_weight: bool
 
     def __init__(self, source: Quantizer, *, of_weight: bool) -> None:
-        super().__init__(source.format, channels=source.amax.numel(), name=source.name)
+        super().__init__(replace(source.format, lowest=0.0), channels=source.amax.numel(), name=source.name)
         del self._buffers["amax"]
-        self.register_parameter("amax", nn.Parameter(source.amax.detach().clone()))
+        first = source.scale * self.format.high if source.format.lowest else source.amax  # symmetric, of the same steps
+        self.register_parameter("amax", nn.Parameter(first.detach().clone()))
         self.enabled, self._ready, self.of_weight = source.enabled, source.ready, of_weight
         self.training = source.training
 

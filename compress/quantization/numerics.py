@@ -1,7 +1,8 @@
 """The arithmetic of quantization, exactly as ONNX defines it.
 
 QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); DequantizeLinear: x = (q - zero_point) * scale
-(ONNX operators, opset 19). Here signed values are symmetric and others start at 0, so the zero point is never measured.
+(ONNX operators, opset 19). Signed values are symmetric and others start at 0, but for signed values with a known lowest
+one, whose integers go from there to amax; the zero point is then the one that makes 0.0 an integer.
 The division is a division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the
 engine disagree. Half-precision inputs are computed in float32.
 
@@ -38,6 +39,8 @@ class QuantFormat:
         narrow: leave out the lowest integer, so that the range is symmetric (weights: [-127, 127]).
         offset: hold signed values as unsigned integers around zero_point 2^(b-1): the same real values, in the form
             that x86 kernels take.
+        lowest: of an offset format, below 0: no value is lower, as of a GELU; unsigned integers go from there to amax.
+            0.0: not known, the range is symmetric.
         kind: `int`, or `e4m3` for 8-bit floating point, which is signed, symmetric and never offset.
     """
 
@@ -46,6 +49,7 @@ class QuantFormat:
     axis: int | None = None
     narrow: bool = False
     offset: bool = False
+    lowest: float = 0.0
     kind: NumberKind = "int"
 
     def __post_init__(self) -> None:
@@ -53,6 +57,10 @@ class QuantFormat:
             raise QuantizationError(f"num_bits is {self.num_bits}: it must be {LEAST_BITS} to {MOST_BITS}")
         if self.kind == "e4m3" and (self.num_bits != 8 or not self.signed or self.offset):
             raise QuantizationError("E4M3 has 8 bits, a sign and no offset; set num_bits 8, signed True, offset False")
+        if self.lowest > 0 or (self.lowest < 0 and not (self.signed and self.offset and self.axis is None)):
+            raise QuantizationError(
+                f"lowest is {self.lowest}: it must be below 0, of a signed offset format with one scale, or 0 for none"
+            )
 
     @property
     def low(self) -> int:
@@ -70,7 +78,7 @@ class QuantFormat:
 
     @property
     def zero_point(self) -> int:
-        """The integer of 0.0."""
+        """The integer of 0.0; with `lowest` the largest that it can be (`zero_of`)."""
         return 2 ** (self.num_bits - 1) if self.signed and self.offset else 0
 
     @property
@@ -82,8 +90,34 @@ class QuantFormat:
 
 
 def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
-    """Scale of one integer step: amax / 127 for int8, amax / 255 for unsigned 8 bits. Shape as amax."""
+    """Scale of one integer step, shape as amax: amax / 127 for int8, amax / 255 for unsigned 8 bits.
+
+    With a lowest value it is (amax - lowest) / 255, or 2 amax / 255 if that is above -amax.
+    """
+    if quant_format.lowest:
+        return (amax + amax.clamp(max=-quant_format.lowest)) / (2**quant_format.num_bits - 1)
     return amax / quant_format.high
+
+
+def amax_from_scale(scale: Tensor, quant_format: QuantFormat) -> Tensor:
+    """The amax that has this scale, shape as `scale`."""
+    if quant_format.lowest:
+        width = scale * (2**quant_format.num_bits - 1)
+        return torch.maximum(width + quant_format.lowest, width / 2)
+    return scale * quant_format.high
+
+
+def zero_of(scale: Tensor, quant_format: QuantFormat) -> Tensor | int:
+    """The integer of 0.0: the format's, or with a lowest value the one of this scale, ()."""
+    if quant_format.lowest:
+        return (-quant_format.lowest / scale).round().clamp(max=quant_format.zero_point)
+    return quant_format.zero_point
+
+
+def bounds_of(scale: Tensor, quant_format: QuantFormat) -> tuple[Any, Any]:
+    """The smallest and the largest multiple of the scale."""
+    moved = zero_of(scale, quant_format) - quant_format.zero_point
+    return quant_format.low - moved, quant_format.high - moved
 
 
 def quantize_tensor(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -102,12 +136,12 @@ def quantize_tensor(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tens
     steps = work / scale
     if quant_format.kind == "int":
         steps = torch.round(steps)
-    return (steps.clamp(quant_format.low, quant_format.high) + quant_format.zero_point).to(quant_format.dtype)
+    return (steps.clamp(*bounds_of(scale, quant_format)) + zero_of(scale, quant_format)).to(quant_format.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """ONNX DequantizeLinear: (q - zero_point) * scale, in the type of `scale`, shape of `q`."""
-    return (q.to(scale.dtype) - quant_format.zero_point) * along_axis(scale, q, quant_format.axis)
+    return (q.to(scale.dtype) - zero_of(scale, quant_format)) * along_axis(scale, q, quant_format.axis)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -152,7 +186,7 @@ def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = F
     rounded = work / scale
     if quant_format.kind == "int":
         rounded = torch.round(rounded)
-    clamped = rounded.clamp(quant_format.low, quant_format.high)
+    clamped = rounded.clamp(*bounds_of(scale, quant_format))
     inside = (rounded == clamped) if mask else None
     if quant_format.kind == "e4m3":
         clamped = clamped.to(torch.float8_e4m3fn).to(work.dtype)

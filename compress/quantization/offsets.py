@@ -40,7 +40,7 @@ class OffsetQuantizer(LearnedQuantizer):
         super().__init__(source, of_weight=False)
         top = source.amax.detach()
         lowest = torch.minimum(lowest.to(top).clamp_min(-top), torch.zeros_like(top))
-        self.format = replace(source.format, signed=False, narrow=False, offset=False)
+        self.format = replace(source.format, signed=False, narrow=False, offset=False, lowest=0.0)
         self.amax = nn.Parameter(top - lowest)
         self.offset = nn.Parameter(lowest)
 

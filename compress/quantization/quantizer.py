@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CalibrationError
-from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax, zero_of
 
 if TYPE_CHECKING:
     from compress.quantization.calibration.calibrator import Calibrator
@@ -70,7 +70,7 @@ class Quantizer(nn.Module):
     @property
     def zero_point(self) -> int:
         """The integer of 0.0, as ONNX counts."""
-        return self.format.zero_point
+        return int(zero_of(self.scale, self.format))
 
     def set_amax(self, amax: Tensor) -> None:
         """Set the ranges.

@@ -23,6 +23,7 @@ from compress.support.validation import (
 Target = Literal["tensorrt", "openvino", "onnxruntime", "any"]
 Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse", "lsq"]
+ActivationCalibrator = Literal["auto", "max", "percentile", "entropy", "mse", "lsq"]
 Kind = Literal["int", "e4m3"]
 BiasCorrection = Literal["analytic", "empirical"]
 Head = Literal["auto", "float", "quantize"]
@@ -69,8 +70,9 @@ class ActivationSpec:
     Attributes:
         num_bits: fewer than 8 are written as 8-bit integers after a Clip.
         calibrator: method that chooses `amax`; the network's input, which is bounded, always keeps its whole range
-            (`max`). `entropy` is the best by a little on natural images, and the worst by far where values crowd at a
-            few places (drawings, ReLU6): 98.4 to 21 % on MobileNetV2 of digits. `mse` is safe on both.
+            (`max`). `auto` is `max` for tensors of 8 bits that only matrix products read, with `smooth: auto`, and
+            `mse` for others. `entropy` is the best by a little on natural images, and the worst by far where values
+            crowd at a few places (drawings, ReLU6): 98.4 to 21 % on MobileNetV2 of digits. `mse` is safe on both.
             `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1): a range from the mean
             magnitude, for few bits.
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
@@ -84,9 +86,15 @@ class ActivationSpec:
     """
 
     num_bits: Bits = 8
-    calibrator: CalibratorName = "mse"
+    calibrator: ActivationCalibrator = "auto"
     percentile: Percentile = 99.99
     kind: Kind = "int"
+
+    def resolved(self, *, whole: bool) -> ActivationSpec:
+        """Return the specification with calibrator `auto` as `max`, if the whole range is kept, or as `mse`."""
+        if self.calibrator != "auto":
+            return self
+        return replace(self, calibrator="max" if whole and self.num_bits == 8 else "mse")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,9 @@ def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, t
 def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(passes, "_PIECE", 1)  # batches in pieces, as those of larger networks are
     (model, file), data = exported(name), data_of(name)
-    result = quantize_onnx_file(file, data, spec=QuantSpec(smooth=None), out=tmp_path / "int8.onnx")
-    assert_same(compress.quantize(model, data[0], data), result)
+    spec = QuantSpec(smooth=None)  # a file gets products with scales, a network of torch does not
+    result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
+    assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
 
 def test_quantizers_of_our_own_float_export(exported, tmp_path):

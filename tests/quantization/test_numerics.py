@@ -10,10 +10,19 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
-from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
+from compress.quantization.numerics import (
+    QuantFormat,
+    amax_from_scale,
+    dequantize,
+    fake_quantize,
+    quantize_tensor,
+    scale_from_amax,
+    zero_of,
+)
 
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
 WEIGHT = QuantFormat(axis=0, narrow=True)
+GELU = QuantFormat(offset=True, lowest=-0.17)
 
 floats = st.floats(-1e4, 1e4, width=32)
 
@@ -23,7 +32,7 @@ def onnx_round_trip(x, scale, quant_format):
     kind = TensorProto.INT8 if quant_format.dtype == torch.int8 else TensorProto.UINT8
     shape = list(scale.shape)
     attributes = {} if quant_format.axis is None else {"axis": quant_format.axis}
-    zeros = np.full(shape, quant_format.zero_point)
+    zeros = np.full(shape, int(zero_of(scale, quant_format)))
     constants = [
         helper.make_tensor("s", TensorProto.FLOAT, shape, scale.numpy().ravel()),
         helper.make_tensor("z", kind, shape, zeros.ravel()),
@@ -43,7 +52,7 @@ def onnx_round_trip(x, scale, quant_format):
 @given(
     values=st.lists(floats, min_size=1, max_size=20),
     amax=st.floats(2**-6, 1024, width=32),
-    form=st.sampled_from([INT8, UINT8, OFFSET]),
+    form=st.sampled_from([INT8, UINT8, OFFSET, GELU]),
 )
 def test_same_integers_as_onnx(runner, values, amax, form):
     quant_format = form
@@ -158,3 +167,30 @@ def test_types_of_what_is_quantized():
     assert found.dtype == torch.float64 and found.tolist() == [0.5, 0.5]
     half = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
     assert quantize_tensor(half, scale, INT8).tolist() == [10, -30]
+
+
+@given(amax=st.floats(2**-6, 1024, width=32), lowest=st.floats(-4, -(2**-8), width=32), bits=st.integers(2, 8))
+def test_a_range_with_a_lowest_value_is_used_whole(amax, lowest, bits):
+    """Both ends are within a step, 0.0 is exact, gradients are torch's, and the steps are never wider than without."""
+    form = QuantFormat(num_bits=bits, offset=True, lowest=lowest)
+    scale = scale_from_amax(torch.tensor(amax), form)
+    torch.testing.assert_close(amax_from_scale(scale, form), torch.tensor(amax))
+    assert float(scale) <= amax / (2 ** (bits - 1) - 1)
+    ends = torch.tensor([max(lowest, -amax), 0.0, amax])
+    found = fake_quantize(ends, scale, form)
+    assert float(found[1]) == 0 and bool(((found - ends).abs() <= scale * 1.001).all())
+    x = torch.linspace(-2 * amax, 2 * amax, 41, requires_grad=True)
+    zero, most = int(zero_of(scale, form)), 2**bits - 1
+    theirs = torch.fake_quantize_per_tensor_affine(x, float(scale), zero, 0, most)
+    (wanted,) = torch.autograd.grad(theirs.sum(), x)
+    ours = fake_quantize(x, scale, form)
+    (gradient,) = torch.autograd.grad(ours.sum(), x)
+    far = ((x / scale).detach().frac().abs() - 0.5).abs() > 1e-3  # torch multiplies by 1 / scale: ties may differ
+    torch.testing.assert_close(ours[far], theirs[far], rtol=1e-5, atol=1e-6)
+    assert torch.equal(gradient[far], wanted[far])
+
+
+def test_a_lowest_value_needs_one_scale_and_the_unsigned_form():
+    for keys in ({"lowest": 0.1, "offset": True}, {"lowest": -0.1}, {"lowest": -0.1, "offset": True, "axis": 0}):
+        with pytest.raises(QuantizationError, match="lowest is"):
+            QuantFormat(**keys)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from compress.graph.traits import AVERAGES
-from compress.quantization.numerics import scale_from_amax
+from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.view import GraphView, Node
 
@@ -35,7 +35,7 @@ def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tens
         tensor, given = before[node.name]
         most, own = _values(node, nodes[tensor]), of_tensor[node.name]
         step = scale_from_amax(found.get(given.name, amax[given.name]), given.format).max() / most
-        least = float(step) * own.format.high
+        least = float(amax_from_scale(step, own.format))
         if float(amax[own.name].max()) < least:
             found[own.name] = amax[own.name].clamp_min(least)
     return found

@@ -164,7 +164,7 @@ def _set_weights(watching: dict[Quantizer, Calibrator]) -> None:
 def _calibrator(quantizer: Quantizer, spec: WeightSpec | ActivationSpec) -> Calibrator:
     f = quantizer.format
     return make_calibrator(
-        spec.calibrator, num_bits=f.num_bits, axis=f.axis, signed=f.signed, percentile=spec.percentile
+        spec.calibrator, num_bits=f.num_bits, axis=f.axis, signed=f.signed and not f.lowest, percentile=spec.percentile
     )
 
 

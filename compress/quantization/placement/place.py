@@ -13,7 +13,7 @@ Every request, granted or refused, is a row of the result. Nothing here changes 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from scipy.cluster.hierarchy import DisjointSet
@@ -26,13 +26,14 @@ from compress.quantization.placement.heads import head_parts
 from compress.quantization.placement.requests import Request, float_row, requests_of
 from compress.quantization.placement.residual import depths
 from compress.quantization.placement.rules import resolve_rules
-from compress.quantization.placement.signs import never_negative
+from compress.quantization.placement.signs import lowest_values, never_negative
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
+_MATRIX_PRODUCTS = frozenset({"linear", "matmul", "addmm"})
 _REFUSALS = {
     "cannot quantize",
     "unknown stays float",
@@ -105,7 +106,8 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
-    sites, rows = _sites(view, traced, scales, table, positive)
+    lowest = lowest_values(view) if table.zero_points else {}
+    sites, rows = _sites(view, traced, scales, table, positive, lowest, smoothed=spec.smooth == "auto")
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
@@ -220,7 +222,14 @@ def _share_scale(
 
 
 def _sites(
-    view: GraphView, traced: list[_Traced], scales: DisjointSet, table: TargetTable, positive: set[Node]
+    view: GraphView,
+    traced: list[_Traced],
+    scales: DisjointSet,
+    table: TargetTable,
+    positive: set[Node],
+    lowest: Mapping[Node, float],
+    *,
+    smoothed: bool,
 ) -> tuple[list[ActivationSite], list[tuple[int, Decision]]]:
     """One site for the tensors that share a scale, and a row for each tensor."""
     order = {node: i for i, node in enumerate(view.nodes)}
@@ -231,12 +240,16 @@ def _sites(
     for members in groups.values():
         members.sort(key=lambda item: order[item.origin])
         name = quantizer_path(members[0].origin.name)
-        spec = _common_spec(members)
+        products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
+        spec = _common_spec(members).resolved(whole=products)  # outliers that are left there are what the network needs
         signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
+        least = _lowest(members, table, positive, lowest) if signed and integers else 0.0
+        offset = any(item.layer.kind in table.offset for item in members)
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
             signed=signed or not integers,
-            offset=signed and integers and any(item.layer.kind in table.offset for item in members),
+            offset=signed and integers and (offset or least < 0),
+            lowest=least,
             kind=spec.kind,
         )
         edges = tuple(dict.fromkeys((item.origin.name, item.consumer.name) for item in members))
@@ -245,6 +258,16 @@ def _sites(
             asked = [item for item in members if item.origin is origin]
             rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
     return sites, rows
+
+
+def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], lowest: Mapping[Node, float]) -> float:
+    """The lowest value of tensors that share a scale, where the layers that read them take any zero point; else 0.0."""
+    origins, kinds = {item.origin for item in members}, {item.layer.kind for item in members}
+    if not all(origin in positive or origin in lowest for origin in origins):
+        return 0.0
+    if not kinds & table.offset and not (kinds <= table.zero_points and len(origins) == 1):
+        return 0.0
+    return min(lowest.get(origin, 0.0) for origin in origins)
 
 
 def _common_spec(members: list[_Traced]) -> ActivationSpec:
@@ -298,4 +321,6 @@ def _weight_row(site: WeightSite) -> Decision:
 
 
 def _number_type(quant_format: QuantFormat) -> str:
+    if quant_format.lowest:
+        return f"; never below {quant_format.lowest:.3g}: unsigned integers from there, with a zero point"
     return "; FP8 E4M3" if quant_format.kind == "e4m3" else ""

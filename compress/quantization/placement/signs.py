@@ -1,8 +1,11 @@
-"""Which tensors are never negative, so that their integers need no sign."""
+"""Which tensors are never negative, or never below a value, so that their integers need no sign or few below zero."""
 
 from __future__ import annotations
 
 from compress.quantization.placement.view import GraphView, Node
+
+_KEEP = frozenset({"movement", "join", "pool", "passing"})
+"""Categories of operations whose results are no lower than the lowest of their inputs, or than a padding zero."""
 
 
 def never_negative(view: GraphView) -> set[Node]:
@@ -11,6 +14,25 @@ def never_negative(view: GraphView) -> set[Node]:
     for node in view.nodes:
         if _is_never_negative(node, found):
             found.add(node)
+    return found
+
+
+def lowest_values(view: GraphView) -> dict[Node, float]:
+    """The nodes that may be negative, but are never below a known value: activations, and copies and means of them."""
+    found: dict[Node, float] = {}
+    positive = never_negative(view)
+    for node in view.nodes:
+        if node in positive:
+            continue
+        sources = [source for source in node.tensors if source.kind != "constant"]
+        known = bool(sources) and all(source in found or source in positive for source in sources)
+        least = min((found.get(source, 0.0) for source in sources), default=0.0)
+        if node.traits.lowest:
+            found[node] = node.traits.lowest
+        elif known and node.kind == "mul" and node.factor:
+            found[node] = least * node.factor
+        elif known and len(sources) == len(node.tensors) and (node.traits.category in _KEEP or node.kind == "mean"):
+            found[node] = least
     return found
 
 

@@ -49,6 +49,8 @@ class TargetTable:
             inputs of matrix products signed, and refuses the other form there after some concats. Its convolutions of
             such inputs are slower, and the file gives the zero point to their bias (`export.zero_points`); a product
             gained nothing from that (ViT-tiny: 1.00 of the time).
+        zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
+            are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
@@ -66,6 +68,7 @@ class TargetTable:
     fuses: frozenset[str] = kinds(lambda t: t.clips)
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
+    zero_points: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
     all_integers: bool = False
@@ -113,6 +116,7 @@ TABLES: dict[Target, TargetTable] = {
         residual="both",
         unsigned=True,
         offset=frozenset({"conv", "conv_transpose"}),
+        zero_points=frozenset({"conv", "conv_transpose", "linear"}),
         stays_float=_CPU_FLOAT,
         grouped_float={"conv_transpose": "OpenVINO computes transposed convolutions with groups in float"},
     ),
@@ -126,6 +130,7 @@ TABLES: dict[Target, TargetTable] = {
         residual="both",
         unsigned=True,
         offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
+        zero_points=frozenset({*_WEIGHTED, *_POOLS, "add"}),
         joined_parts=True,
         concat_shares=False,
         stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},

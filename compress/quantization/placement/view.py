@@ -65,6 +65,7 @@ class Node:
         note: why it is in the graph in one piece; "" if there is nothing to say.
         leaf: the opaque submodule that it is; None if it is none.
         numbers: numbers among the operands of an arithmetic operation.
+        factor: the largest of the positive constants that a `mul` multiplies its input by; 0.0 if it has none such.
         axes: axes that a reduction is over, counted from the front; None means all, or unknown.
         low: lower bound of a clamp.
         mode: interpolation of a resize.
@@ -84,6 +85,7 @@ class Node:
     note: str = ""
     leaf: Leaf | None = None
     numbers: tuple[float, ...] = ()
+    factor: float = 0.0
     axes: frozenset[int] | None = None
     low: float = float("-inf")
     mode: str = ""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.quantization.calibration.calibrators import make_calibrator
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import POOR_PRODUCT, Placement
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.ptq.smoothquant import smoothing_scale
@@ -86,10 +87,11 @@ class ChannelScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The quantized layers with weights that consume a tensor."""
+    """The quantized layers with weights that consume a tensor; `lowest` as of its `QuantFormat`."""
 
     tensor: str
     layers: tuple[Node, ...]
+    lowest: float = 0.0
 
     @property
     def convolution(self) -> bool:
@@ -104,7 +106,8 @@ def groups_of(view: GraphView, placement: Placement, plain: Callable[[Node], boo
         weighted = node.kind in ("linear", "conv") and node.path in paths
         if weighted and node.inputs[0].kind != "input" and len(node.inputs[0].shape or ()) > 1 and plain(node):
             found.setdefault(node.inputs[0].name, []).append(node)
-    groups = [Group(tensor=name, layers=tuple(layers)) for name, layers in found.items()]
+    lowest = {tensor: site.format.lowest for site in placement.activations for tensor, _ in site.edges}
+    groups = [Group(tensor=name, layers=tuple(layers), lowest=lowest.get(name, 0.0)) for name, layers in found.items()]
     return [group for group in groups if len({layer.kind for layer in group.layers}) == 1]
 
 
@@ -135,7 +138,8 @@ def choose_scales(
                 samples[group.tensor].append(taken)
         for group in part:
             known = [each for layer in group.layers if (each := consumer(layer)) is not None]
-            scale = channel_scale(samples[group.tensor], known, spec.activations)
+            asked = spec.activations.resolved(whole=not group.convolution)
+            scale = channel_scale(samples[group.tensor], known, asked, lowest=group.lowest)
             if scale is not None and len(known) == len(group.layers):
                 yield group, scale
 
@@ -144,14 +148,14 @@ def poor_products(
     products: Sequence[Node], images: Sequence[T], spec: QuantSpec, *, watch: Watch[T]
 ) -> tuple[Rule, ...]:
     """Return rules for the products whose results are poor in 8 bits: they stay float."""
-    rules: list[Rule] = []
+    rules, asked = list[Rule](), spec.activations.resolved(whole=True)
     images = (images[1::2] or images)[:_PRODUCT_IMAGES]
     for part in _parts(products, lambda node: sum(map(_bytes, node.inputs))):
         run = watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)))
         found = [run(image) for image in images]
         for node in part:
             left, right = (each.name for each in node.inputs)
-            db = product_db([(values[left], values[right]) for values in found], spec.activations)
+            db = product_db([(values[left], values[right]) for values in found], asked)
             if db < FLOAT_DB:
                 reason = f"{POOR_PRODUCT} {db:.0f} dB on calibration images"
                 rules.append(Rule(match=glob.escape(node.layer), enable=False, reason=reason))
@@ -237,7 +241,7 @@ def sample_of(x: Tensor, *, convolution: bool, images: int, generator: torch.Gen
 
 
 def channel_scale(
-    samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec
+    samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, *, lowest: float = 0.0
 ) -> ChannelScale | None:
     """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain little.
 
@@ -245,6 +249,7 @@ def channel_scale(
         samples: of images.
         consumers: the layers with quantized weights.
         spec: how the tensor's own range is chosen.
+        lowest: as of its `QuantFormat`.
     """
     largest = torch.stack([sample.ranges for sample in samples]).amax(0)
     inner = torch.stack([_input_ranges(consumer) for consumer in consumers]).amax(0)
@@ -254,7 +259,7 @@ def channel_scale(
     if float(largest[live].amax()) < OUTLIER * float(largest[live].median()) and samples[0].values.ndim > 2:
         return None  # no outliers: trying out convolutions takes time
     seen = torch.stack([sample.ranges for sample in samples[::2]]).amax(0)
-    found = _measured(samples[1::2] or samples, consumers, spec)
+    found = _measured(samples[1::2] or samples, consumers, spec, lowest)
     before = found(torch.ones_like(largest))
     if before >= POOR_DB:
         return None
@@ -289,7 +294,7 @@ def range_of(values: Sequence[Tensor], spec: ActivationSpec) -> tuple[Tensor, bo
 
 
 def _measured(
-    samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec
+    samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, lowest: float
 ) -> Callable[[Tensor], float]:
     """Return the signal to noise of the consumers' results as a function of the scale."""
     x = _joined([sample.values for sample in samples])
@@ -299,13 +304,14 @@ def _measured(
     def found(scale: Tensor) -> float:
         shape = (1, -1, *(1,) * (x[0].ndim - 2))
         inputs = [part / scale.reshape(shape) for part in x]
-        chosen = range_of(inputs, spec)
+        amax, signed = range_of(inputs, spec)
+        least = lowest / float(scale.min()) if signed else 0.0
         noise = []
         for consumer, results in zip(consumers, wanted, strict=True):
             weight = with_scale(consumer.weight, scale, consumer.groups)
             rounded = _rounded(weight, weight.abs().flatten(1).amax(1).reshape(-1, *(1,) * (weight.ndim - 1)), True)
             noise += [
-                _noise(y, consumer.compute(_rounded(part, *chosen), rounded), axes)
+                _noise(y, consumer.compute(_rounded(part, amax, signed, least), rounded), axes)
                 for y, part in zip(results, inputs, strict=True)
             ]
         return float(-10 * torch.log10(torch.stack(noise).mean().clamp_min(1e-12)))
@@ -337,10 +343,9 @@ def _joined(samples: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(list(samples))] if alike else list(samples)
 
 
-def _rounded(x: Tensor, amax: Tensor, signed: bool) -> Tensor:
-    high = 127 if signed else 255
-    step = (amax / high).clamp_min(1e-12)
-    return (x / step).round().clamp(-high if signed else 0, high) * step
+def _rounded(x: Tensor, amax: Tensor, signed: bool, lowest: float = 0.0) -> Tensor:
+    quant_format = QuantFormat(signed=signed, narrow=signed and not lowest, offset=lowest < 0, lowest=lowest)
+    return fake_quantize(x, scale_from_amax(amax, quant_format).clamp_min(1e-12), quant_format)
 
 
 def _noise(wanted: Tensor, found: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -344,7 +344,7 @@ def _eight_bit_float(spec: QuantSpec) -> bool:
 def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
     """Return the specification with other formats everywhere, by name."""
     names: tuple[CalibratorName, ...] = ("max", "mse", "percentile")
-    own = spec.activations
+    own = spec.activations.resolved(whole=False)
     found = {
         f"calibrator {name}": replace(spec, activations=replace(own, calibrator=name))
         for name in names

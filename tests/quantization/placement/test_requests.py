@@ -185,6 +185,44 @@ def test_signs_and_offsets_of_each_target(target, expected):
     assert formats == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("tensorrt", {"silu": 0.0, "gelu": 0.0, "cat": 0.0}),
+        ("any", {"silu": 0.0, "gelu": 0.0, "cat": 0.0}),
+        ("openvino", {"silu": -0.2785, "gelu": -0.1701, "cat": 0.0}),
+        ("onnxruntime", {"silu": -0.2785, "gelu": -0.1701, "cat": 0.0}),
+    ],
+)
+def test_zero_points_of_each_target(target, expected):
+    """CPU engines take a zero point where the lowest value is known; of `cat`, only one input has one."""
+
+    def function(m, x):
+        y = m.a(F.silu(m.first(x)))
+        y = m.b(torch.cat([F.silu(y), y], 1))
+        return m.out(F.gelu(m.fc(y.mean((2, 3)))))
+
+    layers = {"first": conv(), "a": conv(), "b": nn.Conv2d(8, 3, 1), "fc": nn.Linear(3, 4), "out": nn.Linear(4, 2)}
+    result = placed(function, target, **layers)
+    formats = {consumer: site.format for site in result.activations for _, consumer in site.edges}
+    joined = formats["cat"] if "cat" in formats else formats["b"]
+    assert {"silu": formats["a"].lowest, "gelu": formats["out"].lowest, "cat": joined.lowest} == expected
+    assert all(form.offset for form in formats.values() if form.lowest)
+
+
+def test_matrix_products_keep_the_whole_range_by_default():
+    layers = {"first": conv(), "a": conv(), "fc": nn.Linear(6, 2)}
+
+    def found(**keys):
+        result = placed(lambda m, x: m.fc(m.a(F.relu(m.first(x)))), spec=QuantSpec(**keys), **layers)
+        return {site.edges[0][0]: site.spec.calibrator for site in result.activations}
+
+    assert found() == {"x": "max", "relu": "mse", "a": "max"}
+    assert found(smooth=None) == {"x": "max", "relu": "mse", "a": "mse"}
+    assert found(activations=ActivationSpec(num_bits=4))["a"] == "mse"
+    assert found(activations=ActivationSpec(calibrator="mse"))["a"] == "mse"
+
+
 def test_the_range_of_an_input_is_measured_whole():
     def function(m, x):
         return m.c(F.relu(m.b(m.a(x))))

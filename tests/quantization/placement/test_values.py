@@ -10,7 +10,7 @@ from torch import fx, nn
 from compress.graph.canonical import canonical_graph
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.placement.signs import never_negative
+from compress.quantization.placement.signs import lowest_values, never_negative
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
 
@@ -99,6 +99,40 @@ def test_signs(name):
     assert all((seen[node.name] >= 0).all() for node in known)
     (last,) = [node for node in graph.graph.nodes if node.target == "last"]
     assert (last.args[0].name in {node.name for node in known}) == expected
+
+
+LOWEST = {  # a node, and the lowest value that is known of it; None: none is
+    "gelu": (lambda m, y, z: F.gelu(y), -0.1701),
+    "gelu by tanh": (lambda m, y, z: F.gelu(y, approximate="tanh"), -0.1701),
+    "silu": (lambda m, y, z: F.silu(y), -0.2785),
+    "hardswish": (lambda m, y, z: F.hardswish(y), -0.375),
+    "mish": (lambda m, y, z: F.mish(y), -0.3089),
+    "pooled": (lambda m, y, z: F.max_pool2d(F.avg_pool2d(F.silu(y), 2), 2), -0.2785),
+    "a mean": (lambda m, y, z: F.silu(y).mean((2, 3), keepdim=True), -0.2785),
+    "joined": (lambda m, y, z: torch.cat([F.silu(y), F.relu(y), F.hardswish(y)], 2), -0.375),
+    "joined with what may be anything": (lambda m, y, z: torch.cat([F.silu(y), y], 2), None),
+    "a sum": (lambda m, y, z: F.silu(y) + F.silu(y), None),
+    "twice": (lambda m, y, z: F.silu(y) * 2, None),
+    "negated": (lambda m, y, z: -F.silu(y), None),
+    "bicubic": (lambda m, y, z: F.interpolate(F.silu(y), scale_factor=2, mode="bicubic"), None),
+    "silu of relu": (lambda m, y, z: F.silu(F.relu(y)), None),  # never negative
+    "elu": (lambda m, y, z: F.elu(y), None),
+}
+
+
+@pytest.mark.parametrize("name", LOWEST)
+def test_lowest_values(name):
+    """Nothing is lower than what is said; single activations reach it."""
+    function, expected = LOWEST[name]
+    torch.manual_seed(0)
+    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
+    known = lowest_values(read_fx(graph))
+    seen = values(graph, 3 * torch.randn(64, 3, 6, 6))
+    assert all((seen[node.name] >= least).all() for node, least in known.items())
+    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
+    assert {node.name: least for node, least in known.items()}.get(last.args[0].name) == expected
+    if expected is not None and "mean" not in name and "pooled" not in name:
+        assert float(seen[last.args[0].name].min()) < 0.99 * expected
 
 
 def test_a_negated_relu_keeps_its_values_when_it_is_quantized_for_a_cpu():
