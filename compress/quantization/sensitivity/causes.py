@@ -7,10 +7,10 @@ compared, so that the noise is that of everything before it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,8 @@ from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import decibel
+from compress.quantization.sensitivity.compare import Noise
+from compress.quantization.sensitivity.subset import Sides, Subset, subset_of
 
 _WEIGHT_RATIO, _CHANNEL_RATIO, _TENSOR_RATIO = 8.0, 16.0, 8.0
 """Largest range over the median (of weights' and of activations' channels), or over the least of several tensors."""
@@ -73,66 +74,38 @@ class _Facts:
     clipped_noise: float = 0.0
     channels: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-
-class _Sides(NamedTuple):
-    """A value in the float and in the quantized network."""
-
-    exact: Any
-    rounded: Any
-
-
-class _Runner(fx.Interpreter):
-    """Runs both networks side by side."""
-
-    def __init__(self, qmodel: fx.GraphModule) -> None:
-        super().__init__(qmodel)
-        self.side = 0
-        self.power: dict[str, tuple[float, float]] = {}
-        self.largest: dict[str, float] = {}
-        self.facts: dict[str, _Facts] = {}
-
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        return fx.node.map_arg(args, lambda source: self.env[source][self.side])
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "output":
-            return None
-        if n.op == "placeholder":
-            value = super().run_node(n)
-            return _Sides(value, value)
-        quantizer = node_module(n) if node_kind(n) == "quantizer" else None
-        found = []
-        for self.side in (0, 1):
-            if quantizer is not None and self.side == 0:
-                found.append(self.env[cast(fx.Node, n.args[0])][0])
-            else:
-                with _weight_in_float(n, off=self.side == 0):
-                    found.append(super().run_node(n))
-        if quantizer is not None:
-            self._watch(str(n.target), cast(Quantizer, quantizer), cast(fx.Node, n.args[0]), found[0])
-        else:
-            self._record(n.name, *found)
-        return _Sides(*found)
-
-    def _record(self, name: str, exact: Any, rounded: Any) -> None:
-        if not isinstance(exact, Tensor) or not exact.is_floating_point() or not exact.numel():
-            return
-        signal, noise = self.power.get(name, (0.0, 0.0))
-        difference = (exact - rounded).double()
-        self.power[name] = (signal + exact.double().square().sum().item(), noise + difference.square().sum().item())
-        self.largest[name] = max(self.largest.get(name, 0.0), exact.abs().max().item())
-
-    def _watch(self, name: str, quantizer: Quantizer, source: fx.Node, x: Tensor) -> None:
-        facts = self.facts.setdefault(f"{name} {source.name}", _Facts())
+    def add(self, x: Tensor, quantizer: Quantizer) -> None:
+        """Add a batch of the tensor in float, so that the noise is that of this quantizer alone."""
         q = quantizer(x)
         difference = (x - q).square()
         beyond = x.abs() > quantizer.amax
-        facts.count += float((x != 0).sum())
-        facts.zeroed += float(((x != 0) & (q == 0)).sum())
-        facts.beyond += float(beyond.sum())
-        facts.noise += float(difference.sum())
-        facts.clipped_noise += float(difference[beyond].sum())
-        facts.channels = torch.maximum(facts.channels, _by_channel(x))
+        self.count += float((x != 0).sum())
+        self.zeroed += float(((x != 0) & (q == 0)).sum())
+        self.beyond += float(beyond.sum())
+        self.noise += float(difference.sum())
+        self.clipped_noise += float(difference[beyond].sum())
+        self.channels = torch.maximum(self.channels, _by_channel(x))
+
+
+class _Watch(Sides):
+    """Runs the float network (the first side) and the quantized one, and looks at every tensor."""
+
+    def __init__(self, qmodel: fx.GraphModule) -> None:
+        super().__init__(qmodel, (Subset(), subset_of(placement_of(qmodel))))
+        self.noises: defaultdict[str, Noise] = defaultdict(Noise)
+        self.largest: defaultdict[str, float] = defaultdict(float)
+        self.facts: defaultdict[tuple[str, str], _Facts] = defaultdict(_Facts)
+
+    def run_node(self, n: fx.Node) -> Any:
+        values = super().run_node(n)
+        if source := self.sources.get(n):
+            self.facts[str(n.target), source.name].add(values[0][0], cast(Quantizer, node_module(n)))
+        elif n.op not in {"placeholder", "output"}:
+            exact, rounded = values
+            if isinstance(exact, Tensor) and exact.is_floating_point() and exact.numel():
+                self.noises[n.name].add(exact, rounded)
+                self.largest[n.name] = max(self.largest[n.name], exact.abs().max().item())
+        return values
 
 
 @torch.no_grad()
@@ -142,45 +115,38 @@ def look_at_tensors(
     """Run the float and the quantized network side by side, and find the causes of noise.
 
     Args:
-        qmodel: calibrated; in evaluation mode meanwhile.
+        qmodel: calibrated, in evaluation mode.
         batches: as for `quantize`.
         layers: names that causes are for; those of an operation between layers (a concat) are for the layer after it.
         images: largest number of images.
     """
-    training = qmodel.training
-    runner, left = _Runner(qmodel.eval()), images
-    try:
-        for batch in batches:
-            inputs = tuple(x[:left] for x in model_inputs(qmodel, batch))
-            runner.run(*inputs)
-            left -= len(inputs[0])
-            if left <= 0:
-                break
-    finally:
-        qmodel.train(training)
+    runner, left = _Watch(qmodel), images
+    for batch in batches:
+        inputs = tuple(x[:left] for x in model_inputs(qmodel, batch))
+        runner.run(*inputs)
+        left -= len(inputs[0])
+        if left <= 0:
+            break
     return Tensors(
-        sqnr_db={name: decibel(*power) for name, power in runner.power.items()},
+        sqnr_db={name: noise.decibel for name, noise in runner.noises.items()},
         causes=_causes(qmodel, runner, layers),
     )
 
 
-def _causes(qmodel: fx.GraphModule, runner: _Runner, layers: Collection[str]) -> dict[str, tuple[Cause, ...]]:
+def _causes(qmodel: fx.GraphModule, runner: _Watch, layers: Collection[str]) -> dict[str, tuple[Cause, ...]]:
     nodes = {node.name: node for node in qmodel.graph.nodes}
-    found: dict[str, list[Cause]] = {}
+    found: defaultdict[str, list[Cause]] = defaultdict(list)
     placement = placement_of(qmodel)
     for weight in placement.weights:
         if weight.format.axis is None:
-            found.setdefault(weight.path, []).extend(_of_weight(weight.path, qmodel.get_submodule(weight.path)))
+            found[weight.path] += _of_weight(weight.path, qmodel.get_submodule(weight.path))
     for site in placement.activations:
-        tensors = list(dict.fromkeys(tensor for tensor, _ in site.edges))
-        ranges = {tensor: runner.largest.get(tensor, 0.0) for tensor in tensors}
+        ranges = {tensor: runner.largest.get(tensor, 0.0) for tensor, _ in site.edges}
         for tensor, consumer in site.edges:
-            facts = runner.facts.get(f"{site.name} {tensor}")
-            if facts is None or consumer not in nodes:
-                continue
-            layer = _layer_after(nodes[consumer], layers)
-            causes = [*_of_tensor(nodes[tensor], facts), *_of_ranges(nodes[tensor], ranges, runner.largest)]
-            found.setdefault(layer, []).extend(causes)
+            if (site.name, tensor) in runner.facts and consumer in nodes:
+                layer = _layer_after(nodes[consumer], layers)
+                found[layer] += _of_tensor(nodes[tensor], runner.facts[site.name, tensor])
+                found[layer] += _of_ranges(nodes[tensor], ranges, runner.largest)
     return {layer: tuple(causes) for layer, causes in found.items() if causes}
 
 
@@ -261,18 +227,3 @@ def _by_channel(x: Tensor) -> Tensor:
         return x.abs().reshape(-1)
     moved = x.abs().movedim(1 if x.dim() > 3 else -1, 0)
     return moved.flatten(1).amax(1)
-
-
-@contextmanager
-def _weight_in_float(node: fx.Node, *, off: bool) -> Iterator[None]:
-    """Switch a layer's weight quantizer off; restore it afterwards."""
-    module = node_module(node) if node.op == "call_module" else None
-    quantizer = getattr(module, "weight_quantizer", None)
-    if not off or not isinstance(quantizer, Quantizer):
-        yield
-        return
-    enabled, quantizer.enabled = quantizer.enabled, False
-    try:
-        yield
-    finally:
-        quantizer.enabled = enabled

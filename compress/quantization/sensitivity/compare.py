@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import QuantLinear
 from compress.quantization.report import placement_of
+
+
+@dataclass
+class Noise:
+    """Powers of a signal and of the noise in it, summed over tensors."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, signal: Any, value: Any) -> None:
+        """Add a tensor, or all tensors of a structure, and what became of it."""
+        for exact, rounded in zip(flat_tensors(signal), flat_tensors(value), strict=True):
+            self.signal += exact.double().square().sum().item()
+            self.noise += (exact.double() - rounded.double()).square().sum().item()
+
+    @property
+    def decibel(self) -> float:
+        """The ratio of the two in dB; infinite without noise, -inf without signal."""
+        if not self.noise:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
 
 def sqnr(signal: Tensor, value: Tensor) -> float:
@@ -20,19 +43,19 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 
     Infinite when they are equal, -inf when the signal is zero and the value is not.
     """
-    return decibel(signal.double().square().sum().item(), (signal.double() - value.double()).square().sum().item())
+    noise = Noise()
+    noise.add(signal, value)
+    return noise.decibel
 
 
+@torch.no_grad()
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
     """Return the SQNR in dB of every quantized weight, by layer path."""
-    found = {}
-    with torch.no_grad():
-        for site in placement_of(qmodel).weights:
-            layer = cast(QuantLinear, qmodel.get_submodule(site.path))
-            found[site.path] = sqnr(layer.weight, layer.quantized_weight)
-    return found
+    found = {site.path: cast(QuantLinear, qmodel.get_submodule(site.path)) for site in placement_of(qmodel).weights}
+    return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
 
+@torch.no_grad()
 def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Iterable[Tensor]) -> dict[str, float]:
     """Return the SQNR in dB of every weighted layer's output in the quantized network against the float one's.
 
@@ -48,45 +71,26 @@ def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Ite
         dB by layer path, in graph order.
     """
     names = {n.name: str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"}
-    power = dict.fromkeys(names.values(), (0.0, 0.0))
+    found = {path: Noise() for path in names.values()}
     for batch in images:
-        reference = _outputs(float_model, set(names), batch)
-        value = _outputs(qmodel, set(names), batch)
-        for name, path in names.items():
-            if name in reference and name in value:
-                signal, noise = power[path]
-                difference = reference[name].double() - value[name].double()
-                power[path] = (
-                    signal + reference[name].double().square().sum().item(),
-                    noise + difference.square().sum().item(),
-                )
-    return {path: decibel(signal, noise) for path, (signal, noise) in power.items()}
-
-
-def decibel(signal: float, noise: float) -> float:
-    """Return the ratio of two powers in dB; infinite without noise, -inf without signal."""
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+        reference, value = _Recorder(float_model, names), _Recorder(qmodel, names)
+        reference.run(batch)
+        value.run(batch)
+        for name in reference.values.keys() & value.values.keys():
+            found[names[name]].add(reference.values[name], value.values[name])
+    return {path: noise.decibel for path, noise in found.items()}
 
 
 class _Recorder(fx.Interpreter):
     """Runs a graph and records the values of some nodes."""
 
-    def __init__(self, module: fx.GraphModule, names: set[str]) -> None:
+    def __init__(self, module: fx.GraphModule, names: Collection[str]) -> None:
         super().__init__(module)
         self.names = names
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self.names:
             self.values[n.name] = result
         return result
-
-
-def _outputs(module: fx.GraphModule, names: set[str], batch: Tensor) -> dict[str, Tensor]:
-    recorder = _Recorder(module, names)
-    with torch.no_grad():
-        recorder.run(batch)
-    return recorder.values

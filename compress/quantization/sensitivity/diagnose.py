@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,10 @@ from compress.graph.ops import node_kind
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.causes import Cause, look_at_tensors
-from compress.quantization.sensitivity.probe import Effect, Probe, outputs_alone
-from compress.quantization.sensitivity.sensitivity import variants_by_layer
-from compress.quantization.sensitivity.subset import subset_of
+from compress.quantization.sensitivity.probe import Effect, Probe, metric_for
+from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.quantization.spec import QuantSpec
-from compress.support.meters import task_metric
 from compress.support.progress import NoProgress, Progress
 
 LEAST_DB = 20.0
@@ -116,26 +114,16 @@ def diagnose(
         >>> sorted(row.layer for row in diagnosis.rows)
         ['0', '3', '5']
     """
-    spec = spec or QuantSpec()
-    images = list(images)
-    chosen = task_metric(metric) if metric is not None else outputs_alone(model, images[0]) if images else None
+    spec, images = spec or QuantSpec(), list(images)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
-    probe = Probe(model, qmodel, images, chosen)
-    return diagnosed(model, example_inputs, qmodel, probe, kept(qmodel, spec), progress=progress)
+    probe = Probe(model, qmodel, images, metric_for(model, images, metric))
+    return diagnosed(probe, example_inputs, kept(qmodel, spec), progress or NoProgress())
 
 
-def diagnosed(
-    model: nn.Module,
-    example_inputs: Inputs,
-    qmodel: fx.GraphModule,
-    probe: Probe,
-    spec: QuantSpec,
-    *,
-    progress: Progress | None = None,
-) -> Diagnosis:
-    """Find where a network that is quantized already loses accuracy; arguments are those of `diagnose`."""
-    noise = noise_by_layer(model, example_inputs, probe, spec, progress=progress)
-    seen = look_at_tensors(qmodel, probe.batches, noise)
+def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress) -> Diagnosis:
+    """Find where the network of a probe, which was quantized by `spec`, loses accuracy."""
+    noise = noise_by_layer(probe, example_inputs, spec, progress)
+    seen = look_at_tensors(probe.qmodel, probe.batches, noise)
     total = sum(effect.noise for effect in noise.values()) or 1.0
     rows = [
         LayerError(layer=name, alone=effect, share=effect.noise / total, causes=seen.causes.get(name, ()))
@@ -144,8 +132,8 @@ def diagnosed(
     return Diagnosis(
         images=probe.count,
         float_score=probe.float_score,
-        quantized=whole_effect(probe),
-        first=_first(qmodel, seen.sqnr_db),
+        quantized=probe.effect(),
+        first=_first(probe.qmodel, seen.sqnr_db),
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
         metric=probe.judge.name,
         unit=probe.judge.unit,
@@ -153,54 +141,28 @@ def diagnosed(
 
 
 def noise_by_layer(
-    model: nn.Module,
-    example_inputs: Inputs,
-    probe: Probe,
-    spec: QuantSpec,
-    *,
-    chosen: Collection[str] | None = None,
-    progress: Progress | None = None,
+    probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress, *, chosen: Collection[str] | None = None
 ) -> dict[str, Effect]:
-    """Return the effect of each layer quantized alone, in graph order.
+    """Return the effect of each layer (of `chosen`; None = of all) quantized alone, in graph order.
 
     There are as many passes as layers, so that they see few images: a ratio of powers needs no more.
-
-    Args:
-        model: as for `diagnose`.
-        example_inputs: as for `diagnose`.
-        probe: of the network that is quantized by `spec`.
-        spec: as for `diagnose`.
-        chosen: layers; None = all.
-        progress: is informed of each layer.
     """
-    bars = progress or NoProgress()
-    graph, _ = float_graph(model, example_inputs, replace(spec, adaround=None, bias_correction=None))
-    alone = {name: found for name, (found, _) in variants_by_layer(graph, spec, chosen).items()}
-    bars.start(TASK, len(alone))
+    graph, _ = float_graph(probe.model, example_inputs, replace(spec, adaround=None, bias_correction=None))
+    subsets = subsets_by_layer(graph, spec, chosen)
+    progress.start(TASK, len(subsets))
     found = {}
-    for name, subset in alone.items():
-        found[name] = probe.effect(subset, images=_IMAGES)
-        bars.advance(TASK, 1)
-    bars.finish(TASK)
+    for name, (alone, _) in subsets.items():
+        found[name] = probe.effect(alone, images=_IMAGES)
+        progress.advance(TASK, 1)
+    progress.finish(TASK)
     return found
-
-
-def whole_effect(probe: Probe) -> Effect:
-    """Return the effect of all quantizers of a probe's network."""
-    return probe.effect(subset_of(placement_of(probe.qmodel)))
 
 
 def _first(qmodel: fx.GraphModule, sqnr_db: dict[str, float]) -> Divergence | None:
     for node in qmodel.graph.nodes:
         value = sqnr_db.get(node.name)
-        if value is None or value >= LEAST_DB:
-            continue
-        before = [sqnr_db[name] for name in _sources(node) if name in sqnr_db]
-        return Divergence(tensor=node.name, sqnr_db=value, before_db=min(before, default=float("inf")))
+        if value is not None and value < LEAST_DB:
+            sources = (n.all_input_nodes[0] if node_kind(n) == "quantizer" else n for n in node.all_input_nodes)
+            before = min((sqnr_db.get(source.name, math.inf) for source in sources), default=math.inf)
+            return Divergence(tensor=node.name, sqnr_db=value, before_db=before)
     return None
-
-
-def _sources(node: fx.Node) -> list[str]:
-    """Return the tensors that a node is computed from, quantizers left out."""
-    sources = (n.all_input_nodes[0] if node_kind(n) == "quantizer" else n for n in node.all_input_nodes)
-    return [source.name for source in sources]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,7 +163,7 @@ def _price(goals: _Rows, limited: _Rows, room: float) -> tuple[float, float]:
 def mixed_spec(
     spec: QuantSpec, choice: Mapping[str, str], settings: Mapping[str, Mapping[str, LayerSettings]], *, base: str
 ) -> QuantSpec:
-    """Return `spec` with a rule for every layer whose format is not `base`, for `ptq` and `qat`.
+    """Return `spec` with a rule for every layer whose format is not `base`.
 
     Args:
         spec: specification of the format `base`, in which all layers are quantized.
@@ -170,19 +171,31 @@ def mixed_spec(
         settings: settings of each format but `float`, by layer (`layer_settings`).
         base: name of the format of `spec` itself.
     """
-    rules = []
-    for layer, name in choice.items():
-        if name == FLOAT:
-            rules.append(Rule(match=layer, enable=False))
-        elif name != base:
-            own = settings[name][layer]
-            rules.append(Rule(match=layer, weights=own.weights, activations=own.activations))
+    rules = (format_rule(layer, name, settings) for layer, name in choice.items() if name != base)
     return replace(spec, rules=(*spec.rules, *rules))
+
+
+def format_rule(layer: str, name: str, settings: Mapping[str, Mapping[str, LayerSettings]]) -> Rule:
+    """Return the rule that gives a layer a format, whose settings are those of `mixed_spec`."""
+    if name == FLOAT:
+        return Rule(match=layer, enable=False)
+    own = settings[name][layer]
+    return Rule(match=layer, weights=own.weights, activations=own.activations)
+
+
+Owner = TypeVar("Owner", QuantSpec, Rule)
 
 
 def with_weight_bits(spec: QuantSpec, num_bits: int) -> QuantSpec:
     """Return `spec` with weights of `num_bits` everywhere, in its rules too."""
-    rules = tuple(
-        replace(rule, weights=replace(rule.weights, num_bits=num_bits)) if rule.weights else rule for rule in spec.rules
-    )
-    return replace(spec, weights=replace(spec.weights, num_bits=num_bits), rules=rules)
+    return everywhere(spec, "weights", num_bits=num_bits)
+
+
+def everywhere(spec: QuantSpec, part: Literal["weights", "activations"], **changes: Any) -> QuantSpec:
+    """Return `spec` with changes of its weights or of its activations, in its rules too."""
+
+    def changed(owner: Owner) -> Owner:
+        own = getattr(owner, part)
+        return replace(owner, **{part: replace(own, **changes)}) if own else owner
+
+    return replace(changed(spec), rules=tuple(map(changed, spec.rules)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.batches import model_inputs
 from compress.graph.inputs import TARGET_KEYS, flat_tensors, run_with
-from compress.quantization.sensitivity.compare import decibel
-from compress.quantization.sensitivity.subset import Subset, run_subset
-from compress.support.meters import TaskMetric
+from compress.quantization.report import placement_of
+from compress.quantization.sensitivity.compare import Noise
+from compress.quantization.sensitivity.subset import Subset, run_subset, subset_of
+from compress.support.meters import MeanOf, TaskMetric, task_metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +41,8 @@ class Effect:
         return float(10 ** (-self.sqnr_db / 10))
 
 
-@dataclass
-class _Top1:
-    """Counts correct images, as `argmax` decides."""
-
-    hits: int = 0
-    count: int = 0
-
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        self.hits += int((logits.argmax(1) == targets.to(logits.device)).sum())
-        self.count += len(targets)
-
-    def compute(self) -> float:
-        return self.hits / self.count
-
-
 def _logits(output: Any) -> Tensor:
-    tensors: Sequence[Tensor] = flat_tensors(output)
+    tensors = flat_tensors(output)
     if not tensors or tensors[0].dim() != 2:
         shape = tuple(tensors[0].shape) if tensors else "no tensor"
         raise QuantizationError(
@@ -64,54 +51,60 @@ def _logits(output: Any) -> Tensor:
     return tensors[0]
 
 
-_TOP1 = TaskMetric(name="top1", make=_Top1, select=_logits, classes=lambda logits: logits.argmax(1))
-_OUTPUTS = TaskMetric(name="outputs", make=_Top1, select=flat_tensors)
+def _correct(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(1) == targets.to(logits.device)).double().mean()
 
 
-def outputs_alone(model: nn.Module, batch: Any) -> TaskMetric | None:
-    """Return what judges a network without a metric by its outputs alone; None if they are logits of classes."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            found = flat_tensors(model(*model_inputs(model, batch)))
-    finally:
-        model.train(training)
+_TOP1 = TaskMetric(name="top1", make=partial(MeanOf, _correct), select=_logits, classes=lambda logits: logits.argmax(1))
+_OUTPUTS = TaskMetric(name="outputs", make=_TOP1.make, select=flat_tensors)
+
+
+def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetric | None:
+    """Return the metric that was given, else one that takes a network by its outputs unless they are logits (None)."""
+    if metric is not None or not images:
+        return None if metric is None else task_metric(metric)
+    (found,) = _float_outputs(model, images[:1], flat_tensors)
     return None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
 
 
-@dataclass
+@torch.no_grad()
+def _float_outputs(model: nn.Module, batches: Iterable[Any], select: Callable[[Any], Any]) -> list[Any]:
+    """Return what is selected of a network's outputs for each batch, in evaluation mode meanwhile."""
+    training = model.training
+    model.eval()
+    try:
+        return [select(run_with(model, model_inputs(model, batch))) for batch in batches]
+    finally:
+        model.train(training)
+
+
 class Probe:
     """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
 
     Attributes:
         model: float network.
         qmodel: the same, quantized and calibrated.
-        images: batches, with targets or without.
-        metric: by which networks are judged; None = top-1.
+        judge: metric by which networks are judged.
+        batches: inputs of each.
+        float_score: the float network's metric; None without targets.
     """
 
-    model: nn.Module
-    qmodel: fx.GraphModule
-    images: Iterable[Any]
-    metric: TaskMetric | None = None
-    batches: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
-    targets: list[Any] = field(default_factory=list, init=False)
-    reference: list[Any] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.judge = self.metric or _TOP1
-        given = list(self.images)
-        self.batches, self.targets = _split(self.qmodel, given)
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                self.reference = [
-                    self.judge.select(run_with(self.model, model_inputs(self.model, batch))) for batch in given
-                ]
-        finally:
-            self.model.train(training)
+    def __init__(
+        self, model: nn.Module, qmodel: fx.GraphModule, images: Sequence[Any], metric: TaskMetric | None = None
+    ) -> None:
+        if not images:
+            raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
+        self.model, self.qmodel = model, qmodel
+        self.judge = metric or _TOP1
+        self.batches = [model_inputs(qmodel, batch) for batch in images]
+        self.targets = [x for batch, own in zip(images, self.batches, strict=True) for x in _targets(batch, len(own))]
+        self.reference = _float_outputs(model, images, self.judge.select)
+        self.float_score: float | None = None
+        if len(self.targets) == len(images) and self.judge is not _OUTPUTS:
+            meter = self.judge.make()
+            for outputs, targets in zip(self.reference, self.targets, strict=True):
+                meter.update(outputs, targets)
+            self.float_score = self.judge.figures(meter)[self.judge.name]
 
     def of(self, qmodel: fx.GraphModule) -> Probe:
         """Return a probe of another quantized form of the same network, with the float outputs that are known."""
@@ -124,60 +117,38 @@ class Probe:
         """Number of images."""
         return sum(len(inputs[0]) for inputs in self.batches)
 
-    @property
-    def float_score(self) -> float | None:
-        """The metric of the float network; None without targets."""
-        return self._score(iter(self.reference))
+    def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:
+        """Return the effect of a subset of the quantizers (None = all) on the outputs and on the metric.
 
-    def effect(self, subset: Subset, *, images: int | None = None) -> Effect:
-        """Return the effect of a subset of quantizers; outputs are held one batch at a time.
-
-        Args:
-            subset: the quantizers that are on.
-            images: stop after the batch with this image, and leave the metric out; None = all images, and the metric.
+        With `images`, whole batches are read until there are so many, and the metric is left out.
         """
-        signal = noise = 0.0
-        same = places = seen = 0
-        meter = self.judge.make() if self.targets and images is None else None
+        subset = subset or subset_of(placement_of(self.qmodel))
+        noise = Noise()
+        meter = self.judge.make() if images is None and self.float_score is not None else None
+        seen = same = places = 0
         for i, inputs in enumerate(self.batches):
             if images is not None and seen >= images:
                 break
             seen += len(inputs[0])
             outputs, reference = self.judge.select(run_subset(self.qmodel, subset, *inputs)), self.reference[i]
-            for a, b in zip(flat_tensors(reference), flat_tensors(outputs), strict=True):
-                signal += a.double().square().sum().item()
-                noise += (a.double() - b.double()).square().sum().item()
+            noise.add(reference, outputs)
             if self.judge.classes is not None:
                 equal = self.judge.classes(outputs) == self.judge.classes(reference)
                 same, places = same + int(equal.sum()), places + equal.numel()
             if meter is not None:
                 meter.update(outputs, self.targets[i])
         return Effect(
-            sqnr_db=decibel(signal, noise),
+            sqnr_db=noise.decibel,
             agreement=same / places if places else None,
-            score=None if meter is None else self.judge.figures(meter)[self.judge.name],
+            score=self.judge.figures(meter)[self.judge.name] if meter is not None else None,
         )
 
-    def _score(self, outputs: Iterator[Any]) -> float | None:
-        if not self.targets:
-            return None
-        meter = self.judge.make()
-        for value, targets in zip(outputs, self.targets, strict=True):
-            meter.update(value, targets)
-        return self.judge.figures(meter)[self.judge.name]
 
-
-def _split(qmodel: fx.GraphModule, images: Iterable[Any]) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
-    """Return the inputs of each batch, and their targets if every batch has them."""
-    inputs: list[tuple[Tensor, ...]] = []
-    targets: list[Any] = []
-    for batch in images:
-        inputs.append(model_inputs(qmodel, batch))
-        if isinstance(batch, Mapping):
-            targets += [batch[key] for key in TARGET_KEYS if key in batch][:1]
-        elif isinstance(batch, (tuple, list)):
-            position = 1 if isinstance(batch[0], (tuple, list)) else len(inputs[-1])
-            targets += batch[position : position + 1]
-    if not inputs:
-        raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
-    return inputs, targets if len(targets) == len(inputs) else []
+def _targets(batch: Any, inputs: int) -> list[Any]:
+    """Return the targets of a batch whose model takes so many inputs; [] = it has none."""
+    if isinstance(batch, Mapping):
+        return [batch[key] for key in TARGET_KEYS if key in batch][:1]
+    if isinstance(batch, (tuple, list)):
+        position = 1 if isinstance(batch[0], (tuple, list)) else inputs
+        return list(batch[position : position + 1])
+    return []

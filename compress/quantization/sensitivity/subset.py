@@ -8,10 +8,9 @@ layers consume one tensor and only one of them is quantized, each gets its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,8 +30,8 @@ class Subset:
         edges: (tensor, consumer) pairs of node names on which the consumer gets the quantized tensor.
     """
 
-    weights: frozenset[str]
-    edges: frozenset[tuple[str, str]]
+    weights: frozenset[str] = frozenset()
+    edges: frozenset[tuple[str, str]] = frozenset()
 
 
 def subset_of(placement: Placement) -> Subset:
@@ -45,54 +44,51 @@ def subset_of(placement: Placement) -> Subset:
 
 def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> Any:
     """Run a quantized graph with only `subset` of its quantizers on, without gradients."""
-    with torch.no_grad(), _weights_on(qmodel, subset.weights):
-        return _Runner(qmodel, subset).run(*inputs)
+    with torch.no_grad():
+        return Sides(qmodel, [subset]).run(*inputs)[0]
 
 
-class _Both(NamedTuple):
-    """A tensor in float and quantized, for consumers of either."""
+class Sides(fx.Interpreter):
+    """Runs a quantized graph with several subsets of its quantizers side by side, node by node.
 
-    plain: Any
-    quantized: Any
+    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized), for consumers of either.
+    """
 
-
-class _Runner(fx.Interpreter):
-    """Gives each consumer the tensor of its edge."""
-
-    def __init__(self, module: fx.GraphModule, subset: Subset) -> None:
+    def __init__(self, module: fx.GraphModule, subsets: Sequence[Subset]) -> None:
         super().__init__(module)
-        self.edges = subset.edges
-        self.wanted = {tensor for tensor, _ in subset.edges}
+        self.subsets, self.side = subsets, 0
+        self.weights = {site.path for site in placement_of(module).weights}
+        self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
     def run_node(self, n: fx.Node) -> Any:
-        if node_kind(n) != "quantizer":
+        """Run a node once for each subset."""
+        if n.op == "placeholder":
+            return (super().run_node(n),) * len(self.subsets)
+        return tuple(self._on_side(n, side) for side in range(len(self.subsets)))
+
+    def _on_side(self, n: fx.Node, side: int) -> Any:
+        self.side = side
+        subset = self.subsets[side]
+        if source := self.sources.get(n):
+            plain = self.env[source][side]
+            wanted = any((source.name, user.name) in subset.edges for user in n.users)
+            return plain, self.fetch_attr(str(n.target))(plain) if wanted else plain
+        if n.target not in self.weights:
             return super().run_node(n)
-        source = cast(fx.Node, n.args[0])
-        plain = self.env[source]
-        quantize = self.fetch_attr(str(n.target))
-        return _Both(plain, quantize(plain) if source.name in self.wanted else plain)
+        quantizer = cast(Quantizer, self.fetch_attr(str(n.target)).weight_quantizer)
+        enabled, quantizer.enabled = quantizer.enabled, n.target in subset.weights
+        try:
+            return super().run_node(n)
+        finally:
+            quantizer.enabled = enabled
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """Return the arguments of a node on this side."""
+
         def value(argument: fx.Node) -> Any:
-            found = self.env[argument]
-            if not isinstance(found, _Both):
-                return found
-            source = cast(fx.Node, argument.args[0])
-            return found.quantized if (source.name, n.name) in self.edges else found.plain
+            found = self.env[argument][self.side]
+            if source := self.sources.get(argument):
+                return found[(source.name, n.name) in self.subsets[self.side].edges]
+            return found
 
         return fx.node.map_arg(args, value)
-
-
-@contextmanager
-def _weights_on(qmodel: fx.GraphModule, paths: frozenset[str]) -> Iterator[None]:
-    """Switch the weight quantizers of `paths` on and all others off; restore them afterwards."""
-    found = {site.path: qmodel.get_submodule(site.path) for site in placement_of(qmodel).weights}
-    quantizers = {path: cast(Quantizer, layer.weight_quantizer) for path, layer in found.items()}
-    before = {path: quantizer.enabled for path, quantizer in quantizers.items()}
-    try:
-        for path, quantizer in quantizers.items():
-            quantizer.enabled = path in paths
-        yield
-    finally:
-        for path, quantizer in quantizers.items():
-            quantizer.enabled = before[path]
