@@ -24,7 +24,7 @@ from compress.measure.quiet import CpuTime
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower
-from compress.pipeline.studies.faster import faster
+from compress.pipeline.studies.mixed import faster
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import load_recipe
