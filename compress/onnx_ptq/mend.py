@@ -5,7 +5,6 @@ What it returns names the file's own nodes, so that the specification works with
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +104,7 @@ def _network(
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
     """Return a batch as tensors in the order of the file's inputs, and what follows them as it is."""
     if isinstance(batch, Mapping):
-        batch = tuple(itertools.chain((batch[name] for name in order), (v for k, v in batch.items() if k not in order)))
+        batch = (*(batch[name] for name in order), *(v for k, v in batch.items() if k not in order))
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     halves = {torch.float16, torch.bfloat16}
     return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x for x in map(as_tensors, parts))

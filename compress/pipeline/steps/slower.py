@@ -57,7 +57,8 @@ def slower(
 
 def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, progress: Progress) -> SlowRow:
     """Time the layers of both networks, again if the machine was busy, and return the row with the slower ones."""
-    engine = family(row.engine)
+    engine, (least, most) = family(row.engine), _RUNS
+    runs = max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
     for _ in range(_TRIES):
         before = cpu_time()
         try:
@@ -69,7 +70,7 @@ def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, pr
                 precision=precision_of(row.float_engine),
                 threads=spec.threads,
                 warmup=_WARMUP,
-                runs=_runs(row, spec),
+                runs=runs,
                 follow=True,
                 progress=progress,
             )
@@ -96,11 +97,6 @@ def precision_of(label: str) -> str | None:
     return "f32" if family(label) == "openvino" and "f32" in label else None
 
 
-def _runs(row: SlowRow, spec: BenchSpec) -> int:
-    least, most = _RUNS
-    return max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
-
-
 def layers_of(path: Path) -> list[str]:
     """Return the modules whose nodes multiply, each once."""
     nodes = (node for node in load_onnx(path).graph.node if node.op_type in _LAYERS)
@@ -111,12 +107,13 @@ def keep_slower(
     folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
 ) -> Sequence[SlowRow]:
     """Write the rows, replacing those for the same networks, engines and batch sizes."""
-
-    def again(row: SlowRow) -> bool:
-        return row.variant in files and family(row.engine) in spec.engines and row.batch_size in spec.batch_sizes
-
     before = SLOWER.read(folder) or ()
-    kept = [*(row for row in before if not again(row)), *rows]
+    kept = [
+        row
+        for row in before
+        if row.variant not in files or family(row.engine) not in spec.engines or row.batch_size not in spec.batch_sizes
+    ]
+    kept += rows
     if kept or before:
         SLOWER.write(folder, kept)
     return kept

@@ -25,7 +25,7 @@ from compress.plots.sensitivity import draw_sensitivity
 from compress.plots.style import WIDE, save_figure, styled
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.prepare import float_graph
-from compress.quantization.sensitivity.mixed import with_weight_bits
+from compress.quantization.sensitivity.mixed import everywhere
 from compress.quantization.sensitivity.sensitivity import (
     LayerSensitivity,
     Sensitivity,
@@ -116,7 +116,7 @@ def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpe
     spec = spec.for_target()  # one placement is studied, the one that training follows
     specs = {f"w{spec.weights.num_bits}a{spec.activations.num_bits}": spec}
     for bits in weight_bits:
-        other = with_weight_bits(spec, bits)
+        other = everywhere(spec, "weights", num_bits=bits)
         check_quant_spec(other)
         specs.setdefault(f"w{bits}a{spec.activations.num_bits}", other)
     return specs

@@ -25,8 +25,7 @@ from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import Noise
-from compress.quantization.sensitivity.probe import Effect, Probe, Sides, Subset, metric_for, subset_of
+from compress.quantization.sensitivity.compare import Effect, Noise, Probe, Sides, Subset, metric_for, subset_of
 from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.quantization.spec import QuantSpec
 from compress.support.progress import NoProgress, Progress
@@ -222,7 +221,9 @@ class _Facts:
         self.beyond += float(beyond.sum())
         self.noise += float(difference.sum())
         self.clipped_noise += float(difference[beyond].sum())
-        self.channels = torch.maximum(self.channels, _by_channel(x))
+        # on axis 1 of images, on the last axis of tokens
+        by_channel = torch.atleast_1d(x.abs()).movedim(1 if x.dim() > 3 else -1, 0)
+        self.channels = torch.maximum(self.channels, by_channel.reshape(len(by_channel), -1).amax(1))
 
 
 class _Watch(Sides):
@@ -344,11 +345,3 @@ def _ratio(ranges: Tensor) -> float:
     """Return the largest range over the median of those that are not zero."""
     nonzero = ranges[ranges > 0]
     return float(nonzero.max() / nonzero.median()) if nonzero.numel() > 1 else 1.0
-
-
-def _by_channel(x: Tensor) -> Tensor:
-    """Return the range of each channel: on axis 1 of images, on the last axis of tokens, (C,)."""
-    if x.dim() < 2:
-        return x.abs().reshape(-1)
-    moved = x.abs().movedim(1 if x.dim() > 3 else -1, 0)
-    return moved.flatten(1).amax(1)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +27,9 @@ from compress.graph.layers import layers
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
 from compress.quantization.sensitivity.mixed import FLOAT, choose_formats, everywhere, format_rule
-from compress.quantization.sensitivity.probe import Effect, Probe, metric_for
 from compress.quantization.sensitivity.sensitivity import layer_settings
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import NoProgress, Progress
@@ -204,10 +205,11 @@ class _Work:
         self.tried = {repr(spec): found.quantized}
 
     def quantized(self, spec: QuantSpec) -> Probe:
-        """Quantize anew, and return the network with its images."""
-        qmodel = quantize(self.probe.model, self.example, self.batches, spec=spec)
+        """Quantize anew, and return the network with its images and the float outputs."""
+        probe = copy(self.probe)
+        probe.qmodel = quantize(self.probe.model, self.example, self.batches, spec=spec)
         self.bars.advance(TASK, 1)
-        return self.probe.of(qmodel)
+        return probe
 
     def effect(self, spec: QuantSpec) -> Effect:
         """Return the effect of a specification; each is measured once."""

@@ -186,11 +186,6 @@ def format_rule(layer: str, name: str, settings: Mapping[str, Mapping[str, Layer
 Owner = TypeVar("Owner", QuantSpec, Rule)
 
 
-def with_weight_bits(spec: QuantSpec, num_bits: int) -> QuantSpec:
-    """Return `spec` with weights of `num_bits` everywhere, in its rules too."""
-    return everywhere(spec, "weights", num_bits=num_bits)
-
-
 def everywhere(spec: QuantSpec, part: Literal["weights", "activations"], **changes: Any) -> QuantSpec:
     """Return `spec` with changes of its weights or of its activations, in its rules too."""
 

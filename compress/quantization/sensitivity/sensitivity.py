@@ -27,7 +27,7 @@ from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.probe import Effect, Probe, Subset, subset_of
+from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.meters import task_metric
 from compress.support.progress import NoProgress, Progress

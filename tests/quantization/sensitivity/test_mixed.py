@@ -15,7 +15,7 @@ from compress.errors import QuantizationError
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.mixed import choose_formats, front, mixed_spec, with_weight_bits
+from compress.quantization.sensitivity.mixed import choose_formats, everywhere, front, mixed_spec
 from compress.quantization.sensitivity.sensitivity import layer_settings
 from compress.quantization.spec import QuantSpec, Rule, WeightSpec
 from tests.networks import network
@@ -86,7 +86,7 @@ def test_the_recipe_gives_each_layer_its_format():
     model, x = network(), torch.randn(4, 3, 16, 16)
     spec = QuantSpec(weights=WeightSpec(axis=None), rules=(Rule(match="block2.*", weights=WeightSpec(num_bits=6)),))
     graph, _ = float_graph(model, x, spec)
-    four = with_weight_bits(spec, 4)
+    four = everywhere(spec, "weights", num_bits=4)
     choice = {"conv1": "float", "block1.conv1": "w8a8", "block1.conv2": "w4a8", "block2.conv1": "w4a8", "fc": "w8a8"}
     mixed = mixed_spec(
         spec, choice, {"w8a8": layer_settings(graph, spec), "w4a8": layer_settings(graph, four)}, base="w8a8"
