@@ -120,9 +120,9 @@ def mixed_front(
 ) -> tuple[tuple[MixedPoint, ...], CostTable]:
     """Measure a network in float, in each format, and in mixtures of them; return the points and the times used.
 
-    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized; None
-    =
-    the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each latency.
+    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized;
+    None = the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each
+    latency.
 
     Raises:
         EngineError: the engine cannot take a network.

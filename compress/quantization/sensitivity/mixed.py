@@ -125,13 +125,14 @@ def _least(goals: _Rows, limited: _Rows, limit: float, what: str) -> list[int]:
             f"the limit on the {what} is {limit:.6g}, and the least that formats allow is {sum(least):.6g}"
         )
     price, known = _price(goals, limited, room)
+    known += 1e-9 * (abs(known) + price * abs(room))  # what rounding may add to a bound
     priced = [(goal + price * size).min() for goal, size in zip(goals, limited, strict=True)]
     sums, sizes, chosen = np.zeros(1), np.zeros(1), []
     for row, (goal, size) in enumerate(zip(goals, limited, strict=True)):
         sums, sizes = np.add.outer(sums, goal).ravel(), np.add.outer(sizes, size).ravel()
         bound = sums + price * (sizes - room) + sum(priced[row + 1 :])
         order = np.lexsort((sums, sizes))
-        order = order[(sizes[order] + sum(least[row + 1 :]) <= room) & (bound[order] <= known + 1e-9 * abs(known))]
+        order = order[(sizes[order] + sum(least[row + 1 :]) <= room) & (bound[order] <= known)]
         best = np.minimum.accumulate(sums[order])
         order = order[np.diff(best, prepend=np.inf) < 0]
         sums, sizes = sums[order], sizes[order]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from compress.errors import QuantizationError
 from compress.quantization.ptq.prepare import float_graph
@@ -99,15 +100,19 @@ def test_the_recipe_gives_each_layer_its_format():
     assert sites["block1.conv2"].axis is None and sites["block2.conv1"].axis == 0
 
 
-def test_the_solver_prints_nothing(capfd):
-    """HiGHS 1.12 prints a line of its debugging in this program."""
+def test_a_large_choice_is_that_of_an_integer_program_and_prints_nothing(capfd):
+    """scipy's solver itself prints a line of its debugging in such a program."""
     draw = np.random.default_rng(32)
-    noise, cost = {}, {}
-    for layer in map(str, range(20)):
-        noise[layer] = dict(zip("abc", np.sort(10.0 ** draw.uniform(-4, 0, 3)).tolist(), strict=True))
-    for layer in noise:
-        cost[layer] = dict(zip("abc", np.sort(draw.uniform(0, 1, 3))[::-1].tolist(), strict=True))
-    least, most = (sum(pick(row.values()) for row in cost.values()) for pick in (min, max))
-    choose_formats(noise, cost, budget=(least + most) / 2)
+    noises = np.sort(10.0 ** draw.uniform(-4, 0, (40, 3)))
+    costs = np.sort(draw.uniform(0, 1, (40, 3)))[:, ::-1]
+    noise, cost = ({str(i): dict(zip("abc", row, strict=True)) for i, row in enumerate(t)} for t in (noises, costs))
+    budget = float(costs.min(1).sum() + costs.max(1).sum()) / 2
+    choice = choose_formats(noise, cost, budget=budget)
     ctypes.CDLL(None).fflush(None)
     assert capfd.readouterr().out == ""
+    limits = [
+        LinearConstraint(np.kron(np.eye(40), np.ones(3)), 1, 1),
+        LinearConstraint(costs.reshape(1, -1), -np.inf, budget),
+    ]
+    best = milp(noises.ravel(), constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0.0})
+    assert choice.cost <= budget and choice.noise == pytest.approx(best.fun, rel=1e-6)
