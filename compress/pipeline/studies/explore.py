@@ -29,7 +29,7 @@ from compress.measure.parity import compare_logits
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import Recipe, parse_recipe
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_AGREEMENT = 0.98
 """Share of images that must get the float network's class."""
@@ -136,13 +136,7 @@ class Explorer:
         if not self.options.sms:
             raise RecipeError("exploring needs the compute capabilities to build for, such as 89,120")
         forms = [form for form in forms if self.device is not None or not form.where_it_pays]
-        self.progress.start("explore", len(forms))
-        results: list[FormResult] = []
-        for form in forms:
-            results += self._try(form)
-            self.progress.advance("explore")
-        self.progress.finish("explore")
-        return tuple(results)
+        return tuple(result for form in tracked(self.progress, "explore", forms) for result in self._try(form))
 
     def _try(self, form: Form) -> list[FormResult]:
         recipe, overrides = with_overrides(self.recipe, form.overrides), form.overrides

@@ -37,7 +37,7 @@ from compress.records.slower import costly
 from compress.records.summary import family
 from compress.roofline_model.model import find_device, roofline
 from compress.support.meters import TaskMetric
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 from compress.tasks.classification import TOP1
 from compress.variants import Variant
 
@@ -139,11 +139,8 @@ def mixed_front(
     for choice in front(_noise(measured), table.ms, points=points):
         if choice.formats not in named.values():
             named[f"mixed {len(named) - len(measured.specs)}"] = choice.formats
-    run.progress.start("mixed precision", len(named), done=len(files))
-    for name in list(named)[len(files) :]:
+    for name in tracked(run.progress, "mixed precision", list(named)[len(files) :], done=len(files)):
         files[name] = _export(run, measured.model, _spec(measured, named[name]), name.replace(" ", "-"))
-        run.progress.advance("mixed precision")
-    run.progress.finish("mixed precision")
     timed: dict[str, Latency] = {}
     if costs == ENGINE:
         options: dict[str, Any] = {"runs": 200, "seconds": seconds, "progress": run.progress}

@@ -28,7 +28,7 @@ from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import Effect, Noise, Probe, Sides, Subset, metric_for, subset_of
 from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.quantization.spec import QuantSpec
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_DB = 20.0
 """Signal to noise below which a tensor of the quantized network diverges from the float network's."""
@@ -181,13 +181,7 @@ def noise_by_layer(
     """
     graph, _ = float_graph(probe.model, example_inputs, replace(spec, adaround=None, bias_correction=None))
     subsets = subsets_by_layer(graph, spec, chosen)
-    progress.start(TASK, len(subsets))
-    found = {}
-    for name, (alone, _) in subsets.items():
-        found[name] = probe.effect(alone, images=_IMAGES)
-        progress.advance(TASK, 1)
-    progress.finish(TASK)
-    return found
+    return {name: probe.effect(subsets[name][0], images=_IMAGES) for name in tracked(progress, TASK, subsets)}
 
 
 def _first(qmodel: fx.GraphModule, sqnr_db: dict[str, float]) -> Divergence | None:

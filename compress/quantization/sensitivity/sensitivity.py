@@ -30,7 +30,7 @@ from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.meters import task_metric
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 TASK = "sensitivity"
 
@@ -118,28 +118,25 @@ def sensitivity(
         >>> [row.layer for row in compress.sensitivity(model, images[:1], batches, batches).rows]
         ['0', '3', '5']
     """
-    known, bars = known or {}, progress or NoProgress()
     spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
     spec = kept(qmodel, spec)
     graph, _ = float_graph(model, example_inputs, spec)
     probe = Probe(model, qmodel, list(images), None if metric is None else task_metric(metric))
     subsets = subsets_by_layer(graph, spec)
-    facts, rows = {layer.path or layer.name: layer for layer in layers(graph)}, []
-    bars.start(TASK, len(subsets), done=sum(name in known for name in subsets))
-    for name, both in subsets.items():
-        if (row := known.get(name)) is None:
-            row = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *map(probe.effect, both))
-            bars.advance(TASK, 1)
-            if keep is not None:
-                keep(row)
-        rows.append(row)
-    bars.finish(TASK)
+    facts = {layer.path or layer.name: layer for layer in layers(graph)}
+    rows = {name: row for name, row in (known or {}).items() if name in subsets}
+    left = [name for name in subsets if name not in rows]
+    for name in tracked(progress or NoProgress(), TASK, left, done=len(rows)):
+        effects = map(probe.effect, subsets[name])
+        rows[name] = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *effects)
+        if keep is not None:
+            keep(rows[name])
     return Sensitivity(
         images=probe.count,
         float_score=probe.float_score,
         quantized=probe.effect(subset_of(place(read_fx(graph), spec))),
-        rows=tuple(rows),
+        rows=tuple(rows[name] for name in subsets),
         metric=probe.judge.name,
         unit=probe.judge.unit,
     )
