@@ -294,14 +294,13 @@ def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -
 
 def _without_costly(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRow:
     """Leave the costliest layers in float, and return the choice that runs fastest."""
-    engine, layers = family(row.engine), costly(row)
+    engine, tried = family(row.engine), {f"{len(layers)} layers": layers for layers in choices(costly(row))}
     target = next((target for target in TARGETS if target == row.target), None)
     files, specs = {FLOAT: run.path(Variant.FLOAT.onnx_file)}, {}
-    for chosen in choices(layers):
-        label = f"{len(chosen)} layers"
-        rules = (Rule(match=layer, enable=False, target=target) for layer in chosen)
+    for label, layers in tried.items():
+        rules = (Rule(match=layer, enable=False, target=target) for layer in layers)
         specs[label] = replace(run.quantization, rules=(*run.quantization.rules, *rules))
-        files[label] = _export(run, model, specs[label].for_target(target), f"{engine}-{len(chosen)}")
+        files[label] = _export(run, model, specs[label].for_target(target), f"{engine}-{len(layers)}")
     times = time_files(
         files,
         engine,
@@ -318,7 +317,7 @@ def _without_costly(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -
     write_text(run.path(name), replace(run.recipe, quantization=specs[best]).to_yaml())
     score = _figures(run, files[best], engine, precision_of(row.engine)).values[metric.name]
     return MixedRow(
-        layers=layers[: int(best.split()[0])],
+        layers=tried[best],
         p50_ms=times[best].p50_ms,
         float_p50_ms=times[FLOAT].p50_ms,
         score=f"{metric.text(score)} {metric.title}",
