@@ -10,7 +10,7 @@ them is quantized, each gets its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.batches import model_inputs
-from compress.graph.inputs import TARGET_KEYS, flat_tensors, run_with
+from compress.graph.compare import module_results, run_model
+from compress.graph.inputs import TARGET_KEYS, flat_tensors
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import QuantLinear
@@ -68,7 +69,6 @@ def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
     return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
 
-@torch.no_grad()
 def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Iterable[Tensor]) -> dict[str, float]:
     """Return the SQNR in dB of every weighted layer's output in the quantized network against the float one's.
 
@@ -83,30 +83,13 @@ def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Ite
     Returns:
         dB by layer path, in graph order.
     """
-    names = {n.name: str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"}
-    found = {path: Noise() for path in names.values()}
+    paths = [str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"]
+    found = {path: Noise() for path in paths}
     for batch in images:
-        reference, value = _Recorder(float_model, names), _Recorder(qmodel, names)
-        reference.run(batch)
-        value.run(batch)
-        for name in reference.values.keys() & value.values.keys():
-            found[names[name]].add(reference.values[name], value.values[name])
+        reference, value = (module_results(model, (batch,), paths) for model in (float_model, qmodel))
+        for path in reference.keys() & value.keys():
+            found[path].add(reference[path], value[path])
     return {path: noise.decibel for path, noise in found.items()}
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a graph and records the values of some nodes."""
-
-    def __init__(self, module: fx.GraphModule, names: Collection[str]) -> None:
-        super().__init__(module)
-        self.names = names
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.name in self.names:
-            self.values[n.name] = result
-        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,19 +208,8 @@ def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetr
     """Return the metric that was given, else one that takes a network by its outputs unless they are logits (None)."""
     if metric is not None or not images:
         return None if metric is None else task_metric(metric)
-    (found,) = _float_outputs(model, images[:1], flat_tensors)
+    found = flat_tensors(run_model(model, model_inputs(model, images[0])))
     return None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
-
-
-@torch.no_grad()
-def _float_outputs(model: nn.Module, batches: Iterable[Any], select: Callable[[Any], Any]) -> list[Any]:
-    """Return what is selected of a network's outputs for each batch, in evaluation mode meanwhile."""
-    training = model.training
-    model.eval()
-    try:
-        return [select(run_with(model, model_inputs(model, batch))) for batch in batches]
-    finally:
-        model.train(training)
 
 
 class Probe:
@@ -260,7 +232,7 @@ class Probe:
         self.judge = metric or _TOP1
         self.batches = [model_inputs(qmodel, batch) for batch in images]
         self.targets = [x for batch, own in zip(images, self.batches, strict=True) for x in _targets(batch, len(own))]
-        self.reference = _float_outputs(model, images, self.judge.select)
+        self.reference = [self.judge.select(run_model(model, model_inputs(model, batch))) for batch in images]
         self.float_score: float | None = None
         if len(self.targets) == len(images) and self.judge is not _OUTPUTS:
             meter = self.judge.make()
