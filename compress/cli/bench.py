@@ -17,7 +17,7 @@ from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.measure.metric import Metric
 from compress.pipeline.again import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
-from compress.pipeline.studies.faster import faster, quantizing_run
+from compress.pipeline.studies.mixed import faster, quantizing_run
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +82,7 @@ def explore(
         ).explore()
     chosen = best(rows, least_agreement=least_agreement)
     if as_json:
-        print_json({"rows": [row.to_dict() for row in rows], "best": {sm: r.form for sm, r in chosen.items()}})
+        print_json({"rows": [asdict(row) for row in rows], "best": {sm: r.form for sm, r in chosen.items()}})
         return
     numbers = ("SM", "MB an image", "kernels", "8-bit macs", "least ms", "agreement")
     print_table(f"{folder}: forms on {engine}", _COLUMNS, [_cells(row) for row in rows], numbers=numbers)

@@ -29,9 +29,10 @@ from compress.cli.onnx_data import (
 from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
 from compress.measure.layer_parity import LayerParity
-from compress.pipeline.studies.mend import Goal, mend_file, mend_recipe, mend_run
+from compress.pipeline.studies.mend import mend_file, mend_recipe, mend_run
 from compress.pipeline.studies.parity import Results, parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import plain
+from compress.quantization.sensitivity.mend import Goal
 from compress.recipe.tree import load_recipe
 from compress.support.imports import imported
 

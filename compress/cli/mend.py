@@ -11,7 +11,7 @@ from compress.cli.console import OUT, print_json, print_table
 from compress.measure.quiet import NOT_MEASURED
 from compress.pipeline.studies.mend import MendReport
 from compress.pipeline.studies.sensitivity import plain
-from compress.quantization.sensitivity.probe import Effect
+from compress.quantization.sensitivity.compare import Effect
 from compress.support.meters import metric_title, score_text
 
 _ROWS = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -205,8 +205,8 @@ def first_difference(model: nn.Module, rewritten: nn.Module, inputs: tuple[Tenso
     """
     if not isinstance(rewritten, fx.GraphModule):
         return ""
-    before = _module_results(model, inputs)
-    after = _module_results(rewritten, inputs)
+    before = module_results(model, inputs)
+    after = module_results(rewritten, inputs)
     gone = [value for path, values in before.items() if path not in after for value in values]
     nodes = {node: i for i, node in enumerate(rewritten.graph.nodes)}
     values = _by_call(rewritten, after)
@@ -232,13 +232,21 @@ def _by_call(graph_module: fx.GraphModule, results: dict[str, list[Any]]) -> dic
     return {node: next(left.get(str(node.target), iter(())), None) for node in calls}
 
 
-def _module_results(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, list[Any]]:
+def module_results(
+    model: nn.Module, inputs: tuple[Tensor, ...], paths: Collection[str] | None = None
+) -> dict[str, list[Any]]:
+    """Return copies of what the modules at these paths return (None = all modules), for each of their calls.
+
+    Raises:
+        ModelError: the model fails on the inputs.
+    """
     found: dict[str, list[Any]] = {}
 
     def keep(path: str) -> Callable[..., None]:
         return lambda _module, _args, result: found.setdefault(path, []).append(tree_map(_copied, result))
 
-    handles = [m.register_forward_hook(keep(path)) for path, m in model.named_modules() if path]
+    modules = {path: m for path, m in model.named_modules() if path and (paths is None or path in paths)}
+    handles = [m.register_forward_hook(keep(path)) for path, m in modules.items()]
     try:
         run_model(model, inputs)
     finally:

@@ -2,7 +2,7 @@
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
 from compress.measure.figures import EngineFigures, compare_figures, measure_metric
-from compress.measure.latency import Latency, first_quiet, latency_ratio, measure_latency
+from compress.measure.latency import Latency, first_quiet, latency_ratio, measure_latency, time_files
 from compress.measure.machine import Gpu, Machine, describe_machine
 from compress.measure.metric import METRIC_NAMES, Metric
 from compress.measure.parity import Parity, agreement, compare_logits, sqnr_db
@@ -32,4 +32,5 @@ __all__ = [
     "measure_metric",
     "model_sizes",
     "sqnr_db",
+    "time_files",
 ]

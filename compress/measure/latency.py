@@ -6,14 +6,16 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compress.engines import build_engine
 from compress.engines.arrays import shape_text
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import EngineError
@@ -110,6 +112,39 @@ def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> 
         if not any(row.unquiet for row in timed):
             return timed
     return measure()
+
+
+def time_files(
+    files: Mapping[str, Path],
+    engine: str,
+    *,
+    batch_size: int = 1,
+    threads: int | None = None,
+    precisions: Mapping[str, str | None] | None = None,
+    **timing: Any,
+) -> dict[str, Latency]:
+    """Time ONNX files in turn on an engine, a second time if the machine was busy.
+
+    Args:
+        files: by label.
+        engine: that runs them.
+        batch_size: images of one run.
+        threads: CPU threads of one run; None = the engine's choice.
+        precisions: of the part of each file that is not quantized; left out = the engine's choice.
+        timing: further arguments of `measure_latency`.
+
+    Raises:
+        EngineError: a file that the engine cannot take, or as `measure_latency`.
+    """
+    with ExitStack() as stack:
+        engines = {}
+        for label, path in files.items():
+            built = build_engine(
+                path, engine, batch_size=batch_size, threads=threads, precision=(precisions or {}).get(label)
+            )
+            engines[label] = stack.enter_context(built)
+        timed = first_quiet(partial(measure_latency, engines, batch_size=batch_size, **timing))
+    return {row.label: row for row in timed}
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:

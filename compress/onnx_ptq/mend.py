@@ -5,7 +5,6 @@ What it returns names the file's own nodes, so that the specification works with
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,7 @@ from compress.onnx_ptq.quantize import scale_channels
 from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, Converted, converted
 from compress.quantization.ptq.channel_scales import IMAGES, looks_at_layers
-from compress.quantization.sensitivity.diagnose import Diagnosis
-from compress.quantization.sensitivity.mend import Change, Mended, mend
+from compress.quantization.sensitivity.mend import Mended, mend
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import Progress
 
@@ -86,9 +84,7 @@ def mend_onnx(
         fixed=() if own.smooth == spec.smooth else ("smooth",),  # `auto` has scaled the file already
         progress=progress,
     )
-    names = file_names(made, index)
-    found = replace(found, diagnosis=renamed_diagnosis(found.diagnosis, names, made.origin))
-    return _renamed(found, names, spec, len(own.rules))
+    return _renamed(found, file_names(made, index), made.origin, spec, len(own.rules))
 
 
 def _network(
@@ -108,44 +104,35 @@ def _network(
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
     """Return a batch as tensors in the order of the file's inputs, and what follows them as it is."""
     if isinstance(batch, Mapping):
-        batch = tuple(itertools.chain((batch[name] for name in order), (v for k, v in batch.items() if k not in order)))
+        batch = (*(batch[name] for name in order), *(v for k, v in batch.items() if k not in order))
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     halves = {torch.float16, torch.bfloat16}
     return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x for x in map(as_tensors, parts))
 
 
-def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int) -> Mended:
-    """Return a result that names the file's nodes, and begins with the caller's own rules."""
+def _renamed(
+    found: Mended, names: Mapping[str, str], tensors: Mapping[str, str], spec: QuantSpec, count: int
+) -> Mended:
+    """Return a result that names the file's nodes and tensors, and begins with the caller's own rules."""
 
     def mended_spec(own: QuantSpec) -> QuantSpec:
         added = tuple(replace(rule, match=names.get(rule.match, rule.match)) for rule in own.rules[count:])
         return replace(own, rules=(*spec.rules, *added), smooth=spec.smooth if own.smooth is None else own.smooth)
 
-    def change(one: Change) -> Change:
+    rows, changes = [], []
+    for row in found.diagnosis.rows:
+        causes = tuple(replace(cause, tensor=tensors.get(cause.tensor, cause.tensor)) for cause in row.causes)
+        rows.append(replace(row, layer=names.get(row.layer, row.layer), causes=causes))
+    for one in found.changes:
         name = names.get(one.layer, one.layer)
-        return replace(
-            one, layer=name, text=one.text.replace(f"{one.layer}: ", f"{name}: ", 1) if one.layer else one.text
-        )
-
-    return replace(
-        found,
-        spec=mended_spec(found.spec),
-        specs=tuple(mended_spec(own) for own in found.specs),
-        changes=tuple(change(one) for one in found.changes),
-    )
-
-
-def renamed_diagnosis(found: Diagnosis, names: Mapping[str, str], tensors: Mapping[str, str]) -> Diagnosis:
-    """Return a diagnosis whose layers and tensors have other names; those that are not named keep theirs."""
-    rows = tuple(
-        replace(
-            row,
-            layer=names.get(row.layer, row.layer),
-            causes=tuple(replace(cause, tensor=tensors.get(cause.tensor, cause.tensor)) for cause in row.causes),
-        )
-        for row in found.rows
-    )
-    first = found.first
+        changes.append(replace(one, layer=name, text=one.text.replace(f"{one.layer}: ", f"{name}: ", 1)))
+    first = found.diagnosis.first
     if first is not None:
         first = replace(first, tensor=tensors.get(first.tensor, first.tensor))
-    return replace(found, rows=rows, first=first)
+    return replace(
+        found,
+        diagnosis=replace(found.diagnosis, rows=tuple(rows), first=first),
+        spec=mended_spec(found.spec),
+        specs=tuple(map(mended_spec, found.specs)),
+        changes=tuple(changes),
+    )

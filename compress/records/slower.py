@@ -6,6 +6,7 @@ judged by the engine's own times, in the float file and in the quantized one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
@@ -34,30 +35,24 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
     Args:
         metrics: of a run; what counts is p50 at each batch size.
     """
-    best: dict[tuple[str, int | None], dict[str, Metric]] = {}
+    best: dict[tuple[str, int], dict[str, tuple[float, str]]] = {}
     for metric in metrics:
         if metric.name == "p50_ms" and metric.value is not None and metric.status == "complete":
-            group = best.setdefault((family(metric.engine), metric.batch_size), {})
-            known = group.get(metric.variant)
-            if known is None or known.value is None or metric.value < known.value:
-                group[metric.variant] = metric
-    for group in best.values():
-        reference = group.get(Variant.FLOAT)
-        for variant, metric in group.items():
-            if (
-                reference is None
-                or variant not in QUANTIZED
-                or (metric.value or 0.0) < (1 + _MARGIN) * (reference.value or 0.0)
-            ):
-                continue
-            yield SlowRow(
-                variant=variant,
-                engine=metric.engine,
-                float_engine=reference.engine,
-                batch_size=metric.batch_size or 1,
-                p50_ms=metric.value or 0.0,
-                float_p50_ms=reference.value or 0.0,
-            )
+            group = best.setdefault((family(metric.engine), metric.batch_size or 1), {})
+            if metric.value < group.get(metric.variant, (math.inf, ""))[0]:
+                group[metric.variant] = (metric.value, metric.engine)
+    for (_, batch_size), group in best.items():
+        float_ms, float_engine = group.pop(Variant.FLOAT, (math.inf, ""))
+        for variant, (ms, engine) in group.items():
+            if variant in QUANTIZED and ms >= (1 + _MARGIN) * float_ms:
+                yield SlowRow(
+                    variant=variant,
+                    engine=engine,
+                    float_engine=float_engine,
+                    batch_size=batch_size,
+                    p50_ms=ms,
+                    float_p50_ms=float_ms,
+                )
 
 
 def costly(row: SlowRow) -> tuple[str, ...]:
@@ -78,42 +73,40 @@ def _mixed(row: SlowRow) -> str:
     found, count = row.mixed, len(row.mixed.layers)
     if found.unquiet:
         return f". What PTQ gains with layers in float was {NOT_MEASURED}; `bench RUN --mixed` measures it again"
-    ratio = found.p50_ms / found.float_p50_ms if found.float_p50_ms else 1.0
     score = f" and has {found.score}" if found.score else ""
-    verdict = "" if ratio < 1 else ", so that float is the faster one here"
+    verdict = "" if found.p50_ms < found.float_p50_ms else ", so that float is the faster one here"
     return (
-        f". With {count} {'layer' if count == 1 else 'layers'} in float, PTQ takes {ratio:.2f} of float's time "
-        f"({_ms(found.p50_ms)} against {_ms(found.float_p50_ms)} ms, in turn){score}{verdict} ({found.recipe})"
+        f". With {count} {'layer' if count == 1 else 'layers'} in float, PTQ takes "
+        f"{_times(found.p50_ms, found.float_p50_ms, 'ms, in turn')}{score}{verdict} ({found.recipe})"
     )
 
 
 def _sentence(row: SlowRow) -> str:
-    ratio = row.p50_ms / row.float_p50_ms if row.float_p50_ms else 1.0
     start = (
-        f"{display(row.variant)} takes {ratio:.2f} of float's time on {display(row.engine)} at batch {row.batch_size} "
-        f"({_ms(row.p50_ms)} against {_ms(row.float_p50_ms)} ms)"
+        f"{display(row.variant)} takes "
+        f"{_times(row.p50_ms, row.float_p50_ms, 'ms', f' on {display(row.engine)} at batch {row.batch_size}')}"
     )
     if row.unquiet:
         return f"{start}; what each layer adds was {NOT_MEASURED}"
     names = set(costly(row))
-    if not names:
-        more = row.rest_ms - row.float_rest_ms
-        return (
-            f"{start}; no single layer is slower, and the operations that belong to no layer take {_ms(more)} ms more"
-        )
     found = [cost for cost in row.layers if cost.layer in names]
-    listed = ", ".join(f"{c.layer} ({_ms(c.quantized_ms)} against {_ms(c.float_ms)})" for c in found[:_NAMED])
+    if not found:
+        more = significant(row.rest_ms - row.float_rest_ms)
+        return f"{start}; no single layer is slower, and the operations that belong to no layer take {more} ms more"
+    listed = [f"{c.layer} ({significant(c.quantized_ms)} against {significant(c.float_ms)})" for c in found[:_NAMED]]
     others = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     verb = "layer is" if len(found) == 1 else "layers are"
-    lost = sum(cost.lost_ms for cost in found)
+    lost = significant(sum(cost.lost_ms for cost in found))
     return (
-        f"{start}. By the engine's own times {len(found)} {verb} slower there than in float, by {_ms(lost)} ms in all: "
-        f"{listed}{others}"
+        f"{start}. By the engine's own times {len(found)} {verb} slower there than in float, by {lost} ms in all: "
+        f"{', '.join(listed)}{others}"
     )
 
 
-def _ms(value: float) -> str:
-    return significant(value)
+def _times(ms: float, float_ms: float, unit: str, where: str = "") -> str:
+    """Return a time as a ratio to float's, and both."""
+    ratio = ms / float_ms if float_ms else 1.0
+    return f"{ratio:.2f} of float's time{where} ({significant(ms)} against {significant(float_ms)} {unit})"
 
 
 def rules_text(rows: Sequence[SlowRow]) -> str:
@@ -122,11 +115,11 @@ def rules_text(rows: Sequence[SlowRow]) -> str:
     for row in rows:
         layers = costly(row) if row.mixed is None or row.mixed.unquiet else row.mixed.layers
         targets.setdefault(row.target, {}).update(dict.fromkeys(layers))
-    lines = [f"    - {_rule(layer, target)}" for target, layers in targets.items() for layer in layers]
+    lines = []
+    for target, names in targets.items():
+        for layer in names:
+            rule = {"match": layer, "enable": False} | ({"target": target} if target else {})
+            # in YAML, because a name such as 1.0 is a number there unless it is quoted
+            text = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(f"    - {text.strip()}")
     return "\n".join(["quantization:", "  rules:", *lines]) if lines else ""
-
-
-def _rule(layer: str, target: str) -> str:
-    """Return a rule in YAML, which takes a name such as 1.0 for a number unless it is quoted."""
-    rule: dict[str, object] = {"match": layer, "enable": False, **({"target": target} if target else {})}
-    return yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10_000).strip()

@@ -12,7 +12,7 @@ from compress.graph.inputs import flat_tensors
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.prepare import float_graph
-from compress.quantization.sensitivity.subset import run_subset, subset_of
+from compress.quantization.sensitivity.compare import run_subset, subset_of
 from compress.search.criteria import channel_scores
 from compress.search.lab import Lab, build, quantization_of, with_formats
 from compress.search.network import Scores, apply, distance

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection, Iterator
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -35,3 +38,12 @@ class NoProgress:
 
     def note(self, text: str) -> None:
         """Do nothing."""
+
+
+def tracked(progress: Progress, task: str, items: Collection[T], *, done: int = 0) -> Iterator[T]:
+    """Yield items, and tell a listener of each that is finished; `done` others were finished before."""
+    progress.start(task, len(items) + done, done=done)
+    for item in items:
+        yield item
+        progress.advance(task)
+    progress.finish(task)

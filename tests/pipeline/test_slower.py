@@ -19,12 +19,12 @@ from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec, Latency
 from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.metric import PAIRED, Metric
-from compress.measure.prices import measure_prices
 from compress.measure.quiet import CpuTime
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower
-from compress.pipeline.studies.faster import faster
+from compress.pipeline.studies.mend import measure_prices
+from compress.pipeline.studies.mixed import faster
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import load_recipe

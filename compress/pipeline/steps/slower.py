@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from compress.engines.onnx_file import load_onnx
@@ -14,7 +13,7 @@ from compress.errors import EngineError
 from compress.export.names import module_of
 from compress.graph.onnx_kinds import onnx_operators
 from compress.measure import BenchSpec
-from compress.measure.layer_times import LayerTimes, measure_engine_layers
+from compress.measure.layer_times import measure_engine_layers
 from compress.measure.metric import Metric
 from compress.measure.quiet import cpu_time, disturbance
 from compress.pipeline.network import NetworkFiles
@@ -32,7 +31,6 @@ _ENGINES = ("openvino", "onnxruntime")
 _RUNS = (5, 30)
 _WARMUP = 3
 _TRIES = 2
-Times = dict[str, LayerTimes]
 _LAYERS = onnx_operators(lambda traits: traits.category in {"weighted", "product"})
 
 
@@ -48,75 +46,55 @@ def slower(
 
     Files placed for another engine are left out. `metrics` are those of `bench`; `spec` has engines, threads and time.
     """
-    found = (row for row in not_faster(metrics) if family(row.engine) in _ENGINES and row.variant in files)
-    return tuple(_rows(found, files, spec, targets, progress or NoProgress()))
-
-
-def _rows(
-    found: Iterator[SlowRow],
-    files: Mapping[str, NetworkFiles],
-    spec: BenchSpec,
-    targets: Sequence[Target],
-    progress: Progress,
-) -> Iterator[SlowRow]:
-    for row in found:
+    rows = []
+    for row in not_faster(metrics):
         engine = family(row.engine)
-        if not suits(engine, targets):
-            continue
-        paths = {name: files[name].of(engine) for name in (Variant.FLOAT, row.variant)}
-        measure = partial(
-            measure_engine_layers,
-            paths,
-            layers_of(paths[Variant.FLOAT]),
-            engine=engine,
-            batch_size=row.batch_size,
-            precision=precision_of(row.float_engine),
-            threads=spec.threads,
-            warmup=_WARMUP,
-            runs=_runs(row, spec),
-            follow=True,
-            progress=progress,
-        )
-        try:
-            times, unquiet = _undisturbed(measure)
-        except EngineError:  # an engine of a version that does not time its layers
-            yield row
-            continue
-        if unquiet:
-            yield replace(row, target=target_of(engine) or "", unquiet=unquiet)
-            continue
-        yield _with_layers(replace(row, target=target_of(engine) or ""), times[Variant.FLOAT], times[row.variant])
+        if engine in _ENGINES and row.variant in files and suits(engine, targets):
+            plain, quantized = (files[name].of(engine) for name in (Variant.FLOAT, row.variant))
+            rows.append(_with_layers(row, plain, quantized, spec, progress or NoProgress()))
+    return tuple(rows)
 
 
-def _undisturbed(measure: Callable[[], Times]) -> tuple[Times, str]:
-    """Measure, again if disturbed; return times and who disturbed, "" = nobody."""
+def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, progress: Progress) -> SlowRow:
+    """Time the layers of both networks, again if the machine was busy, and return the row with the slower ones."""
+    engine, (least, most) = family(row.engine), _RUNS
+    runs = max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
     for _ in range(_TRIES):
         before = cpu_time()
-        times = measure()
-        disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
-        if not disturbed:
+        try:
+            times = measure_engine_layers(
+                {"float": plain, "quantized": quantized},
+                layers_of(plain),
+                engine=engine,
+                batch_size=row.batch_size,
+                precision=precision_of(row.float_engine),
+                threads=spec.threads,
+                warmup=_WARMUP,
+                runs=runs,
+                follow=True,
+                progress=progress,
+            )
+        except EngineError:  # an engine of a version that does not time its layers
+            return row
+        unquiet = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+        if not unquiet:
             break
-    return times, disturbed
+    row = replace(row, target=target_of(engine) or "", unquiet=unquiet)
+    if unquiet:
+        return row
+    float_ms, quantized_ms = times["float"].ms, times["quantized"].ms
+    costs = [
+        LayerCost(layer=layer, float_ms=float_ms[layer], quantized_ms=quantized_ms[layer])
+        for layer in float_ms
+        if quantized_ms[layer] > float_ms[layer]
+    ]
+    costs.sort(key=lambda cost: -cost.lost_ms)
+    return replace(row, layers=tuple(costs), rest_ms=times["quantized"].rest_ms, float_rest_ms=times["float"].rest_ms)
 
 
 def precision_of(label: str) -> str | None:
     """Return the precision that gives an engine this label."""
     return "f32" if family(label) == "openvino" and "f32" in label else None
-
-
-def _runs(row: SlowRow, spec: BenchSpec) -> int:
-    least, most = _RUNS
-    return max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
-
-
-def _with_layers(row: SlowRow, plain: LayerTimes, quantized: LayerTimes) -> SlowRow:
-    costs = [
-        LayerCost(layer=layer, float_ms=plain.ms[layer], quantized_ms=quantized.ms[layer])
-        for layer in plain.ms
-        if quantized.ms[layer] > plain.ms[layer]
-    ]
-    costs.sort(key=lambda cost: -cost.lost_ms)
-    return replace(row, layers=tuple(costs), rest_ms=quantized.rest_ms, float_rest_ms=plain.rest_ms)
 
 
 def layers_of(path: Path) -> list[str]:
@@ -129,12 +107,13 @@ def keep_slower(
     folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
 ) -> Sequence[SlowRow]:
     """Write the rows, replacing those for the same networks, engines and batch sizes."""
-
-    def again(row: SlowRow) -> bool:
-        return row.variant in files and family(row.engine) in spec.engines and row.batch_size in spec.batch_sizes
-
     before = SLOWER.read(folder) or ()
-    kept = [*(row for row in before if not again(row)), *rows]
+    kept = [
+        row
+        for row in before
+        if row.variant not in files or family(row.engine) not in spec.engines or row.batch_size not in spec.batch_sizes
+    ]
+    kept += rows
     if kept or before:
         SLOWER.write(folder, kept)
     return kept

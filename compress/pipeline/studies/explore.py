@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from compress.measure.parity import compare_logits
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import Recipe, parse_recipe
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_AGREEMENT = 0.98
 """Share of images that must get the float network's class."""
@@ -93,10 +96,6 @@ class FormResult:
     sqnr_db: float | None = None
     error: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(kw_only=True)
 class Explorer:
@@ -121,8 +120,12 @@ class Explorer:
     device: str | None = None
     batch_size: int = 32
     progress: Progress = field(default_factory=NoProgress)
-    _quantized: dict[str, nn.Module] = field(default_factory=dict, init=False)
-    _reference: NDArray[Any] | None = field(default=None, init=False)
+    _quantized: dict[QuantSpec, nn.Module] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _reference(self) -> NDArray[Any]:
+        """The float network's answers."""
+        return self._run(export_onnx(self.model, self.example, self.folder / "reference.onnx"))
 
     def explore(self, forms: Sequence[Form] = FORMS) -> tuple[FormResult, ...]:
         """Try every form on every compute capability.
@@ -133,34 +136,30 @@ class Explorer:
         if not self.options.sms:
             raise RecipeError("exploring needs the compute capabilities to build for, such as 89,120")
         forms = [form for form in forms if self.device is not None or not form.where_it_pays]
-        self.progress.start("explore", len(forms))
-        results: list[FormResult] = []
-        for form in forms:
-            results += self._try(form)
-            self.progress.advance("explore")
-        self.progress.finish("explore")
-        return tuple(results)
+        return tuple(result for form in tracked(self.progress, "explore", forms) for result in self._try(form))
 
     def _try(self, form: Form) -> list[FormResult]:
-        recipe = with_overrides(self.recipe, form.overrides)
-        overrides = form.overrides
+        recipe, overrides = with_overrides(self.recipe, form.overrides), form.overrides
         if form.where_it_pays:
             rules = json.dumps([asdict(rule) for rule in self._unprofitable(recipe)])
             overrides = (*overrides, f"quantization.rules={rules}")
             recipe = with_overrides(self.recipe, overrides)
         results = [FormResult(form=form.name, overrides=overrides, sm=sm) for sm in self.options.sms]
         try:
-            path = self.export(recipe, form.name)
+            path = self._export(recipe, form.name)
         except CompressError as error:
             return [replace(result, error=str(error)) for result in results]
-        agreement, sqnr = self._answers(path)
-        return [self._built(replace(r, agreement=agreement, sqnr_db=sqnr), path) for r in results]
+        with suppress(CompressError):  # ONNX Runtime cannot run it
+            parity = compare_logits(self._reference, self._run(path))
+            results = [replace(r, agreement=parity.agreement, sqnr_db=parity.sqnr_db) for r in results]
+        return [self._built(result, path) for result in results]
 
     def _built(self, result: FormResult, path: Path) -> FormResult:
         try:
-            audit = self.build(path, result.sm)
+            audit = self._build(path, result.sm)
         except CompressError as error:
             return replace(result, error=str(error))
+        bound = self.device and engine_roofline(audit, device=self.device, batch_size=self.batch_size)
         return replace(
             result,
             kernels=audit.kernels,
@@ -168,29 +167,28 @@ class Explorer:
             unknown_sizes=audit.unknown_sizes,
             weight_bytes=audit.weight_bytes,
             int8_share=audit.share("int8", "fp8"),
-            least_ms=self.least_ms(audit),
+            least_ms=bound.least_time_ms if bound else None,
         )
 
-    def least_ms(self, audit: EngineAudit) -> float | None:
-        """Return an engine's least time for the batch under the roofs."""
-        if self.device is None:
-            return None
-        return engine_roofline(audit, device=self.device, batch_size=self.batch_size).least_time_ms
-
-    def export(self, recipe: Recipe, name: str) -> Path:
-        """The ONNX file of a recipe's form."""
-        model, spec = self._network(recipe.quantization), recipe.export
+    def _export(self, recipe: Recipe, name: str) -> Path:
+        """Write the ONNX file of a recipe's form."""
+        model, spec = self.model, recipe.quantization
+        if spec is not None:
+            if spec not in self._quantized:
+                own = spec.for_target("tensorrt" if "tensorrt" in spec.targets else None)
+                self._quantized[spec] = quantize(self.model, self.example, self.calibration, spec=own)
+            model = self._quantized[spec]
         return export_onnx(
             model,
             self.example,
-            self.folder / f"{_file_name(name)}.onnx",
-            precision=spec.precision,
-            dynamic_batch=spec.dynamic_batch,
-            opset=spec.opset,
-            channel_scales=spec.channel_scales,
+            self.folder / f"{re.sub('[^a-z0-9]', '-', name.lower())}.onnx",
+            precision=recipe.export.precision,
+            dynamic_batch=recipe.export.dynamic_batch,
+            opset=recipe.export.opset,
+            channel_scales=recipe.export.channel_scales,
         )
 
-    def build(self, path: Path, sm: int) -> EngineAudit:
+    def _build(self, path: Path, sm: int) -> EngineAudit:
         """The audit of an ONNX file's engine for one compute capability."""
         out = path.with_suffix(f".sm{sm}.engine")
         built = build_tensorrt(path, self.engine, options=replace(self.options, sms=(sm,)), out=out)
@@ -199,37 +197,14 @@ class Explorer:
         finally:
             out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it has everything
 
-    def _network(self, spec: QuantSpec | None) -> nn.Module:
-        if spec is None:
-            return self.model
-        key = json.dumps(asdict(spec), sort_keys=True, default=str)
-        if key not in self._quantized:
-            own = spec.for_target("tensorrt" if "tensorrt" in spec.targets else None)
-            self._quantized[key] = quantize(self.model, self.example, self.calibration, spec=own)
-        return self._quantized[key]
-
     def _unprofitable(self, recipe: Recipe) -> list[Rule]:
         """Return rules that leave layers float in which INT8 cannot pay."""
-        path = self.export(recipe, "all INT8")
-        audit = self.build(path, self.options.sms[0])
+        audit = self._build(self._export(recipe, "all INT8"), self.options.sms[0])
         choices = int8_choices(audit, device=str(self.device), batch_size=self.batch_size)
         nodes = {layer.name: layer.onnx_nodes for layer in audit.weighted}
-        spec = recipe.quantization
-        kept = list(spec.rules) if spec is not None else []
-        return kept + [
-            Rule(match=module_of(nodes[c.name][0]), enable=False) for c in choices if not c.int8_pays and nodes[c.name]
-        ]
-
-    def _answers(self, path: Path) -> tuple[float | None, float | None]:
-        """Return (agreement, SQNR in dB) against the float network."""
-        try:
-            if self._reference is None:
-                plain = export_onnx(self.model, self.example, self.folder / "reference.onnx")
-                self._reference = self._run(plain)
-            parity = compare_logits(self._reference, self._run(path))
-        except CompressError:
-            return None, None
-        return parity.agreement, parity.sqnr_db
+        slow = [nodes[choice.name][0] for choice in choices if not choice.int8_pays and nodes[choice.name]]
+        kept = recipe.quantization.rules if recipe.quantization is not None else ()
+        return [*kept, *(Rule(match=module_of(node), enable=False) for node in slow)]
 
     def _run(self, path: Path) -> NDArray[Any]:
         with build_engine(path, "onnxruntime") as engine:
@@ -265,12 +240,7 @@ def best(
             f"no form that was built agrees with the float network on {least_agreement:.0%} of the images; give more "
             "calibration images, or a lower bound"
         )
-    return {sm: min((r for r in fit if r.sm == sm), key=_cost) for sm in dict.fromkeys(r.sm for r in fit)}
-
-
-def _cost(result: FormResult) -> tuple[bool, float, int]:
-    return result.unknown_sizes > 0, result.activation_bytes, result.kernels
-
-
-def _file_name(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text.lower())
+    return {
+        sm: min((r for r in fit if r.sm == sm), key=lambda r: (r.unknown_sizes > 0, r.activation_bytes, r.kernels))
+        for sm in dict.fromkeys(r.sm for r in fit)
+    }

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from compress.data.base import BatchPlan, DataSet
 from compress.data.load import load_data
 from compress.errors import EngineError, RecipeError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure.prices import MENDED, Price, measure_prices
+from compress.measure import latency_ratio, time_files
 from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import task_of
 from compress.pipeline.steps.float import build_float
+from compress.pipeline.steps.ptq import CalibrationImages
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.mend import Mended, mend
+from compress.quantization.sensitivity.mend import Goal, Mended, mend
 from compress.quantization.spec import QuantSpec
 from compress.recipe.tree import Recipe
-from compress.support.meters import TaskMetric
-from compress.support.progress import Progress
+from compress.support.progress import NoProgress, Progress
 from compress.tasks.classification import TOP1
 from compress.variants import Variant
 
 _TIMED = 6
 """Changes that are timed one by one, at most."""
+_MENDED = "mended"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """When a network is mended; exactly one is given.
+class Price:
+    """The time of a network beside that of the mended one.
 
     Attributes:
-        drop: largest loss in points.
-        sqnr_db: least signal to noise of the outputs.
+        label: `float`, `as specified`, `mended`, or `without` a change.
+        ratio: of the mended network's time to this one's; above 1 the changes cost time.
+        unquiet: why the two times are not to be compared; "" = they are.
     """
 
-    drop: float | None = None
-    sqnr_db: float | None = None
+    label: str
+    p50_ms: float
+    ratio: float
+    unquiet: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ def mend_recipe(
             "`ptq`, or name weights (model.weights); train.epochs: 0 takes the network as it is"
         )
     data = load_data(recipe.data)
-    return _mend(recipe, build_float(recipe).model.eval(), data, goal, images, out, progress)
+    return _mend(recipe, build_float(recipe).model, data, goal, images, out, progress)
 
 
 def mend_run(
@@ -88,7 +93,43 @@ def mend_run(
 ) -> MendReport:
     """Debug the float network of a run; see `mend_recipe`."""
     run = finished_run(folder)
-    return _mend(run.recipe, network(run, Variant.FLOAT).eval(), run.data, goal, images, out, progress)
+    return _mend(run.recipe, network(run, Variant.FLOAT), run.data, goal, images, out, progress)
+
+
+def _mend(
+    recipe: Recipe,
+    model: nn.Module,
+    data: DataSet,
+    goal: Goal,
+    images: int,
+    out: Path | None,
+    progress: Progress | None,
+) -> MendReport:
+    spec = recipe.quantization
+    if spec is None:
+        raise RecipeError("the debugger is for a quantized network, and the recipe has quantization: null")
+    spec = spec.for_target()  # of several targets the one that training follows
+    calibration, judged = (
+        BatchPlan(batch_size=recipe.data.batch_size, limit=limit) for limit in (spec.calibration_images, images)
+    )
+    batches = list(CalibrationImages(data.train, calibration, torch.device("cpu")))
+    example, metric = batches[0][:2], task_of(recipe, data).metric
+    found = mend(
+        model.eval(),
+        example,
+        batches,
+        data.val.batches(judged),
+        spec=spec,
+        drop=goal.drop,
+        sqnr_db=goal.sqnr_db,
+        metric=None if metric is TOP1 else metric,
+        progress=progress,
+    )
+
+    def make(own: QuantSpec | None, target: Path) -> Path:
+        return export_onnx(model if own is None else quantize(model, example, batches, spec=own), example, target)
+
+    return _report(found, replace(recipe, quantization=spec), make, out, progress)
 
 
 def mend_file(
@@ -115,81 +156,52 @@ def mend_file(
     def make(own: QuantSpec | None, target: Path) -> Path:
         return path if own is None else quantize_onnx(path, data, spec=own, out=target)
 
-    prices, reason = _prices(found, spec, make, progress)
-    recipe = None if out is None else write_text(out, replace(Recipe(), quantization=found.spec).to_yaml())
-    return MendReport(mended=found, prices=prices, not_timed=reason, recipe=recipe)
+    return _report(found, replace(Recipe(), quantization=spec), make, out, progress)
 
 
-def _mend(
+def _report(
+    found: Mended,
     recipe: Recipe,
-    model: nn.Module,
-    data: DataSet,
-    goal: Goal,
-    images: int,
+    make: Callable[[QuantSpec | None, Path], Path],
     out: Path | None,
     progress: Progress | None,
 ) -> MendReport:
-    spec = recipe.quantization
-    if spec is None:
-        raise RecipeError("the debugger is for a quantized network, and the recipe has quantization: null")
-    spec = spec.for_target()  # of several targets the one that training follows
-    size = recipe.data.batch_size
-    batches: list[Tensor] = [
-        x
-        for x, _ in data.train.batches(BatchPlan(batch_size=size, limit=min(spec.calibration_images, len(data.train))))
-    ]
-    judged = data.val.batches(BatchPlan(batch_size=size, limit=min(images, len(data.val))))
-    metric = task_of(recipe, data).metric
-    made = mend_model(model, batches, judged, spec, goal, metric=None if metric is TOP1 else metric, progress=progress)
-    path = None if out is None else write_text(out, replace(recipe, quantization=made.mended.spec).to_yaml())
-    return replace(made, recipe=path)
-
-
-def mend_model(
-    model: nn.Module,
-    batches: list[Tensor],
-    images: Iterable[Any],
-    spec: QuantSpec,
-    goal: Goal,
-    *,
-    metric: TaskMetric | None = None,
-    progress: Progress | None = None,
-) -> MendReport:
-    """Debug a torch model, and time what was found; see `compress.mend`."""
-    found = mend(
-        model,
-        batches[0][:2],
-        batches,
-        images,
-        spec=spec,
-        drop=goal.drop,
-        sqnr_db=goal.sqnr_db,
-        metric=metric,
-        progress=progress,
-    )
-
-    def make(own: QuantSpec | None, target: Path) -> Path:
-        made = model if own is None else quantize(model, batches[0][:2], batches, spec=own)
-        return export_onnx(made, batches[0][:2], target)
-
-    prices, reason = _prices(found, spec, make, progress)
-    return MendReport(mended=found, prices=prices, not_timed=reason, recipe=None)
-
-
-def _prices(
-    found: Mended, spec: QuantSpec, make: Callable[[QuantSpec | None, Path], Path], progress: Progress | None
-) -> tuple[tuple[Price, ...], str]:
-    """Return the times on the target's engine, or why there are none."""
-    if not found.changes:
-        return (), "nothing was changed"
-    wanted: dict[str, QuantSpec | None] = {"float": None, "as specified": spec, MENDED: found.spec}
+    """Time what was found on the target's engine, where something was changed, and write the recipe."""
+    spec = recipe.quantization or QuantSpec()
+    engine = spec.target if spec.target in {"openvino", "tensorrt"} else "onnxruntime"
+    wanted: dict[str, QuantSpec | None] = {"float": None, "as specified": spec, _MENDED: found.spec}
     if len(found.changes) > 1:
-        for change, own in list(zip(found.changes, found.specs, strict=True))[:_TIMED]:
-            wanted[f"without {change.text}"] = own
-    engine = "onnxruntime" if spec.target not in {"openvino", "tensorrt"} else spec.target
-    with tempfile.TemporaryDirectory() as name:
-        try:
-            files = {label: make(own, Path(name) / f"{i}.onnx") for i, (label, own) in enumerate(wanted.items())}
-            return measure_prices(files, engine=engine, progress=progress), ""
-        except EngineError as error:
-            return (), f"the networks were not timed on {engine}: {error}"
+        singles = list(zip(found.changes, found.specs, strict=True))[:_TIMED]
+        wanted |= {f"without {change.text}": own for change, own in singles}
+    prices: tuple[Price, ...] = ()
+    reason = "nothing was changed"
+    if found.changes:
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                files = {label: make(own, Path(name) / f"{i}.onnx") for i, (label, own) in enumerate(wanted.items())}
+                prices, reason = measure_prices(files, engine=engine, progress=progress), ""
+            except EngineError as error:
+                reason = f"the networks were not timed on {engine}: {error}"
+    path = None if out is None else write_text(out, replace(recipe, quantization=found.spec).to_yaml())
+    return MendReport(mended=found, prices=prices, not_timed=reason, recipe=path)
+
+
+def measure_prices(
+    files: Mapping[str, Path], *, engine: str, seconds: float = 3.0, progress: Progress | None = None
+) -> tuple[Price, ...]:
+    """Time networks in turn, at most so many seconds each; one of the files is `mended`.
+
+    Raises:
+        EngineError: a network that the engine cannot take.
+    """
+    timed = time_files(files, engine, runs=200, seconds=seconds, progress=progress or NoProgress())
+    mended = timed[_MENDED]
+    return tuple(
+        Price(
+            label=label,
+            p50_ms=row.p50_ms,
+            ratio=latency_ratio(mended, row),
+            unquiet=mended.unquiet or row.unquiet,
+        )
+        for label, row in timed.items()
+    )

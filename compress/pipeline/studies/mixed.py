@@ -1,30 +1,45 @@
-"""Recipes of mixed precision from sensitivity: the front of accuracy against time."""
+"""Networks that give each layer a format, or leave layers in float: built, timed in turn and judged on an engine.
+
+`mixed_front` chooses by the noise and the time of each layer, `faster` leaves those in float that an engine was seen to
+run slower in INT8.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from compress.engines import build_engine
 from compress.engines.registry import require_engine
-from compress.errors import QuantizationError
+from compress.errors import QuantizationError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import EngineFigures, Latency, compare_figures, first_quiet, measure_latency
+from compress.measure import BenchSpec, EngineFigures, Latency, compare_figures, time_files
 from compress.measure.layer_times import measure_engine_layers
+from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
-from compress.pipeline.studies.sensitivity import Measured, calibration_batches
+from compress.pipeline.steps.ptq import calibration_images
+from compress.pipeline.steps.slower import precision_of
+from compress.pipeline.studies.sensitivity import Measured
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
-from compress.quantization.spec import QuantSpec
+from compress.quantization.spec import TARGETS, QuantSpec, Rule
+from compress.records.files import SLOWER
+from compress.records.rows import MixedRow, SlowRow
+from compress.records.slower import costly
+from compress.records.summary import family
 from compress.roofline_model.model import find_device, roofline
 from compress.support.meters import TaskMetric
+from compress.support.progress import NoProgress, Progress, tracked
 from compress.tasks.classification import TOP1
+from compress.variants import Variant
 
 ENGINE = "openvino"
 """The engine of candidates and of layer times."""
@@ -33,6 +48,9 @@ _LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program n
 
 Formats = Mapping[str, str]
 """Format by layer."""
+
+_SHARES = (0.25, 0.5, 1.0)
+"""Shares of the costly layers that are left in float."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +117,12 @@ def mixed_front(
     images: int = 256,
     points: int = 8,
     seconds: float = 3.0,
-    others: Mapping[str, Formats] | None = None,
 ) -> tuple[tuple[MixedPoint, ...], CostTable]:
     """Measure a network in float, in each format, and in mixtures of them; return the points and the times used.
 
-    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized; None
-    =
-    the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each latency.
-    `others`: further mixtures by label.
+    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized;
+    None = the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each
+    latency.
 
     Raises:
         EngineError: the engine cannot take a network.
@@ -115,24 +131,22 @@ def mixed_front(
     run = measured.run
     layers = [row.layer for row in measured.reports[measured.base].rows]
     named: dict[str, Formats] = {name: dict.fromkeys(layers, name) for name in (FLOAT, *measured.specs)}
-    files = {name: _export(measured, name, formats) for name, formats in named.items()}
+    files = {name: _export(run, measured.model, _spec(measured, named[name]), name) for name in named}
     if costs == ENGINE:
         table = _engine_costs(files, layers, measured.base, batch_size, precision)
     else:
         table = sheet_costs(measured, layers, costs, batch_size)
     for choice in front(_noise(measured), table.ms, points=points):
-        if not any(dict(choice.formats) == dict(seen) for seen in named.values()):
+        if choice.formats not in named.values():
             named[f"mixed {len(named) - len(measured.specs)}"] = choice.formats
-    named |= others or {}
-    run.progress.start("mixed precision", len(named), done=len(files))
-    for name, formats in named.items():
-        if name not in files:
-            files[name] = _export(measured, name, formats)
-            run.progress.advance("mixed precision")
-    run.progress.finish("mixed precision")
-    latency = _latency(files, batch_size, precision, seconds, run) if costs == ENGINE else {}
-    seen = {name: _accuracy(run, path, precision, images) for name, path in files.items()}
-    return tuple(_point(measured, name, formats, table, latency, seen) for name, formats in named.items()), table
+    for name in tracked(run.progress, "mixed precision", list(named)[len(files) :], done=len(files)):
+        files[name] = _export(run, measured.model, _spec(measured, named[name]), name.replace(" ", "-"))
+    timed: dict[str, Latency] = {}
+    if costs == ENGINE:
+        options: dict[str, Any] = {"runs": 200, "seconds": seconds, "progress": run.progress}
+        timed = time_files(files, ENGINE, batch_size=batch_size, precisions=dict.fromkeys(files, precision), **options)
+    seen = {name: _figures(run, path, ENGINE, precision, images) for name, path in files.items()}
+    return tuple(_point(measured, name, named[name], table, timed.get(name), seen) for name in named), table
 
 
 def _point(
@@ -140,7 +154,7 @@ def _point(
     name: str,
     formats: Formats,
     table: CostTable,
-    latency: Mapping[str, Latency],
+    timed: Latency | None,
     seen: Mapping[str, EngineFigures],
 ) -> MixedPoint:
     """Return one choice with predicted and measured figures."""
@@ -149,10 +163,10 @@ def _point(
     return MixedPoint(
         label=name,
         formats=formats,
-        spec=None if name == FLOAT else _spec(measured, formats),
+        spec=_spec(measured, formats),
         predicted_ms=table.rest_ms + sum(table.ms[layer][used] for layer, used in formats.items()),
-        latency_ms=latency[name].p50_ms if name in latency else None,
-        unquiet=latency[name].unquiet if name in latency else "",
+        latency_ms=timed.p50_ms if timed else None,
+        unquiet=timed.unquiet if timed else "",
         score=seen[name].values[metric.name],
         agreement=parity.agreement,
         sqnr_db=parity.sqnr_db,
@@ -179,12 +193,10 @@ def pick(
             least = min(point.ms for point in points)
             raise QuantizationError(f"no choice of formats runs in {budget_ms:g} ms; the fastest takes {least:.4g} ms")
         return max(fitting, key=lambda point: (point.sqnr_db, -point.ms))
-    lost = {point.label: metric.drop(points[0].score, point.score) for point in points}
-    near = [point for point in points if lost[point.label] <= float(max_drop or 0) + 1e-9]
+    lost = [metric.drop(points[0].score, point.score) for point in points]
+    near = [point for point, drop in zip(points, lost, strict=True) if drop <= float(max_drop or 0) + 1e-9]
     if not near:
-        raise QuantizationError(
-            f"no choice of formats loses {max_drop} points or less; the least is {min(lost.values())}"
-        )
+        raise QuantizationError(f"no choice of formats loses {max_drop} points or less; the least is {min(lost)}")
     return min(near, key=lambda point: point.ms)
 
 
@@ -193,18 +205,26 @@ def write_recipe(measured: Measured, point: MixedPoint, path: Path) -> Path:
     return write_text(path, replace(measured.run.recipe, quantization=point.spec).to_yaml())
 
 
-def _spec(measured: Measured, formats: Formats) -> QuantSpec:
+def _spec(measured: Measured, formats: Formats) -> QuantSpec | None:
+    """Return the quantization of a choice; None = all float."""
+    if set(formats.values()) == {FLOAT}:
+        return None
     return mixed_spec(measured.specs[measured.base], formats, measured.settings, base=measured.base)
 
 
-def _export(measured: Measured, name: str, formats: Formats) -> Path:
-    """The ONNX file of a choice, quantized from the float baseline."""
-    run, model = measured.run, measured.model
-    if set(formats.values()) != {FLOAT}:
-        spec = _spec(measured, formats)
-        model = quantize(model, run.example.to(run.device), calibration_batches(run, spec), spec=spec)
-    path = run.path(f"mixed/{name.replace(' ', '-')}.onnx")
+def _export(run: Run, model: nn.Module, spec: QuantSpec | None, name: str) -> Path:
+    """Write the ONNX file of a float network, or of what PTQ makes of it."""
+    if spec is not None:
+        images = calibration_images(run, spec)
+        model = quantize(model, run.example.to(run.device), images, spec=spec, progress=run.progress)
+    path = run.path(f"mixed/{name}.onnx")
     return export_onnx(copy.deepcopy(model).cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
+
+
+def _figures(run: Run, path: Path, engine: str, precision: str | None, images: int | None = None) -> EngineFigures:
+    """Return the metric of a file over so many evaluation images; None = all."""
+    with build_engine(path, engine, precision=precision) as built:
+        return judge(run, built, limit=images)
 
 
 def _noise(measured: Measured) -> dict[str, dict[str, float]]:
@@ -238,20 +258,79 @@ def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_si
     return CostTable(ms=ms, rest_ms=rest_ms, method=f"least times by the roofline of {device}, fp16 and int8")
 
 
-def _latency(
-    files: Mapping[str, Path], batch_size: int, precision: str | None, seconds: float, run: Run
-) -> dict[str, Latency]:
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(build_engine(path, ENGINE, batch_size=batch_size, precision=precision))
-            for name, path in files.items()
-        }
-        timed = first_quiet(
-            partial(measure_latency, engines, batch_size=batch_size, runs=200, seconds=seconds, progress=run.progress)
-        )
-    return {row.label: row for row in timed}
+def quantizing_run(folder: Path) -> Run:
+    """Return a finished run that quantizes, with its data.
+
+    Raises:
+        RunError: no run, or none that quantizes.
+        DataError: its data are not here.
+    """
+    run = finished_run(folder)
+    if run.recipe.quantization is None:
+        raise RunError(f"{folder} is of a recipe with quantization: null, so that nothing of it can be left in float")
+    return run
 
 
-def _accuracy(run: Run, path: Path, precision: str | None, images: int) -> EngineFigures:
-    with build_engine(path, ENGINE, precision=precision) as engine:
-        return judge(run, engine, limit=min(images, len(run.data.val)))
+def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
+    """Build and measure a mixed network for each engine that is slower in INT8; return the folder's rows.
+
+    Raises:
+        RunError: no run, or none that quantizes.
+        EngineError: an engine cannot take a network.
+    """
+    rows = tuple(SLOWER.read(folder) or ())
+    # PTQ is made anew, at the first batch size: its own row comes first.
+    chosen = {row.engine: row for row in reversed(rows) if family(row.engine) in spec.engines and costly(row)}
+    if not chosen:
+        return rows
+    run = quantizing_run(folder)
+    run.progress = progress or NoProgress()
+    model = network(run, Variant.FLOAT).eval()
+    found = {engine: _without_costly(run, model, row, spec) for engine, row in chosen.items()}
+    rows = tuple(replace(row, mixed=found[row.engine]) if row.engine in found else row for row in rows)
+    SLOWER.write(folder, rows)
+    return rows
+
+
+def _without_costly(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRow:
+    """Leave the costliest layers in float, and return the choice that runs fastest."""
+    engine, tried = family(row.engine), {f"{len(layers)} layers": layers for layers in choices(costly(row))}
+    target = next((target for target in TARGETS if target == row.target), None)
+    files, specs = {FLOAT: run.path(Variant.FLOAT.onnx_file)}, {}
+    for label, layers in tried.items():
+        rules = (Rule(match=layer, enable=False, target=target) for layer in layers)
+        specs[label] = replace(run.quantization, rules=(*run.quantization.rules, *rules))
+        files[label] = _export(run, model, specs[label].for_target(target), f"{engine}-{len(layers)}")
+    times = time_files(
+        files,
+        engine,
+        batch_size=row.batch_size,
+        threads=spec.threads,
+        precisions=dict.fromkeys(specs, precision_of(row.engine)) | {FLOAT: precision_of(row.float_engine)},
+        warmup=spec.warmup,
+        runs=spec.runs,
+        seconds=spec.seconds,
+        progress=run.progress,
+    )
+    best = min(specs, key=lambda label: times[label].p50_ms)
+    name, metric = f"mixed-{engine}.yaml", run.task.metric
+    write_text(run.path(name), replace(run.recipe, quantization=specs[best]).to_yaml())
+    score = _figures(run, files[best], engine, precision_of(row.engine)).values[metric.name]
+    return MixedRow(
+        layers=tried[best],
+        p50_ms=times[best].p50_ms,
+        float_p50_ms=times[FLOAT].p50_ms,
+        score=f"{metric.text(score)} {metric.title}",
+        recipe=name,
+        unquiet=next((one.unquiet for one in times.values() if one.unquiet), ""),
+    )
+
+
+def choices(layers: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the costliest quarter of the layers, their costliest half, and all of them.
+
+    >>> choices(["a", "b", "c"])
+    [('a',), ('a', 'b'), ('a', 'b', 'c')]
+    """
+    counts = dict.fromkeys(math.ceil(share * len(layers)) for share in _SHARES)
+    return [tuple(layers[:count]) for count in counts]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import first_quiet, measure_latency
+from compress.measure import time_files
 from compress.models.by_name import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run
@@ -103,21 +102,21 @@ def measure_files(
     `files` include `reference`, with open batch size. `images`: None = all.
     """
     spec, engine = front.lab.spec, front.lab.engine
-    options: dict[str, Any] = {"threads": spec.threads, "precision": spec.precision}
     scores = {}
     for name, path in files.items():
-        with build_engine(path, engine, **options) as built:
+        with build_engine(path, engine, threads=spec.threads, precision=spec.precision) as built:
             scores[name] = judge(run, built, limit=images).values[run.task.metric.name]
-    engines = {name: build_engine(path, engine, batch_size=spec.batch_size, **options) for name, path in files.items()}
-    try:
-        measure = partial(measure_latency, engines, batch_size=spec.batch_size, runs=_RUNS, seconds=_SECONDS)
-        rows = first_quiet(measure)
-    finally:
-        for built in engines.values():
-            built.close()
-    timed = {row.label: row for row in rows}
+    timed = time_files(
+        files,
+        engine,
+        batch_size=spec.batch_size,
+        threads=spec.threads,
+        precisions=dict.fromkeys(files, spec.precision),
+        runs=_RUNS,
+        seconds=_SECONDS,
+    )
     times = {name: (row.p50_ms, time_ratio(row, timed["reference"])) for name, row in timed.items()}
-    return scores, times, next((row.unquiet for row in rows if row.unquiet), "")
+    return scores, times, next((row.unquiet for row in timed.values() if row.unquiet), "")
 
 
 def export_open(run: Run, network: nn.Module, path: Path) -> Path:

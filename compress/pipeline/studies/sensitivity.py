@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from pydantic import TypeAdapter
+from torch import nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
@@ -19,13 +20,13 @@ from compress.pipeline.folder import open_run
 from compress.pipeline.resumable import SENSITIVITY
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.steps.ptq import calibration_images
 from compress.plots.sensitivity import draw_sensitivity
 from compress.plots.style import WIDE, save_figure, styled
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.prepare import float_graph
-from compress.quantization.sensitivity.mixed import with_weight_bits
+from compress.quantization.sensitivity.mixed import everywhere
 from compress.quantization.sensitivity.sensitivity import (
-    Effect,
     LayerSensitivity,
     Sensitivity,
     layer_settings,
@@ -115,62 +116,54 @@ def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpe
     spec = spec.for_target()  # one placement is studied, the one that training follows
     specs = {f"w{spec.weights.num_bits}a{spec.activations.num_bits}": spec}
     for bits in weight_bits:
-        other = with_weight_bits(spec, bits)
+        other = everywhere(spec, "weights", num_bits=bits)
         check_quant_spec(other)
         specs.setdefault(f"w{bits}a{spec.activations.num_bits}", other)
     return specs
 
 
-def calibration_batches(run: Run, spec: QuantSpec) -> list[Tensor]:
-    """Return the calibration images, on the run's device."""
-    limit = min(spec.calibration_images, len(run.data.train))
-    return [x.to(run.device) for x in run.batches("train", run.recipe.data.batch_size, limit=limit)]
-
-
-def evaluation_batches(run: Run, images: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return (images, targets) of the evaluation split, on the run's device."""
-    plan = BatchPlan(batch_size=run.recipe.data.batch_size, limit=min(images, len(run.data.val)))
-    return run.data.val.batches(plan, device=run.device)
-
-
 def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int) -> Sensitivity:
     """Sensitivity in one format; its rows are kept in the folder as they are measured."""
     path = run.path(f"sensitivity-{name}.json")
-    stored, report, known = _stored(path, images)
-    if report is not None:
-        return report
+    stored = _stored(path, images)
+    if stored.report is not None:
+        return stored.report
 
     def keep(row: LayerSensitivity) -> None:
-        stored["rows"].append(plain(asdict(row)))
-        write_json(path, stored)
+        stored.rows.append(row)
+        write_json(path, plain({"images": images, "rows": [asdict(row) for row in stored.rows]}))
 
     report = sensitivity(
         model,
         run.example.to(run.device),
-        calibration_batches(run, spec),
-        evaluation_batches(run, images),
+        calibration_images(run, spec),
+        run.data.val.batches(BatchPlan(batch_size=run.recipe.data.batch_size, limit=images), device=run.device),
         spec=spec,
         metric=None if run.task.metric is TOP1 else run.task.metric,
-        known=known,
+        known={row.layer: row for row in stored.rows},
         keep=keep,
         progress=run.progress,
     )
-    write_json(path, {"images": images, "report": plain(asdict(report))})
+    write_json(path, plain({"images": images, "report": asdict(report)}))
     return report
 
 
-def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None, dict[str, LayerSensitivity]]:
-    """Measurements of a stopped run on so many images: the file's content, the whole report, the single layers."""
-    nothing: dict[str, Any] = {"images": images, "rows": []}
+@dataclass
+class _Stored:
+    """Measurements on so many images: of single layers while a run is under way, then of all."""
+
+    images: int
+    rows: list[LayerSensitivity] = field(default_factory=list)
+    report: Sensitivity | None = None
+
+
+def _stored(path: Path, images: int) -> _Stored:
+    """Return what a run that was stopped has measured on so many images."""
     try:
-        stored = read_json(path) if path.exists() else nothing
-        if stored.get("images") != images:
-            stored = nothing
-        if "report" in stored:
-            return stored, _report_of(stored["report"]), {}
-        return stored, None, {row.layer: row for row in map(_row_of, stored["rows"])}
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        stored = TypeAdapter(_Stored).validate_python(read_json(path)) if path.exists() else _Stored(images)
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}): delete it, and its layers are measured again") from error
+    return stored if stored.images == images else _Stored(images)
 
 
 def plain(value: Any) -> Any:  # of the same kind as the value
@@ -180,19 +173,6 @@ def plain(value: Any) -> Any:  # of the same kind as the value
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
     return str(value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _effect(effect: Mapping[str, Any]) -> Effect:
-    return Effect(**{**effect, "sqnr_db": float(effect["sqnr_db"])})
-
-
-def _row_of(row: Mapping[str, Any]) -> LayerSensitivity:
-    return LayerSensitivity(**{**row, "alone": _effect(row["alone"]), "left_out": _effect(row["left_out"])})
-
-
-def _report_of(report: Mapping[str, Any]) -> Sensitivity:
-    rows = tuple(map(_row_of, report["rows"]))
-    return Sensitivity(**{**report, "quantized": _effect(report["quantized"]), "rows": rows})
 
 
 def _write(run: Run, reports: Mapping[str, Sensitivity]) -> tuple[Path, ...]:

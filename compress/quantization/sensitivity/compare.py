@@ -1,18 +1,55 @@
-"""Signal to quantization noise of every weight and of every layer's output."""
+"""Comparison of a quantized network with the float one: of its weights, its layers, and its outputs.
+
+Outputs are compared with some of the quantizers on and the others off. Placement decides which quantizers a network
+would have if a layer were left float, and it is cheap, because it needs the graph alone. So the graph with all
+quantizers is built and calibrated once, and each case is a subset of it: the layers whose weight is quantized, and the
+(tensor, consumer) edges on which a consumer gets the quantized tensor. If two layers consume one tensor and only one of
+them is quantized, each gets its own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from compress.errors import QuantizationError
+from compress.graph.batches import model_inputs
+from compress.graph.compare import module_results, run_model
+from compress.graph.inputs import TARGET_KEYS, flat_tensors
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import QuantLinear
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
+from compress.support.meters import MeanOf, TaskMetric, task_metric
+
+
+@dataclass
+class Noise:
+    """Powers of a signal and of the noise in it, summed over tensors."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, signal: Any, value: Any) -> None:
+        """Add a tensor, or all tensors of a structure, and what became of it."""
+        for exact, rounded in zip(flat_tensors(signal), flat_tensors(value), strict=True):
+            self.signal += exact.double().square().sum().item()
+            self.noise += (exact.double() - rounded.double()).square().sum().item()
+
+    @property
+    def decibel(self) -> float:
+        """The ratio of the two in dB; infinite without noise, -inf without signal."""
+        if not self.noise:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
 
 def sqnr(signal: Tensor, value: Tensor) -> float:
@@ -20,17 +57,16 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 
     Infinite when they are equal, -inf when the signal is zero and the value is not.
     """
-    return decibel(signal.double().square().sum().item(), (signal.double() - value.double()).square().sum().item())
+    noise = Noise()
+    noise.add(signal, value)
+    return noise.decibel
 
 
+@torch.no_grad()
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
     """Return the SQNR in dB of every quantized weight, by layer path."""
-    found = {}
-    with torch.no_grad():
-        for site in placement_of(qmodel).weights:
-            layer = cast(QuantLinear, qmodel.get_submodule(site.path))
-            found[site.path] = sqnr(layer.weight, layer.quantized_weight)
-    return found
+    found = {site.path: cast(QuantLinear, qmodel.get_submodule(site.path)) for site in placement_of(qmodel).weights}
+    return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
 
 def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Iterable[Tensor]) -> dict[str, float]:
@@ -47,46 +83,200 @@ def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Ite
     Returns:
         dB by layer path, in graph order.
     """
-    names = {n.name: str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"}
-    power = dict.fromkeys(names.values(), (0.0, 0.0))
+    paths = [str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"]
+    found = {path: Noise() for path in paths}
     for batch in images:
-        reference = _outputs(float_model, set(names), batch)
-        value = _outputs(qmodel, set(names), batch)
-        for name, path in names.items():
-            if name in reference and name in value:
-                signal, noise = power[path]
-                difference = reference[name].double() - value[name].double()
-                power[path] = (
-                    signal + reference[name].double().square().sum().item(),
-                    noise + difference.square().sum().item(),
-                )
-    return {path: decibel(signal, noise) for path, (signal, noise) in power.items()}
+        reference, value = (module_results(model, (batch,), paths) for model in (float_model, qmodel))
+        for path in reference.keys() & value.keys():
+            found[path].add(reference[path], value[path])
+    return {path: noise.decibel for path, noise in found.items()}
 
 
-def decibel(signal: float, noise: float) -> float:
-    """Return the ratio of two powers in dB; infinite without noise, -inf without signal."""
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+@dataclass(frozen=True, kw_only=True)
+class Subset:
+    """The quantizers that are on.
+
+    Attributes:
+        weights: paths of the layers whose weight is quantized.
+        edges: (tensor, consumer) pairs of node names on which the consumer gets the quantized tensor.
+    """
+
+    weights: frozenset[str] = frozenset()
+    edges: frozenset[tuple[str, str]] = frozenset()
 
 
-class _Recorder(fx.Interpreter):
-    """Runs a graph and records the values of some nodes."""
+def subset_of(placement: Placement) -> Subset:
+    """Return the quantizers of a placement."""
+    return Subset(
+        weights=frozenset(site.path for site in placement.weights),
+        edges=frozenset(edge for site in placement.activations for edge in site.edges),
+    )
 
-    def __init__(self, module: fx.GraphModule, names: set[str]) -> None:
+
+def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> Any:
+    """Run a quantized graph with only `subset` of its quantizers on, without gradients."""
+    with torch.no_grad():
+        return Sides(qmodel, [subset]).run(*inputs)[0]
+
+
+class Sides(fx.Interpreter):
+    """Runs a quantized graph with several subsets of its quantizers side by side, node by node.
+
+    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized), for consumers of either.
+    """
+
+    def __init__(self, module: fx.GraphModule, subsets: Sequence[Subset]) -> None:
         super().__init__(module)
-        self.names = names
-        self.values: dict[str, Tensor] = {}
+        self.subsets, self.side = subsets, 0
+        self.weights = {site.path for site in placement_of(module).weights}
+        self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.name in self.names:
-            self.values[n.name] = result
-        return result
+        """Run a node once for each subset."""
+        if n.op == "placeholder":
+            return (super().run_node(n),) * len(self.subsets)
+        return tuple(self._on_side(n, side) for side in range(len(self.subsets)))
+
+    def _on_side(self, n: fx.Node, side: int) -> Any:
+        self.side = side
+        subset = self.subsets[side]
+        if source := self.sources.get(n):
+            plain = self.env[source][side]
+            wanted = any((source.name, user.name) in subset.edges for user in n.users)
+            return plain, self.fetch_attr(str(n.target))(plain) if wanted else plain
+        if n.target not in self.weights:
+            return super().run_node(n)
+        quantizer = cast(Quantizer, self.fetch_attr(str(n.target)).weight_quantizer)
+        enabled, quantizer.enabled = quantizer.enabled, n.target in subset.weights
+        try:
+            return super().run_node(n)
+        finally:
+            quantizer.enabled = enabled
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """Return the arguments of a node on this side."""
+
+        def value(argument: fx.Node) -> Any:
+            found = self.env[argument][self.side]
+            if source := self.sources.get(argument):
+                return found[(source.name, n.name) in self.subsets[self.side].edges]
+            return found
+
+        return fx.node.map_arg(args, value)
 
 
-def _outputs(module: fx.GraphModule, names: set[str], batch: Tensor) -> dict[str, Tensor]:
-    recorder = _Recorder(module, names)
-    with torch.no_grad():
-        recorder.run(batch)
-    return recorder.values
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """Effect of quantizers on a network's logits.
+
+    Attributes:
+        sqnr_db: signal to noise of the logits against the float network's, dB; inf where nothing changed.
+        agreement: share of images (of pixels, for segmentation) whose highest logit is the float network's, 0 to 1;
+            None for outputs that decide for no class.
+        score: the metric, by default top-1; shares are 0 to 1. None for images without targets.
+    """
+
+    sqnr_db: float
+    agreement: float | None
+    score: float | None
+
+    @property
+    def noise(self) -> float:
+        """Power of the noise over that of the signal: 10^(-sqnr_db / 10)."""
+        return float(10 ** (-self.sqnr_db / 10))
+
+
+def _logits(output: Any) -> Tensor:
+    tensors = flat_tensors(output)
+    if not tensors or tensors[0].dim() != 2:
+        shape = tuple(tensors[0].shape) if tensors else "no tensor"
+        raise QuantizationError(
+            f"sensitivity compares logits (N, classes); the network returned {shape}; give the metric of its task"
+        )
+    return tensors[0]
+
+
+def _correct(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(1) == targets.to(logits.device)).double().mean()
+
+
+_TOP1 = TaskMetric(name="top1", make=partial(MeanOf, _correct), select=_logits, classes=lambda logits: logits.argmax(1))
+_OUTPUTS = TaskMetric(name="outputs", make=_TOP1.make, select=flat_tensors)
+
+
+def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetric | None:
+    """Return the metric that was given, else one that takes a network by its outputs unless they are logits (None)."""
+    if metric is not None or not images:
+        return None if metric is None else task_metric(metric)
+    found = flat_tensors(run_model(model, model_inputs(model, images[0])))
+    return None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
+
+
+class Probe:
+    """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
+
+    Attributes:
+        model: float network.
+        qmodel: the same, quantized and calibrated.
+        judge: metric by which networks are judged.
+        batches: inputs of each.
+        float_score: the float network's metric; None without targets.
+    """
+
+    def __init__(
+        self, model: nn.Module, qmodel: fx.GraphModule, images: Sequence[Any], metric: TaskMetric | None = None
+    ) -> None:
+        if not images:
+            raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
+        self.model, self.qmodel = model, qmodel
+        self.judge = metric or _TOP1
+        self.batches = [model_inputs(qmodel, batch) for batch in images]
+        self.targets = [x for batch, own in zip(images, self.batches, strict=True) for x in _targets(batch, len(own))]
+        self.reference = [self.judge.select(run_model(model, model_inputs(model, batch))) for batch in images]
+        self.float_score: float | None = None
+        if len(self.targets) == len(images) and self.judge is not _OUTPUTS:
+            meter = self.judge.make()
+            for outputs, targets in zip(self.reference, self.targets, strict=True):
+                meter.update(outputs, targets)
+            self.float_score = self.judge.figures(meter)[self.judge.name]
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return sum(len(inputs[0]) for inputs in self.batches)
+
+    def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:
+        """Return the effect of a subset of the quantizers (None = all) on the outputs and on the metric.
+
+        With `images`, whole batches are read until there are so many, and the metric is left out.
+        """
+        subset = subset or subset_of(placement_of(self.qmodel))
+        noise = Noise()
+        meter = self.judge.make() if images is None and self.float_score is not None else None
+        seen = same = places = 0
+        for i, inputs in enumerate(self.batches):
+            if images is not None and seen >= images:
+                break
+            seen += len(inputs[0])
+            outputs, reference = self.judge.select(run_subset(self.qmodel, subset, *inputs)), self.reference[i]
+            noise.add(reference, outputs)
+            if self.judge.classes is not None:
+                equal = self.judge.classes(outputs) == self.judge.classes(reference)
+                same, places = same + int(equal.sum()), places + equal.numel()
+            if meter is not None:
+                meter.update(outputs, self.targets[i])
+        return Effect(
+            sqnr_db=noise.decibel,
+            agreement=same / places if places else None,
+            score=self.judge.figures(meter)[self.judge.name] if meter is not None else None,
+        )
+
+
+def _targets(batch: Any, inputs: int) -> list[Any]:
+    """Return the targets of a batch whose model takes so many inputs; [] = it has none."""
+    if isinstance(batch, Mapping):
+        return [batch[key] for key in TARGET_KEYS if key in batch][:1]
+    if isinstance(batch, (tuple, list)):
+        position = 1 if isinstance(batch[0], (tuple, list)) else inputs
+        return list(batch[position : position + 1])
+    return []

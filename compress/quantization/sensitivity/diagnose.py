@@ -1,34 +1,63 @@
-"""Where quantization loses accuracy: the first tensor that diverges, the noise that each layer adds, and why."""
+"""Where quantization loses accuracy: the first tensor that diverges, the noise that each layer adds, and why.
+
+One pass runs the float and the quantized network side by side, node by node. At every quantizer the float tensor is
+compared with its grid, so that the noise is that of this quantizer alone; at every other node the two networks are
+compared, so that the noise is that of everything before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs
-from compress.graph.ops import node_kind
+from compress.graph.ops import layer_name, node_kind, node_module
+from compress.graph.traits import PASSING
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
+from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.causes import Cause, look_at_tensors
-from compress.quantization.sensitivity.probe import Effect, Probe, outputs_alone
-from compress.quantization.sensitivity.sensitivity import variants_by_layer
-from compress.quantization.sensitivity.subset import subset_of
+from compress.quantization.sensitivity.compare import Effect, Noise, Probe, Sides, Subset, metric_for, subset_of
+from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.quantization.spec import QuantSpec
-from compress.support.meters import task_metric
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_DB = 20.0
 """Signal to noise below which a tensor of the quantized network diverges from the float network's."""
 
 TASK = "diagnose"
-_IMAGES = 16
-"""Images that the noise of single layers is measured on."""
+_IMAGES, _WATCHED = 16, 32
+"""Images that the noise of single layers is measured on, and of the pass over all tensors."""
+_WEIGHT_RATIO, _CHANNEL_RATIO, _TENSOR_RATIO = 8.0, 16.0, 8.0
+"""Largest range over the median (of weights' and of activations' channels), or over the least of several tensors."""
+_CLIPPED_NOISE, _ZEROED = 0.5, 0.5
+"""Share of a quantizer's noise that values beyond its range make; share of nonzero values that become zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A reason why a quantizer loses much.
+
+    Attributes:
+        kind: `channel ranges` of a weight, `outlier channels` of an activation, `saturation`, `two ranges` under one
+            scale, `softmax tails` or `dead values`.
+        tensor: what is quantized: a layer's weight, or a tensor of the graph.
+        value: the number that shows it: a ratio or a share.
+        text: the finding as a sentence.
+    """
+
+    kind: str
+    tensor: str
+    value: float
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,36 +145,27 @@ def diagnose(
         >>> sorted(row.layer for row in diagnosis.rows)
         ['0', '3', '5']
     """
-    spec = spec or QuantSpec()
-    images = list(images)
-    chosen = task_metric(metric) if metric is not None else outputs_alone(model, images[0]) if images else None
+    spec, images = spec or QuantSpec(), list(images)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
-    probe = Probe(model, qmodel, images, chosen)
-    return diagnosed(model, example_inputs, qmodel, probe, kept(qmodel, spec), progress=progress)
+    probe = Probe(model, qmodel, images, metric_for(model, images, metric))
+    return diagnosed(probe, example_inputs, kept(qmodel, spec), progress or NoProgress())
 
 
-def diagnosed(
-    model: nn.Module,
-    example_inputs: Inputs,
-    qmodel: fx.GraphModule,
-    probe: Probe,
-    spec: QuantSpec,
-    *,
-    progress: Progress | None = None,
-) -> Diagnosis:
-    """Find where a network that is quantized already loses accuracy; arguments are those of `diagnose`."""
-    noise = noise_by_layer(model, example_inputs, probe, spec, progress=progress)
-    seen = look_at_tensors(qmodel, probe.batches, noise)
+def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress) -> Diagnosis:
+    """Find where the network of a probe, which was quantized by `spec`, loses accuracy."""
+    noise = noise_by_layer(probe, example_inputs, spec, progress)
+    watch = _watched(probe)
+    causes = _causes(probe.qmodel, watch, noise)
     total = sum(effect.noise for effect in noise.values()) or 1.0
     rows = [
-        LayerError(layer=name, alone=effect, share=effect.noise / total, causes=seen.causes.get(name, ()))
+        LayerError(layer=name, alone=effect, share=effect.noise / total, causes=tuple(causes[name]))
         for name, effect in noise.items()
     ]
     return Diagnosis(
         images=probe.count,
         float_score=probe.float_score,
-        quantized=whole_effect(probe),
-        first=_first(qmodel, seen.sqnr_db),
+        quantized=probe.effect(),
+        first=_first(probe.qmodel, {name: seen.decibel for name, seen in watch.noises.items()}),
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
         metric=probe.judge.name,
         unit=probe.judge.unit,
@@ -153,54 +173,169 @@ def diagnosed(
 
 
 def noise_by_layer(
-    model: nn.Module,
-    example_inputs: Inputs,
-    probe: Probe,
-    spec: QuantSpec,
-    *,
-    chosen: Collection[str] | None = None,
-    progress: Progress | None = None,
+    probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress, *, chosen: Collection[str] | None = None
 ) -> dict[str, Effect]:
-    """Return the effect of each layer quantized alone, in graph order.
+    """Return the effect of each layer (of `chosen`; None = of all) quantized alone, in graph order.
 
     There are as many passes as layers, so that they see few images: a ratio of powers needs no more.
-
-    Args:
-        model: as for `diagnose`.
-        example_inputs: as for `diagnose`.
-        probe: of the network that is quantized by `spec`.
-        spec: as for `diagnose`.
-        chosen: layers; None = all.
-        progress: is informed of each layer.
     """
-    bars = progress or NoProgress()
-    graph, _ = float_graph(model, example_inputs, replace(spec, adaround=None, bias_correction=None))
-    alone = {name: found for name, (found, _) in variants_by_layer(graph, spec, chosen).items()}
-    bars.start(TASK, len(alone))
-    found = {}
-    for name, subset in alone.items():
-        found[name] = probe.effect(subset, images=_IMAGES)
-        bars.advance(TASK, 1)
-    bars.finish(TASK)
-    return found
-
-
-def whole_effect(probe: Probe) -> Effect:
-    """Return the effect of all quantizers of a probe's network."""
-    return probe.effect(subset_of(placement_of(probe.qmodel)))
+    graph, _ = float_graph(probe.model, example_inputs, replace(spec, adaround=None, bias_correction=None))
+    subsets = subsets_by_layer(graph, spec, chosen)
+    return {name: probe.effect(subsets[name][0], images=_IMAGES) for name in tracked(progress, TASK, subsets)}
 
 
 def _first(qmodel: fx.GraphModule, sqnr_db: dict[str, float]) -> Divergence | None:
     for node in qmodel.graph.nodes:
         value = sqnr_db.get(node.name)
-        if value is None or value >= LEAST_DB:
-            continue
-        before = [sqnr_db[name] for name in _sources(node) if name in sqnr_db]
-        return Divergence(tensor=node.name, sqnr_db=value, before_db=min(before, default=float("inf")))
+        if value is not None and value < LEAST_DB:
+            sources = (n.all_input_nodes[0] if node_kind(n) == "quantizer" else n for n in node.all_input_nodes)
+            before = min((sqnr_db.get(source.name, math.inf) for source in sources), default=math.inf)
+            return Divergence(tensor=node.name, sqnr_db=value, before_db=before)
     return None
 
 
-def _sources(node: fx.Node) -> list[str]:
-    """Return the tensors that a node is computed from, quantizers left out."""
-    sources = (n.all_input_nodes[0] if node_kind(n) == "quantizer" else n for n in node.all_input_nodes)
-    return [source.name for source in sources]
+@dataclass
+class _Facts:
+    """Sums over batches of one quantizer's tensor."""
+
+    count: float = 0.0
+    zeroed: float = 0.0
+    beyond: float = 0.0
+    noise: float = 0.0
+    clipped_noise: float = 0.0
+    channels: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, x: Tensor, quantizer: Quantizer) -> None:
+        """Add a batch of the tensor in float, so that the noise is that of this quantizer alone."""
+        q = quantizer(x)
+        difference = (x - q).square()
+        beyond = x.abs() > quantizer.amax
+        self.count += float((x != 0).sum())
+        self.zeroed += float(((x != 0) & (q == 0)).sum())
+        self.beyond += float(beyond.sum())
+        self.noise += float(difference.sum())
+        self.clipped_noise += float(difference[beyond].sum())
+        # on axis 1 of images, on the last axis of tokens
+        by_channel = torch.atleast_1d(x.abs()).movedim(1 if x.dim() > 3 else -1, 0)
+        self.channels = torch.maximum(self.channels, by_channel.reshape(len(by_channel), -1).amax(1))
+
+
+class _Watch(Sides):
+    """Runs the float network (the first side) and the quantized one, and looks at every tensor."""
+
+    def __init__(self, qmodel: fx.GraphModule) -> None:
+        super().__init__(qmodel, (Subset(), subset_of(placement_of(qmodel))))
+        self.noises: defaultdict[str, Noise] = defaultdict(Noise)
+        self.largest: defaultdict[str, float] = defaultdict(float)
+        self.facts: defaultdict[tuple[str, str], _Facts] = defaultdict(_Facts)
+
+    def run_node(self, n: fx.Node) -> Any:
+        values = super().run_node(n)
+        if source := self.sources.get(n):
+            self.facts[str(n.target), source.name].add(values[0][0], cast(Quantizer, node_module(n)))
+        elif n.op not in {"placeholder", "output"}:
+            exact, rounded = values
+            if isinstance(exact, Tensor) and exact.is_floating_point() and exact.numel():
+                self.noises[n.name].add(exact, rounded)
+                self.largest[n.name] = max(self.largest[n.name], exact.abs().max().item())
+        return values
+
+
+@torch.no_grad()
+def _watched(probe: Probe) -> _Watch:
+    """Run the float and the quantized network side by side over the first images."""
+    watch, left = _Watch(probe.qmodel), _WATCHED
+    for inputs in probe.batches:
+        if left > 0:
+            watch.run(*(x[:left] for x in inputs))
+            left -= len(inputs[0])
+    return watch
+
+
+def _causes(qmodel: fx.GraphModule, watch: _Watch, layers: Collection[str]) -> Mapping[str, list[Cause]]:
+    """Return the causes by layer; those of an operation between layers (a concat) are of the layer after it."""
+    nodes = {node.name: node for node in qmodel.graph.nodes}
+    found: defaultdict[str, list[Cause]] = defaultdict(list)
+    placement = placement_of(qmodel)
+    for weight in placement.weights:
+        if weight.format.axis is None:
+            found[weight.path] += _of_weight(weight.path, qmodel.get_submodule(weight.path))
+    for site in placement.activations:
+        ranges = {tensor: watch.largest.get(tensor, 0.0) for tensor, _ in site.edges}
+        for tensor, consumer in site.edges:
+            if (site.name, tensor) in watch.facts and consumer in nodes:
+                layer = _layer_after(nodes[consumer], layers)
+                found[layer] += _of_tensor(nodes[tensor], watch.facts[site.name, tensor])
+                found[layer] += _of_ranges(nodes[tensor], ranges, watch.largest)
+    return found
+
+
+def _layer_after(node: fx.Node, layers: Collection[str]) -> str:
+    """Return the nearest of the layers at or after a node; the node's own name if there is none."""
+    waiting, seen = [node], {node}
+    for one in waiting:
+        if layer_name(one) in layers:
+            return layer_name(one)
+        more = [user for user in one.users if user not in seen]
+        waiting += more
+        seen.update(more)
+    return layer_name(node)
+
+
+def _of_weight(path: str, layer: Any) -> Iterator[Cause]:
+    weight = layer.weight.detach()
+    axis = 1 if "Transpose" in type(layer).__name__ else 0
+    ranges = weight.abs().movedim(axis, 0).flatten(1).amax(1)
+    ratio = _ratio(ranges)
+    if ratio > _WEIGHT_RATIO:
+        steps = float(ranges.median() / layer.weight_quantizer.scale.max())
+        text = (
+            f"one scale for channels whose ranges differ by {ratio:.0f}: half of them keep {steps:.1f} steps or fewer"
+        )
+        yield Cause(kind="channel ranges", tensor=f"{path}.weight", value=ratio, text=text)
+
+
+def _of_tensor(source: fx.Node, facts: _Facts) -> Iterator[Cause]:
+    clipped = facts.clipped_noise / facts.noise if facts.noise else 0.0
+    if clipped > _CLIPPED_NOISE:
+        share = facts.beyond / max(facts.count, 1.0)
+        text = f"{share:.2%} of the values lie beyond the range, and they make {clipped:.0%} of the noise"
+        yield Cause(kind="saturation", tensor=source.name, value=clipped, text=text)
+    zeroed = facts.zeroed / max(facts.count, 1.0)
+    if zeroed > _ZEROED:
+        origin = source
+        while node_kind(origin) in PASSING and origin.all_input_nodes:
+            origin = origin.all_input_nodes[0]
+        tails = node_kind(origin) == "softmax"
+        what = "probabilities are below half a step and become zero" if tails else "nonzero values become zero"
+        yield Cause(
+            kind="softmax tails" if tails else "dead values",
+            tensor=source.name,
+            value=zeroed,
+            text=f"{zeroed:.0%} of the {what}",
+        )
+    ratio = _ratio(facts.channels)
+    if ratio > _CHANNEL_RATIO:
+        text = f"one channel's range is {ratio:.0f} times the median channel's, and they share one scale"
+        yield Cause(kind="outlier channels", tensor=source.name, value=ratio, text=text)
+
+
+def _of_ranges(source: fx.Node, together: dict[str, float], largest: dict[str, float]) -> Iterator[Cause]:
+    """Tensors that share one scale: those of one quantizer, and the inputs of a concat that is quantized as a whole."""
+    ranges = dict(together)
+    if len(ranges) < 2 and node_kind(source) in {"concat", "stack"}:
+        ranges = {node.name: largest[node.name] for node in source.all_input_nodes if node.name in largest}
+    nonzero = {name: value for name, value in ranges.items() if value > 0}
+    if len(nonzero) < 2:
+        return
+    low, high = min(nonzero, key=nonzero.__getitem__), max(nonzero, key=nonzero.__getitem__)
+    ratio = nonzero[high] / nonzero[low]
+    if ratio > _TENSOR_RATIO:
+        text = f"{high} reaches {nonzero[high]:.3g} and {low} {nonzero[low]:.3g}, and they share one scale"
+        yield Cause(kind="two ranges", tensor=source.name, value=ratio, text=text)
+
+
+def _ratio(ranges: Tensor) -> float:
+    """Return the largest range over the median of those that are not zero."""
+    nonzero = ranges[ranges > 0]
+    return float(nonzero.max() / nonzero.median()) if nonzero.numel() > 1 else 1.0

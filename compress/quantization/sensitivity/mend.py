@@ -13,8 +13,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -23,16 +24,14 @@ from compress.errors import QuantizationError
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs
 from compress.graph.layers import layers
-from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer, whole_effect
-from compress.quantization.sensitivity.mixed import FLOAT, choose_formats
-from compress.quantization.sensitivity.probe import Effect, Probe, outputs_alone
+from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
+from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
+from compress.quantization.sensitivity.mixed import FLOAT, choose_formats, everywhere, format_rule
 from compress.quantization.sensitivity.sensitivity import layer_settings
-from compress.quantization.spec import ActivationSpec, CalibratorName, QuantSpec, Rule, WeightSpec
-from compress.support.meters import task_metric
+from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import NoProgress, Progress
 
 TASK = "mend"
@@ -44,8 +43,10 @@ _GAIN_DB = 1.0
 """Least gain for which a change of the whole network is kept."""
 _MOST_NOISE = 1e6
 """Noise over signal that counts at most."""
-_COSTS = {"base": 0.0, "float": 3.0}
-"""Cost of a format, others 1; float costs more, and the more so the larger the layer's share of the work."""
+_BASE = "base"
+"""The format that a layer has already."""
+_FP8 = "e4m3"
+"""Kind of activations whose ranges no histogram of integers chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +89,51 @@ class Mended:
     goal: str
 
 
-Apply = Callable[[QuantSpec], QuantSpec]
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """When a network is mended; exactly one is given.
+
+    Attributes:
+        drop: largest loss in points: of the metric, or of the agreement where there are no targets.
+        sqnr_db: least signal to noise of the outputs.
+    """
+
+    drop: float | None = None
+    sqnr_db: float | None = None
+
+    def met(self, effect: Effect, probe: Probe) -> bool:
+        """Return True if an effect on a probe's network meets the goal.
+
+        Raises:
+            QuantizationError: there is no loss in points.
+        """
+        if self.sqnr_db is not None:
+            return effect.sqnr_db >= self.sqnr_db
+        if probe.float_score is not None and effect.score is not None:
+            lost = probe.judge.drop(probe.float_score, effect.score)
+        elif effect.agreement is not None:
+            lost = 100 * (1 - effect.agreement)
+        else:
+            raise QuantizationError("without targets and classes there is no loss in points; give a least SQNR instead")
+        return lost <= float(self.drop or 0.0) + 1e-9
+
+    def text(self, probe: Probe) -> str:
+        """The goal in words."""
+        if self.sqnr_db is not None:
+            return f"at least {self.sqnr_db:g} dB at the outputs"
+        if probe.float_score is None:
+            return f"agreement with float within {self.drop:.3g} points of float"
+        return f"{probe.judge.title} within {self.drop:.3g} {probe.judge.amount} of float"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A change and the function that applies it."""
+    """A change, and what it sets in a specification: values by key, or a rule for a layer."""
 
     change: Change
-    apply: Apply
-    cost: float
-    key: str = ""
+    cost: float = 1.0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
 
 
 def mend(
@@ -137,11 +172,19 @@ def mend(
         >>> mended.met, mended.changes  # good enough as it is
         (True, ())
     """
+    goal = Goal(drop=drop, sqnr_db=sqnr_db)
     if (drop is None) == (sqnr_db is None):
         raise QuantizationError("mend takes one goal: drop (points of the metric), or sqnr_db")
-    work = _Work(model, example_inputs, list(batches), list(images), metric, drop, sqnr_db, progress or NoProgress())
-    work.fixed = frozenset(fixed)
-    return work.mended(spec or QuantSpec())
+    bars, spec, batches, images = progress or NoProgress(), spec or QuantSpec(), list(batches), list(images)
+    bars.start(TASK, 0)
+    qmodel = quantize(model, example_inputs, batches, spec=spec)
+    bars.advance(TASK, 1)
+    spec = kept(qmodel, spec)
+    probe = Probe(model, qmodel, images, metric_for(model, images, metric))
+    found = diagnosed(probe, example_inputs, spec, bars)
+    mended = _Work(spec, example_inputs, batches, probe, found, goal, bars).mended(fixed)
+    bars.finish(TASK)
+    return mended
 
 
 class _Work:
@@ -149,162 +192,134 @@ class _Work:
 
     def __init__(
         self,
-        model: nn.Module,
+        spec: QuantSpec,
         example: Inputs,
         batches: list[Any],
-        images: list[Any],
-        metric: Any,
-        drop: float | None,
-        sqnr_db: float | None,
+        probe: Probe,
+        found: Diagnosis,
+        goal: Goal,
         bars: Progress,
     ) -> None:
-        self.model, self.example, self.batches, self.images = model, example, batches, images
-        self.metric = task_metric(metric) if metric is not None else None
-        if metric is None and images:
-            self.metric = outputs_alone(model, images[0])
-        self.drop, self.sqnr_db, self.bars = drop, sqnr_db, bars
-        self.fixed: frozenset[str] = frozenset()
-        self.tried: dict[str, Effect] = {}
-        self.first: Probe | None = None
+        self.spec, self.example, self.batches, self.probe = spec, example, batches, probe
+        self.found, self.goal, self.bars = found, goal, bars
+        self.tried = {repr(spec): found.quantized}
 
-    def probe(self, spec: QuantSpec) -> Probe:
-        """Quantize anew, and return the network with its images."""
-        qmodel = quantize(self.model, self.example, self.batches, spec=spec)
+    def quantized(self, spec: QuantSpec) -> Probe:
+        """Quantize anew, and return the network with its images and the float outputs."""
+        probe = copy(self.probe)
+        probe.qmodel = quantize(self.probe.model, self.example, self.batches, spec=spec)
         self.bars.advance(TASK, 1)
-        if self.first is None:
-            self.first = Probe(self.model, qmodel, self.images, self.metric)
-            return self.first
-        return self.first.of(qmodel)
+        return probe
 
     def effect(self, spec: QuantSpec) -> Effect:
         """Return the effect of a specification; each is measured once."""
-        key = repr(spec)
-        if key not in self.tried:
-            self.tried[key] = whole_effect(self.probe(spec))
-        return self.tried[key]
+        if repr(spec) not in self.tried:
+            self.tried[repr(spec)] = self.quantized(spec).effect()
+        return self.tried[repr(spec)]
 
-    def met(self, effect: Effect) -> bool:
-        """Return True if an effect meets the goal."""
-        if self.sqnr_db is not None:
-            return effect.sqnr_db >= self.sqnr_db
-        return self.lost(effect) <= float(self.drop or 0.0) + 1e-9
+    def met(self, steps: list[_Step]) -> bool:
+        """Return True if the goal is met with these steps."""
+        return self.goal.met(self.effect(_applied(self.spec, steps)), self.probe)
 
-    def lost(self, effect: Effect) -> float:
-        """Return the loss in points: of the metric, or of the agreement where there are no targets."""
-        if self.float_score is not None and effect.score is not None:
-            return self.judge.drop(self.float_score, effect.score)
-        if effect.agreement is None:
-            raise QuantizationError("without targets and classes there is no loss in points; give a least SQNR instead")
-        return 100 * (1 - effect.agreement)
-
-    def mended(self, spec: QuantSpec) -> Mended:
-        """Diagnose, change, and take out what is not needed."""
-        self.bars.start(TASK, 0)
-        probe = self.probe(spec)
-        spec = kept(probe.qmodel, spec)
-        self.judge, self.float_score = probe.judge, probe.float_score
-        found = diagnosed(self.model, self.example, probe.qmodel, probe, spec, progress=self.bars)
-        self.diagnosed = repr(spec)
-        self.tried[self.diagnosed] = found.quantized
+    def mended(self, fixed: Collection[str]) -> Mended:
+        """Change what is needed: the whole network, and layers if that is not enough."""
         steps: list[_Step] = []
-        if not self.met(found.quantized):
-            steps = self._whole(spec, found)
-            if not self.met(self.effect(_applied(spec, steps))):
-                steps += self._layers(_applied(spec, steps), found)
-            steps = self._needed(spec, steps)
-        final = _applied(spec, steps)
-        specs = tuple(_applied(spec, [s for s in steps if s is not step]) for step in steps)
-        changes = tuple(
-            replace(step.change, without=self.effect(rest)) for step, rest in zip(steps, specs, strict=True)
-        )
-        self.bars.finish(TASK)
+        if not self.met(steps):
+            steps = self._whole(
+                [step for step in _whole_changes(self.spec, self.found) if not step.values.keys() & set(fixed)]
+            )
+            if not self.met(steps):
+                steps += self._layers(steps)
+            steps = self._needed(steps)
+        spec = _applied(self.spec, steps)
+        specs = tuple(_applied(self.spec, [other for other in steps if other is not step]) for step in steps)
+        changes = [replace(step.change, without=self.effect(own)) for step, own in zip(steps, specs, strict=True)]
         return Mended(
-            diagnosis=found, spec=final, changes=changes, specs=specs, effect=self.effect(final),
-            met=self.met(self.effect(final)), goal=self._goal(),
-        )  # fmt: skip
+            diagnosis=self.found,
+            spec=spec,
+            changes=tuple(changes),
+            specs=specs,
+            effect=self.effect(spec),
+            met=self.met(steps),
+            goal=self.goal.text(self.probe),
+        )
 
-    def _goal(self) -> str:
-        if self.sqnr_db is not None:
-            return f"at least {self.sqnr_db:g} dB at the outputs"
-        if self.float_score is None:
-            return f"agreement with float within {self.drop:.3g} points of float"
-        return f"{self.judge.title} within {self.drop:.3g} {self.judge.amount} of float"
-
-    def _whole(self, spec: QuantSpec, found: Diagnosis) -> list[_Step]:
+    def _whole(self, left: list[_Step]) -> list[_Step]:
         """Choose among the changes of the whole network: the best one, then the best one on top of it."""
         chosen: list[_Step] = []
-        left = [step for step in _whole_changes(spec, found) if step.key not in self.fixed]
-        while left:
-            before = self.effect(_applied(spec, chosen))
-            gains = {}
+        while left and not self.met(chosen):
+            before = self.effect(_applied(self.spec, chosen))
+            rated = []
             for step in left:
                 try:
-                    effect = self.effect(_applied(spec, [*chosen, step]))
+                    effect = self.effect(_applied(self.spec, [*chosen, step]))
                 except QuantizationError:  # no layers that it could change
                     continue
-                gains[step.change.text] = (self.met(effect), effect.sqnr_db - before.sqnr_db)
-            if not gains or max(gains.values()) < (False, _GAIN_DB):
-                return chosen
-            best = max(left, key=lambda step: gains.get(step.change.text, (False, float("-inf"))))
+                rated.append((self.goal.met(effect, self.probe), effect.sqnr_db - before.sqnr_db, step))
+            met, gain, best = max(rated, key=lambda row: row[:2], default=(False, 0.0, left[0]))
+            if not met and gain < _GAIN_DB:
+                break
             chosen.append(best)
             left.remove(best)
-            if gains[best.change.text][0]:
-                return chosen
         return chosen
 
-    def _layers(self, spec: QuantSpec, found: Diagnosis) -> list[_Step]:
+    def _layers(self, chosen: list[_Step]) -> list[_Step]:
         """Choose formats for layers: the cheapest under a limit on the noise, lowered until the goal is met."""
-        graph, _ = float_graph(self.model, self.example, replace(spec, adaround=None, bias_correction=None))
-        settings = layer_settings(graph, spec)
-        noise = {layer: {FLOAT: 0.0, "base": value} for layer, value in self._noise(spec, found).items()}
-        noisiest = sorted(noise, key=lambda layer: -noise[layer]["base"])[:_NOISIEST]
-        for name, other in _formats(spec).items():
-            for layer, value in self._noise(other, found, noisiest).items():
+        spec = _applied(self.spec, chosen)
+        graph, _ = float_graph(self.probe.model, self.example, replace(spec, adaround=None, bias_correction=None))
+        formats = _formats(spec)
+        settings = {name: layer_settings(graph, own) for name, own in formats.items()}
+        noise = {layer: {FLOAT: 0.0, _BASE: value} for layer, value in self._noise(spec).items()}
+        noisiest = sorted(noise, key=lambda layer: -noise[layer][_BASE])[:_NOISIEST]
+        for name, own in formats.items():
+            for layer, value in self._noise(own, noisiest).items():
                 noise[layer][name] = value
         work = {layer.path or layer.name: float(layer.macs or 0) for layer in layers(graph)}
         total = sum(work.values()) or 1.0
-        costs = {layer: {name: _COSTS.get(name, 1.0) + (20 * work.get(layer, 0.0) / total if name == FLOAT else 0.0)
-                         for name in row} for layer, row in noise.items()}  # fmt: skip
-        limit = sum(row.get("base", 0.0) for row in noise.values())
-        if self.sqnr_db is not None:
-            limit = min(limit, 2 * 10 ** (-self.sqnr_db / 10))
-        causes = {row.layer: row.causes[0].text if row.causes else "" for row in found.rows}
+        costs = {
+            layer: dict.fromkeys(row, 1.0) | {_BASE: 0.0, FLOAT: 3.0 + 20 * work.get(layer, 0.0) / total}
+            for layer, row in noise.items()
+        }
+        limit = sum(row[_BASE] for row in noise.values())
+        if self.goal.sqnr_db is not None:
+            limit = min(limit, 2 * 10 ** (-self.goal.sqnr_db / 10))
+        causes = {row.layer: row.causes[0].text for row in self.found.rows if row.causes}
         steps: list[_Step] = []
         for _ in range(_LOWERED):
             limit /= 2
-            formats = choose_formats(noise, costs, noise_limit=limit).formats
-            steps = [_layer_step(layer, name, settings[layer], causes.get(layer, ""), costs[layer][name])
-                     for layer, name in formats.items() if name != "base"]  # fmt: skip
-            try:
-                if self.met(self.effect(_applied(spec, steps))):
-                    return steps
-            except QuantizationError:  # all layers are float
-                return steps
+            steps = [
+                _Step(
+                    change=Change(text=f"{layer}: {name}", layer=layer, cause=causes.get(layer, "")),
+                    cost=costs[layer][name],
+                    rules=(format_rule(layer, name, settings),),
+                )
+                for layer, name in choose_formats(noise, costs, noise_limit=limit).formats.items()
+                if name != _BASE
+            ]
+            if self.met([*chosen, *steps]):
+                break
         return steps
 
-    def _noise(self, spec: QuantSpec, found: Diagnosis, chosen: list[str] | None = None) -> dict[str, float]:
+    def _noise(self, spec: QuantSpec, chosen: Collection[str] | None = None) -> dict[str, float]:
         """Return the noise that each layer adds alone; of the network as specified it is known."""
-        if repr(spec) == self.diagnosed:
-            return {row.layer: min(row.alone.noise, _MOST_NOISE) for row in found.rows}
-        effects = noise_by_layer(
-            self.model, self.example, self.probe(spec), spec, chosen=chosen, progress=self.bars
-        )  # fmt: skip
+        if spec == self.spec:
+            effects = {row.layer: row.alone for row in self.found.rows}
+        else:
+            effects = noise_by_layer(self.quantized(spec), self.example, spec, self.bars, chosen=chosen)
         return {layer: min(effect.noise, _MOST_NOISE) for layer, effect in effects.items()}
 
-    def _needed(self, spec: QuantSpec, steps: list[_Step]) -> list[_Step]:
+    def _needed(self, steps: list[_Step]) -> list[_Step]:
         """Return the steps without those that the goal is met without, the dearest tried first."""
-        if not self.met(self.effect(_applied(spec, steps))):
-            return steps
-        for step in sorted(steps, key=lambda s: -s.cost):
-            rest = [other for other in steps if other is not step]
-            if self.met(self.effect(_applied(spec, rest))):
-                steps = rest
+        if self.met(steps):
+            for step in sorted(steps, key=lambda step: -step.cost):
+                rest = [other for other in steps if other is not step]
+                steps = rest if self.met(rest) else steps
         return steps
 
 
 def _applied(spec: QuantSpec, steps: Iterable[_Step]) -> QuantSpec:
     for step in steps:
-        spec = step.apply(spec)
+        spec = replace(spec, **step.values, rules=(*spec.rules, *step.rules))
     return spec
 
 
@@ -316,56 +331,27 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
             kinds.setdefault(cause.kind, f"{row.layer}: {cause.text}")
     steps = []
 
-    def add(cause: str, text: str, **keys: Any) -> None:
-        change = Change(text=text, cause=cause)
-        steps.append(_Step(change=change, apply=lambda s: replace(s, **keys), cost=1.0, key=next(iter(keys))))
+    def add(cause: str, text: str, key: str, value: Any) -> None:
+        steps.append(_Step(change=Change(text=text, cause=cause), values={key: value}))
 
+    own = spec.activations
     if spec.head == "quantize":
-        add("the head is quantized (head: quantize)", "head: auto, which leaves a detection head float", head="auto")
+        add("the head is quantized (head: quantize)", "head: auto, which leaves a detection head float", "head", "auto")
     if "channel ranges" in kinds and not spec.equalize and spec.batchnorm == "fold":
-        add(kinds["channel ranges"], "equalize: true, channels of neighbouring layers trade scale", equalize=True)
-    if (
-        "saturation" in kinds
-        and spec.activations.calibrator in {"entropy", "percentile"}
-        and not _eight_bit_float(spec)
-    ):
-        own = replace(spec.activations, calibrator="mse")
-        add(kinds["saturation"], "calibrator: mse, which weighs what is clipped against finer steps", activations=own)
+        add(kinds["channel ranges"], "equalize: true, channels of neighbouring layers trade scale", "equalize", True)
+    if "saturation" in kinds and own.calibrator in {"entropy", "percentile"} and own.kind != _FP8:
+        text = "calibrator: mse, which weighs what is clipped against finer steps"
+        add(kinds["saturation"], text, "activations", replace(own, calibrator="mse"))
     if "outlier channels" in kinds and spec.smooth is None:
-        add(kinds["outlier channels"], "smooth: auto, outliers of channels move into the weights", smooth="auto")
+        add(kinds["outlier channels"], "smooth: auto, outliers of channels move into the weights", "smooth", "auto")
     return steps
-
-
-def _eight_bit_float(spec: QuantSpec) -> bool:
-    """Return True if activations are in FP8, whose ranges no histogram of integers chooses."""
-    return spec.activations.kind == "e4m3"
 
 
 def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
     """Return the specification with other formats everywhere, by name."""
-    names: tuple[CalibratorName, ...] = ("max", "mse", "percentile")
     own = spec.activations.resolved(whole=False)
-    found = {
-        f"calibrator {name}": replace(spec, activations=replace(own, calibrator=name))
-        for name in names
-        if name != own.calibrator and not (_eight_bit_float(spec) and name == "mse")
-    }
+    names = {"max", "mse", "percentile"} - {own.calibrator, "mse" if own.kind == _FP8 else own.calibrator}
+    found = {f"calibrator {name}": everywhere(spec, "activations", calibrator=name) for name in sorted(names)}
     if spec.weights.axis is None:
-        found["a scale for each channel"] = replace(spec, weights=replace(spec.weights, axis=0))
+        found["a scale for each channel"] = everywhere(spec, "weights", axis=0)
     return found
-
-
-def _layer_step(layer: str, name: str, own: LayerSettings, cause: str, cost: float) -> _Step:
-    """Return the change of one layer to a format."""
-    if name == FLOAT:
-        rule = Rule(match=layer, enable=False)
-    else:
-        activations: ActivationSpec = own.activations
-        weights: WeightSpec = own.weights
-        if name.startswith("calibrator "):
-            activations = replace(activations, calibrator=name.removeprefix("calibrator "))  # type: ignore[arg-type]
-        else:
-            weights = replace(weights, axis=0)
-        rule = Rule(match=layer, weights=weights, activations=activations)
-    change = Change(text=f"{layer}: {name}", layer=layer, cause=cause)
-    return _Step(change=change, apply=lambda s: replace(s, rules=(*s.rules, rule)), cost=cost)

@@ -7,22 +7,21 @@ and format this is an integer program:
     minimize  sum noise[l, f] x[l, f]   subject to   sum cost[l, f] x[l, f] <= budget,   sum_f x[l, f] = 1 for every l
 
 (a multiple-choice knapsack), or the same with noise and cost exchanged. HAWQ-V3 (arXiv 2011.10680, section 3.4) solves
-it with a second-order bound in place of the noise. scipy's HiGHS solves a network of some hundred layers in
-milliseconds. The sum of powers ranks choices; the accuracy and the time of a choice are measured afterwards.
+it with a second-order bound in place of the noise. The sum of powers ranks choices; the accuracy and the time of a
+choice are measured afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint
 
 from compress.errors import QuantizationError
 from compress.quantization.placement.rules import LayerSettings
-from compress.quantization.sensitivity.highs import solve
 from compress.quantization.spec import QuantSpec, Rule
 
 FLOAT = "float"
@@ -30,6 +29,9 @@ FLOAT = "float"
 
 Table = Mapping[str, Mapping[str, float]]
 """A number for each layer and format: table[layer][format]."""
+
+_Rows = Sequence[NDArray[np.float64]]
+"""A number for each option of each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +65,23 @@ def choose_formats(
     """
     if (budget is None) == (noise_limit is None):
         raise QuantizationError("choose_formats takes one of budget and noise_limit")
-    options = [(layer, name) for layer in noise for name in noise[layer] if name in cost.get(layer, {})]
-    missing = [layer for layer in noise if layer not in {known for known, _ in options}]
+    options = {layer: [name for name in row if name in cost.get(layer, {})] for layer, row in noise.items()}
+    missing = [layer for layer, names in options.items() if not names]
     if missing or not options:
         raise QuantizationError(f"no format has both a noise and a cost for {', '.join(missing) or 'any layer'}")
-    noises = np.array([noise[layer][name] for layer, name in options])
-    costs = np.array([cost[layer][name] for layer, name in options])
-    goal, limited = (noises, costs) if budget is not None else (costs, noises)
-    limit = budget if budget is not None else noise_limit
-    chosen = _solve(goal, limited, float(limit or 0.0), [layer for layer, _ in options])
-    if chosen is None:
-        least = sum(min(limited[i] for i, (own, _) in enumerate(options) if own == layer) for layer in noise)
-        name = "cost" if budget is not None else "noise"
-        raise QuantizationError(
-            f"the limit on the {name} is {limit:.6g}, and the least that formats allow is {least:.6g}"
-        )
+    noises, costs = (
+        [np.array([table[layer][name] for name in names], dtype=float) for layer, names in options.items()]
+        for table in (noise, cost)
+    )
+    if budget is not None:
+        chosen = _least(noises, costs, budget, "cost")
+    else:
+        chosen = _least(costs, noises, float(noise_limit or 0.0), "noise")
+    formats = {layer: names[place] for (layer, names), place in zip(options.items(), chosen, strict=True)}
     return Choice(
-        formats={layer: name for (layer, name), on in zip(options, chosen, strict=True) if on},
-        noise=float(noises[chosen].sum()),
-        cost=float(costs[chosen].sum()),
+        formats=formats,
+        noise=sum(noise[layer][name] for layer, name in formats.items()),
+        cost=sum(cost[layer][name] for layer, name in formats.items()),
     )
 
 
@@ -108,31 +108,63 @@ def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
     return tuple(found)
 
 
-def _solve(
-    goal: NDArray[np.float64], limited: NDArray[np.float64], limit: float, owners: Sequence[str]
-) -> NDArray[np.bool_] | None:
-    """Return the binary choice of one option for each owner with the least goal; None if the limit cannot be met."""
-    rows = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
-    one_each = np.zeros((len(rows), len(owners)))
-    for column, owner in enumerate(owners):
-        one_each[rows[owner], column] = 1
-    # Noises span many powers of ten: in units of the limit and of the largest goal the solver's tolerance is fine
-    unit = abs(limit) or float(np.abs(limited).max()) or 1.0
-    slack = limit / unit + 1e-12
-    result = solve(
-        goal / (np.abs(goal).max() or 1.0),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(limited[None] / unit, -np.inf, slack)],
-        integrality=np.ones(len(owners)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 0.0},
-    )
-    return None if result.x is None else np.asarray(result.x > 0.5)
+def _least(goals: _Rows, limited: _Rows, limit: float, what: str) -> list[int]:
+    """Return the option of each row with the least sum of goals whose sum of limited numbers is within the limit.
+
+    Choices are extended row by row (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11). One is
+    dropped if the limit is out of reach, if another one has no more of both sums, or if its bound is above a choice
+    that is known.
+
+    Raises:
+        QuantizationError: no choice meets the limit; `what` names what is limited.
+    """
+    room = limit + 1e-9 * (abs(limit) or max(np.abs(row).max() for row in limited))
+    least = [row.min() for row in limited]
+    if sum(least) > room:
+        raise QuantizationError(
+            f"the limit on the {what} is {limit:.6g}, and the least that formats allow is {sum(least):.6g}"
+        )
+    price, known = _price(goals, limited, room)
+    known += 1e-9 * (abs(known) + price * abs(room))  # what rounding may add to a bound
+    priced = [(goal + price * size).min() for goal, size in zip(goals, limited, strict=True)]
+    sums, sizes, chosen = np.zeros(1), np.zeros(1), []
+    for row, (goal, size) in enumerate(zip(goals, limited, strict=True)):
+        sums, sizes = np.add.outer(sums, goal).ravel(), np.add.outer(sizes, size).ravel()
+        bound = sums + price * (sizes - room) + sum(priced[row + 1 :])
+        order = np.lexsort((sums, sizes))
+        order = order[(sizes[order] + sum(least[row + 1 :]) <= room) & (bound[order] <= known)]
+        best = np.minimum.accumulate(sums[order])
+        order = order[np.diff(best, prepend=np.inf) < 0]
+        sums, sizes = sums[order], sizes[order]
+        chosen.append(order)
+    found, place = [], int(sums.argmin())
+    for goal, order in zip(reversed(goals), reversed(chosen), strict=True):
+        place, option = divmod(int(order[place]), len(goal))
+        found.append(option)
+    return found[::-1]
+
+
+def _price(goals: _Rows, limited: _Rows, room: float) -> tuple[float, float]:
+    """Return the least price of the limited numbers at which a choice by goal and price fits, and the sum of its goals.
+
+    By bisection; without a fitting choice the sum is infinite.
+    """
+    unit = max(np.abs(row).max() for row in goals) / (max(np.abs(row).max() for row in limited) or 1.0) or 1.0
+    price, low, high, known = 0.0, 1e-12 * unit, 1e12 * unit, np.inf
+    for _ in range(60):
+        chosen = [int(np.argmin(goal + price * size)) for goal, size in zip(goals, limited, strict=True)]
+        if sum(size[i] for size, i in zip(limited, chosen, strict=True)) <= room:
+            high, known = price, float(sum(goal[i] for goal, i in zip(goals, chosen, strict=True)))
+        else:
+            low = max(low, price)
+        price = min(high, float(np.sqrt(low * high)))
+    return high, known
 
 
 def mixed_spec(
     spec: QuantSpec, choice: Mapping[str, str], settings: Mapping[str, Mapping[str, LayerSettings]], *, base: str
 ) -> QuantSpec:
-    """Return `spec` with a rule for every layer whose format is not `base`, for `ptq` and `qat`.
+    """Return `spec` with a rule for every layer whose format is not `base`.
 
     Args:
         spec: specification of the format `base`, in which all layers are quantized.
@@ -140,19 +172,26 @@ def mixed_spec(
         settings: settings of each format but `float`, by layer (`layer_settings`).
         base: name of the format of `spec` itself.
     """
-    rules = []
-    for layer, name in choice.items():
-        if name == FLOAT:
-            rules.append(Rule(match=layer, enable=False))
-        elif name != base:
-            own = settings[name][layer]
-            rules.append(Rule(match=layer, weights=own.weights, activations=own.activations))
+    rules = (format_rule(layer, name, settings) for layer, name in choice.items() if name != base)
     return replace(spec, rules=(*spec.rules, *rules))
 
 
-def with_weight_bits(spec: QuantSpec, num_bits: int) -> QuantSpec:
-    """Return `spec` with weights of `num_bits` everywhere, in its rules too."""
-    rules = tuple(
-        replace(rule, weights=replace(rule.weights, num_bits=num_bits)) if rule.weights else rule for rule in spec.rules
-    )
-    return replace(spec, weights=replace(spec.weights, num_bits=num_bits), rules=rules)
+def format_rule(layer: str, name: str, settings: Mapping[str, Mapping[str, LayerSettings]]) -> Rule:
+    """Return the rule that gives a layer a format, whose settings are those of `mixed_spec`."""
+    if name == FLOAT:
+        return Rule(match=layer, enable=False)
+    own = settings[name][layer]
+    return Rule(match=layer, weights=own.weights, activations=own.activations)
+
+
+Owner = TypeVar("Owner", QuantSpec, Rule)
+
+
+def everywhere(spec: QuantSpec, part: Literal["weights", "activations"], **changes: Any) -> QuantSpec:
+    """Return `spec` with changes of its weights or of its activations, in its rules too."""
+
+    def changed(owner: Owner) -> Owner:
+        own = getattr(owner, part)
+        return replace(owner, **{part: replace(own, **changes)}) if own else owner
+
+    return replace(changed(spec), rules=tuple(map(changed, spec.rules)))

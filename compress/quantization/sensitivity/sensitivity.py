@@ -20,7 +20,6 @@ from compress.errors import QuantizationError
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
-from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.rules import LayerSettings, resolve_rules
@@ -28,12 +27,10 @@ from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.probe import Effect as Effect
-from compress.quantization.sensitivity.probe import Probe
-from compress.quantization.sensitivity.subset import Subset, subset_of
+from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.meters import task_metric
-from compress.support.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress, tracked
 
 TASK = "sensitivity"
 
@@ -121,30 +118,27 @@ def sensitivity(
         >>> [row.layer for row in compress.sensitivity(model, images[:1], batches, batches).rows]
         ['0', '3', '5']
     """
-    known, bars = known or {}, progress or NoProgress()
     spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
     spec = kept(qmodel, spec)
     graph, _ = float_graph(model, example_inputs, spec)
-    probe = Probe(model, qmodel, images, chosen := None if metric is None else task_metric(metric))
-    variants = variants_by_layer(graph, spec)
-    facts, rows = {layer.path or layer.name: layer for layer in layers(graph)}, []
-    bars.start(TASK, len(variants), done=sum(name in known for name in variants))
-    for name, subsets in variants.items():
-        if (row := known.get(name)) is None:
-            row = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *map(probe.effect, subsets))
-            bars.advance(TASK, 1)
-            if keep is not None:
-                keep(row)
-        rows.append(row)
-    bars.finish(TASK)
+    probe = Probe(model, qmodel, list(images), None if metric is None else task_metric(metric))
+    subsets = subsets_by_layer(graph, spec)
+    facts = {layer.path or layer.name: layer for layer in layers(graph)}
+    rows = {name: row for name, row in (known or {}).items() if name in subsets}
+    left = [name for name in subsets if name not in rows]
+    for name in tracked(progress or NoProgress(), TASK, left, done=len(rows)):
+        effects = map(probe.effect, subsets[name])
+        rows[name] = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *effects)
+        if keep is not None:
+            keep(rows[name])
     return Sensitivity(
         images=probe.count,
         float_score=probe.float_score,
         quantized=probe.effect(subset_of(place(read_fx(graph), spec))),
-        rows=tuple(rows),
-        metric="top1" if chosen is None else chosen.name,
-        unit="%" if chosen is None else chosen.unit,
+        rows=tuple(rows[name] for name in subsets),
+        metric=probe.judge.name,
+        unit=probe.judge.unit,
     )
 
 
@@ -160,7 +154,7 @@ def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) 
     )
 
 
-def variants_by_layer(
+def subsets_by_layer(
     graph: fx.GraphModule, spec: QuantSpec, chosen: Collection[str] | None = None
 ) -> dict[str, tuple[Subset, Subset]]:
     """Return two subsets for every layer that can be quantized by itself: its quantizers, and all but those.
@@ -175,19 +169,16 @@ def variants_by_layer(
     """
     settings = layer_settings(graph, spec)
     view = read_fx(graph)
-    whole = place(view, spec)
-    wanted = settings.keys() if chosen is None else settings.keys() & set(chosen)
-    names = dict.fromkeys(
-        name for row in whole.decisions if row.decision == "quantize" for name in row.layer.split() if name in wanted
-    )
-    order = {node.layer: i for i, node in enumerate(view.nodes)}
+    decisions = place(view, spec).decisions
+    quantized = {name for row in decisions if row.decision == "quantize" for name in row.layer.split()}
     found = {}
-    for name in sorted(names, key=order.__getitem__):
-        alone = _placed(view, spec, only(name, settings[name]))
-        if alone is None:
-            continue
-        left_out = _placed(view, spec, (*spec.rules, Rule(match=name, enable=False)))
-        found[name] = (subset_of(alone), subset_of(left_out) if left_out else _NOTHING)
+    for name in dict.fromkeys(node.layer for node in view.nodes):
+        if name in quantized and (chosen is None or name in chosen):
+            own = Rule(match=name, weights=settings[name].weights, activations=settings[name].activations)
+            alone = _placed(view, spec, (Rule(match="*", enable=False), own))
+            left_out = _placed(view, spec, (*spec.rules, Rule(match=name, enable=False)))
+            if alone is not None:
+                found[name] = (alone, left_out or Subset())
     return found
 
 
@@ -196,18 +187,9 @@ def layer_settings(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, LayerSet
     return {node.layer: own for node, own in resolve_rules(read_fx(graph), spec).items()}
 
 
-_NOTHING = Subset(weights=frozenset(), edges=frozenset())
-
-
-def only(name: str, settings: LayerSettings) -> tuple[Rule, ...]:
-    """Return rules that leave everything float but one layer."""
-    own = Rule(match=name, enable=True, weights=settings.weights, activations=settings.activations)
-    return (Rule(match="*", enable=False), own)
-
-
-def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Placement | None:
-    """Return the placement under other rules; None if they leave nothing to quantize."""
+def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Subset | None:
+    """Return the quantizers under other rules; None if they leave nothing to quantize."""
     try:
-        return place(view, replace(spec, rules=rules))
+        return subset_of(place(view, replace(spec, rules=rules)))
     except QuantizationError:
         return None

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from compress.errors import QuantizationError
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.mixed import choose_formats, front, mixed_spec, with_weight_bits
+from compress.quantization.sensitivity.mixed import choose_formats, everywhere, front, mixed_spec
 from compress.quantization.sensitivity.sensitivity import layer_settings
 from compress.quantization.spec import QuantSpec, Rule, WeightSpec
 from tests.networks import network
@@ -86,7 +87,7 @@ def test_the_recipe_gives_each_layer_its_format():
     model, x = network(), torch.randn(4, 3, 16, 16)
     spec = QuantSpec(weights=WeightSpec(axis=None), rules=(Rule(match="block2.*", weights=WeightSpec(num_bits=6)),))
     graph, _ = float_graph(model, x, spec)
-    four = with_weight_bits(spec, 4)
+    four = everywhere(spec, "weights", num_bits=4)
     choice = {"conv1": "float", "block1.conv1": "w8a8", "block1.conv2": "w4a8", "block2.conv1": "w4a8", "fc": "w8a8"}
     mixed = mixed_spec(
         spec, choice, {"w8a8": layer_settings(graph, spec), "w4a8": layer_settings(graph, four)}, base="w8a8"
@@ -99,15 +100,19 @@ def test_the_recipe_gives_each_layer_its_format():
     assert sites["block1.conv2"].axis is None and sites["block2.conv1"].axis == 0
 
 
-def test_the_solver_prints_nothing(capfd):
-    """HiGHS 1.12 prints a line of its debugging in this program."""
+def test_a_large_choice_is_that_of_an_integer_program_and_prints_nothing(capfd):
+    """scipy's solver itself prints a line of its debugging in such a program."""
     draw = np.random.default_rng(32)
-    noise, cost = {}, {}
-    for layer in map(str, range(20)):
-        noise[layer] = dict(zip("abc", np.sort(10.0 ** draw.uniform(-4, 0, 3)).tolist(), strict=True))
-    for layer in noise:
-        cost[layer] = dict(zip("abc", np.sort(draw.uniform(0, 1, 3))[::-1].tolist(), strict=True))
-    least, most = (sum(pick(row.values()) for row in cost.values()) for pick in (min, max))
-    choose_formats(noise, cost, budget=(least + most) / 2)
+    noises = np.sort(10.0 ** draw.uniform(-4, 0, (40, 3)))
+    costs = np.sort(draw.uniform(0, 1, (40, 3)))[:, ::-1]
+    noise, cost = ({str(i): dict(zip("abc", row, strict=True)) for i, row in enumerate(t)} for t in (noises, costs))
+    budget = float(costs.min(1).sum() + costs.max(1).sum()) / 2
+    choice = choose_formats(noise, cost, budget=budget)
     ctypes.CDLL(None).fflush(None)
     assert capfd.readouterr().out == ""
+    limits = [
+        LinearConstraint(np.kron(np.eye(40), np.ones(3)), 1, 1),
+        LinearConstraint(costs.reshape(1, -1), -np.inf, budget),
+    ]
+    best = milp(noises.ravel(), constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0.0})
+    assert choice.cost <= budget and choice.noise == pytest.approx(best.fun, rel=1e-6)
