@@ -1,4 +1,11 @@
-"""Images and boxes in the layout of COCO: a JSON file for each split, and a folder of images."""
+"""Images and boxes in the layout of COCO: a JSON file for each split, and a folder of images.
+
+Three layouts, where {split} is a name such as train or train2017; boxes of crowds are neither learned nor counted:
+
+    root/annotations/instances_{split}.json   root/{split}/
+    root/annotations/instances_{split}.json   root/images/{split}/
+    root/train/_annotations.coco.json, root/valid/_annotations.coco.json, each beside its images
+"""
 
 from __future__ import annotations
 

@@ -224,6 +224,8 @@ def _part(image: Image.Image, top: int, left: int, height: int, width: int) -> I
 def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:
     """Return (top, left, height, width) of a random part: 8 to 100 % of the area, 3:4 to 4:3 in shape.
 
+    Szegedy et al., arXiv 1409.4842, section 6.
+
     After ten attempts that do not fit it is the largest centred part of an allowed shape.
     """
     for area, ratio, vertical, horizontal in zip(*(iter(draws),) * 4, strict=True):

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits of scikit-learn."""
+"""The 1,797 handwritten digits of scikit-learn (Alpaydin and Kaynak, UCI, 1998): 8 x 8 pixels in 17 greys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Folders of images and of masks, whose pixels hold the classes, for segmentation."""
+"""Folders of images and of masks, whose pixels hold the classes, for segmentation.
+
+Three layouts; in each, a mask has the name of its image and the ending .png:
+
+    root/train/ root/trainannot/ root/val/ root/valannot/             (SegNet's CamVid)
+    root/images/train/ root/masks/train/ root/images/val/ ...
+    root/train/images/ root/train/masks/ root/val/images/ ...
+
+Training images are scaled by 0.5 to 2, cropped and mirrored at random (Chen et al., arXiv 1706.05587, section 4.1).
+"""
 
 from __future__ import annotations
 

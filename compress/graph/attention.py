@@ -83,6 +83,7 @@ def _attend(
     drop: Callable[[Any], Any] = lambda weights: weights,
 ) -> tuple[Any, Any]:
     """Return (drop(softmax(finish(scale q k^T))) v, the weights that multiply v)."""
+    # the scale is applied after the product, so that both its inputs are results of linear layers
     scores = torch.matmul(query, key.transpose(-2, -1)) * scale
     weights = drop(F.softmax(finish(scores), dim=-1))
     return torch.matmul(weights, value), weights

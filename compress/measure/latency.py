@@ -25,7 +25,7 @@ from compress.support.progress import NoProgress, Progress
 
 T = TypeVar("T")
 
-RUNS_PER_TURN = 5
+RUNS_PER_TURN = 5  # single runs in turn would measure cold caches, and make large and small models look alike
 _QUIET = NoProgress()
 _SEED = 0
 

@@ -112,11 +112,13 @@ def fuse_for_training(
 ) -> fx.GraphModule:
     """A second graph over the same modules, cheaper to train; the same function and gradients, up to rounding.
 
+    FP8, ranges with a zero point and quantizers of other classes are trained on the plain path.
+
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
         kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits and pays off.
-        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs; `float` =
-            as on the plain path.
+        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs: equal but
+            for values within float32's precision of a tie; `float` = as on the plain path.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `report.chains` lists what was fused. It shares

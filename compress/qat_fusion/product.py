@@ -51,6 +51,7 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
         timed = isinstance(layer, nn.Conv2d) and tuple(weight.shape[2:]) == (3, 3)
         count = groups_together(layer.groups, weight.shape[1]) if timed else 1
         if count > 1 and dtype in (torch.float16, torch.bfloat16) and is_channels_last(x):
+            # cuDNN converts grouped tensors to another memory format and back unless the groups are wide (RegNetY)
             wide = merged_groups(weight.to(dtype), layer.groups, count)
             return F.conv2d(x, wide, bias, layer.stride, padding, layer.dilation, layer.groups // count)
     return layer._conv_forward(x, weight, bias)

@@ -14,7 +14,7 @@ from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.triton.weights import quantize_weights
 from compress.quantization.quantizer import Quantizer
 
-_GROUP_BYTES = 25 << 20  # as DistributedDataParallel's bucket_cap_mb
+_GROUP_BYTES = 25 << 20  # of DistributedDataParallel's buckets: sums of gradients overlap with backward
 
 
 class QuantizedWeights(nn.Module):

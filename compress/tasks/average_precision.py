@@ -1,4 +1,8 @@
-"""COCO's average precision of any resample of the images, and its precision at each recall."""
+"""COCO's average precision of any resample of the images, and its precision at each recall.
+
+Found boxes are matched once, image by image, as COCOeval does (Lin et al., arXiv 1405.0312; the code of pycocotools):
+by falling score, each to the free box of its class with the largest overlap.
+"""
 
 from __future__ import annotations
 

@@ -82,6 +82,10 @@ class FeaturePairs:
 def feature_distance(student: Tensor, teacher: Tensor, pair: str = "") -> Tensor:
     """Return the distance of two layers' outputs (N, C, ...).
 
+    Of one shape: the mean squared difference over the teacher's mean square (Romero et al., "FitNets", arXiv 1412.6550,
+    without the regressor). Else that of attention maps (Zagoruyko and Komodakis, arXiv 1612.03928, equation 2): means
+    over the channels of the squares, normalized to length one.
+
     Raises:
         RecipeError: other numbers of dimensions, or no places that can be matched.
     """

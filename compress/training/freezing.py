@@ -1,4 +1,8 @@
-"""BatchNorm's statistics and learned ranges, frozen or measured again."""
+"""BatchNorm's statistics and learned ranges, frozen or measured again.
+
+Late changes of either move weights from one integer to the next (Jacob et al., arXiv 1712.05877, section 3.1;
+Krishnamoorthi, arXiv 1806.08342, section 3.2.2).
+"""
 
 from __future__ import annotations
 
