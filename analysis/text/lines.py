@@ -108,7 +108,7 @@ def _prepared(image: Image.Image) -> np.ndarray:
 def decode(scores: np.ndarray, characters: Sequence[str]) -> str:
     """The best path of a CTC output (steps, classes): repeats are one, class 0 is the blank."""
     best = scores.argmax(-1)
-    kept = best[(best != 0) & (best != np.roll(best, 1) | (np.arange(len(best)) == 0))]
+    kept = best[(best != 0) & (np.diff(best, prepend=0) != 0)]
     return "".join(characters[i - 1] for i in kept)
 
 
