@@ -1,4 +1,4 @@
-"""Choice of the layers for a picture: the ends of a network's blocks, spread from the first to the last."""
+"""Choice of layers to draw: the ends of a network's blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ T = TypeVar("T")
 
 
 def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[str | None]:
-    """Return the names of up to `count` layers whose units lie on a grid, in order, including the last one.
+    """Return up to `count` layers whose units lie on a grid, in order, including the last one.
 
-    Args:
-        model: any module; if torch.fx cannot trace it, the result is [None], which means its last layer.
-        image: (1, C, height, width).
-        count: number of layers, at least 1.
+    The image is (1, C, height, width). A model that cannot be traced gives [None], its last layer.
     """
     own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), torch.zeros(()))
     try:
@@ -42,7 +39,7 @@ def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[s
 def _block_ends(
     table: ReceptiveFieldTable, rows: Sequence[ReceptiveField], count: int
 ) -> list[tuple[ReceptiveField, str]]:
-    """Return (last row, path) of the blocks at the outermost level with `count` blocks, or else with the most."""
+    """(last row, path) of the blocks at the outermost level with `count` blocks, else with the most."""
     levels: dict[int, list[tuple[ReceptiveField, str]]] = {}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         after = set(following.scopes) if following is not None else set()

@@ -1,8 +1,4 @@
-"""Operations that depend on a window along each axis: convolutions, pools, resizes, padding, windowed attention.
-
-Each rule gives a window for every spatial dimension; `_slide` applies it to the views (without borders) and to the
-bounds (with borders).
-"""
+"""Operations with a window along each axis: convolutions, pools, resizes, padding, windowed attention."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ PERIODIC = "has a pattern that is too long to follow"
 
 
 def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name: str) -> Field:
-    """Return the field of units that depend on `windows[dim]` along some dimensions; `shape` is the result's."""
+    """The field of units that depend on `windows[dim]`; `shape` is the result's."""
     bounds = []
     for bound in field.bounds:
         for dim, window in windows.items():
@@ -48,7 +44,6 @@ def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name:
 
 
 def _channels(field: Field, dim: int, groups: int, outputs: int, name: str) -> Field:
-    """Let every output channel depend on all input channels of its group."""
     if groups == 1:
         field = mix(field, [dim], name, keep=False)
     bounds = (_by_group(bound, dim, groups) for bound in field.bounds)
@@ -107,7 +102,7 @@ def _padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the padding before the first position, which must explain the size of the output."""
+    """The padding before the first position, checked against the output's size."""
     spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         return tuple(span // 2 for span in spans)  # torch pads the odd one after the last position
@@ -132,7 +127,7 @@ def _wrapped(
     before: Sequence[int],
     shape: Sequence[int],
 ) -> Field:
-    """Return the field of a convolution whose padding copies pixels: the bounds include them, the views do not."""
+    """A convolution whose padding copies pixels: only the bounds include them."""
     mode = {"circular": "circular", "reflect": "reflect", "replicate": "replicate"}[str(call.module.padding_mode)]  # type: ignore[union-attr]
     amounts = [p for i in reversed(range(len(before))) for p in (before[i], (kernel[i] - 1) * dilation[i] - before[i])]
     dims = [len(shape) - len(kernel) + i for i in range(len(kernel))]
@@ -186,7 +181,7 @@ def _pool(call: Call) -> Field:
 
 
 def _rank(call: Call) -> int:
-    """Return the spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
+    """Spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
     digits = [c for c in call.function if c.isdigit()]
     if not digits:
         raise NoRuleError("its number of spatial dimensions is not part of its name")
@@ -270,11 +265,7 @@ def _local_response_norm(call: Call) -> Field:
 
 
 def _window_attention(call: Call) -> Field:
-    """Shifted-window attention of torchvision on (N, H, W, C): a unit depends on all units of its window.
-
-    The mask cuts windows that are shifted over the border, so that along each axis they are runs of `window_size`
-    units, the first of which begins at `shift_size`.
-    """
+    """Windowed attention of torchvision on (N, H, W, C): runs of `window_size`, the first from `shift_size`."""
     field = call.field(0)
     sizes, shifts = call.argument(4, "window_size"), call.argument(6, "shift_size")
     windows = {}
