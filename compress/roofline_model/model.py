@@ -1,14 +1,7 @@
 """The roofline of a network: for each layer, a lower bound of its time on a device, and the roof that limits it.
 
-A layer does `flops` and moves `bytes`; their quotient is its arithmetic intensity. A device that computes at most
-`peak` flops a second and moves at most `bandwidth` bytes a second attains
-
-    attainable = min(peak, arithmetic_intensity * bandwidth)        (Williams et al., CACM 52(4), 2009)
-
-so that the least time of the layer is max(flops / peak, bytes / bandwidth): bound by compute right of the ridge point
-peak / bandwidth, by memory left of it. Both peaks are the maker's, so no engine is faster from main memory. A small
-tensor that stays in a cache can beat the memory roof, and kernel launches (some microseconds each, which dominate small
-batches on a large GPU) are not included.
+attainable = min(peak, arithmetic_intensity * bandwidth) (Williams et al., CACM 52(4), 2009), so the least time is
+max(flops / peak, bytes / bandwidth). Caches and kernel launches are not included.
 """
 
 from __future__ import annotations
@@ -36,16 +29,15 @@ class Row:
     Attributes:
         name, kind, type, detail, members, paths: see `Operation`.
         macs, flops: of the batch; flops = 2 * macs; None = unknown.
-        weight_bytes: weights and biases, at the precision.
-        activation_bytes: tensors read and written, at the precision.
+        weight_bytes: weights and biases.
+        activation_bytes: read and written.
         arithmetic_intensity: flops per byte; None if the macs are unknown.
-        peak_flops_per_s: peak for this layer; with 2:4 between the dense and the sparse peak, by the share of its
-            macs that a 2:4 weight can halve.
+        peak_flops_per_s: with 2:4 between the dense and the sparse peak, by the share of its macs.
         ridge_point: arithmetic intensity at which that peak is reached.
-        attainable_flops_per_s: min(peak, intensity * bandwidth); None if the macs are unknown.
+        attainable_flops_per_s: None if the macs are unknown.
         bound: the roof that limits it.
-        least_time_ms: lower bound for the batch; None if the macs are unknown.
-        measured_ms: measured time for the batch; None without a measurement.
+        least_time_ms: for the batch; None if the macs are unknown.
+        measured_ms: for the batch, or None.
     """
 
     name: str
@@ -68,28 +60,24 @@ class Row:
 
     @property
     def achieved_flops_per_s(self) -> float | None:
-        """Flops a second over the measured time; None without a measurement."""
+        """Flops over the measured time, or None."""
         return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
 
     @property
     def efficiency(self) -> float | None:
-        """Least time over measured time: 1 is the roof; None without a measurement."""
+        """Least over measured time: 1 is the roof."""
         return self.least_time_ms / self.measured_ms if self.least_time_ms is not None and self.measured_ms else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The rows of a network on a device at a precision, in the order of its graph, with totals.
+    """The rows of a network on a device, in the order of its graph, with totals.
 
     Attributes:
-        model: name of the network.
-        device: the device.
-        precision: precision of the products, such as `int8` or `int8-2:4`.
-        batch_size: images at once.
+        precision: of the products, such as `int8-2:4`.
         fused: True if operations are fused as in an engine.
-        input_shapes: shapes of the network's inputs.
         rows: the layers that compute or move something.
-        ridge_point: arithmetic intensity at which the precision's peak is reached, in flops per byte.
+        ridge_point: of the precision, flops per byte.
     """
 
     model: str
@@ -103,7 +91,7 @@ class Roofline:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of layers whose macs are unknown; the totals do not include them."""
+        """Layers of unknown macs, which totals do not include."""
         return tuple(row.name for row in self.rows if row.macs is None)
 
     @property
@@ -155,11 +143,7 @@ class Roofline:
         return sum(times) if times else None
 
     def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """Return the roofline with measured times.
-
-        Args:
-            times_ms: milliseconds for the batch by node name or module path, from `measure_torch_times` or an
-                engine's profile. A fused row takes the sum over its members.
+        """Return the roofline with measured times, ms for the batch by node or module; a fused row takes the sum.
 
         Raises:
             RooflineError: a name is in no row, or a time is not positive.
@@ -208,11 +192,11 @@ def roofline(
 
     Args:
         model: any module that fx can trace.
-        example_inputs: its inputs; dimension 0 of the first is the batch.
-        device: a name of `DEVICE_NAMES`, `machine` (the roofs that `measure_ceilings` saved here), or a `Device`.
+        example_inputs: dimension 0 of the first is the batch.
+        device: a name of `DEVICE_NAMES`, `machine` (saved by `measure_ceilings`), or a `Device`.
         precision: `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `int8`, or one of them with `-2:4`.
         fused: include BatchNorm, activation and residual addition in the convolution before them.
-        name: name of the network for titles; its class by default.
+        name: for titles; its class by default.
 
     Raises:
         RooflineError: the device or precision is unknown, or the device lacks the precision.
@@ -230,10 +214,10 @@ def roofline(
 
 
 def find_device(device: str | Device) -> Device:
-    """Return a device by name; a `Device` is returned as it is.
+    """Return a device by name.
 
     Raises:
-        RooflineError: the name is unknown, or it is `machine` and this machine was not measured.
+        RooflineError: the name is unknown, or `machine` was not measured.
     """
     if isinstance(device, Device):
         return device
@@ -241,7 +225,7 @@ def find_device(device: str | Device) -> Device:
 
 
 def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
-    """Return the roofline of a network whose operations are counted already.
+    """Return the roofline of operations that are counted already.
 
     Raises:
         RooflineError: the device or precision is unknown, or the device lacks the precision.
@@ -290,7 +274,7 @@ def row_under_roof(
     peak: float,
     bandwidth: float,
 ) -> Row:
-    """Return the bounds of a layer (formulas at the top) from its macs, its bytes, and both roofs in flop/s and B/s."""
+    """Return a layer's bounds; roofs in flop/s and B/s."""
     moved = weight_bytes + activation_bytes
     flops = None if macs is None else 2 * macs
     intensity = None if flops is None else flops / moved if moved else 0.0
@@ -316,7 +300,7 @@ def row_under_roof(
 
 
 def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
-    """Return the bytes of weights and biases, and of activations, of an operation at a precision."""
+    """Return the bytes of parameters, and of activations."""
     size = precision.bytes_per_element
     compressed = op.sparse_weight_elements if precision.sparse else 0
     bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum
@@ -326,7 +310,7 @@ def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
 
 
 def _peak(op: Operation, device: Device, precision: Precision) -> float:
-    """Return the peak of an operation: with 2:4 only some of its macs may run at the sparse peak."""
+    """An operation's peak: with 2:4 only some macs may run at the sparse one."""
     peak = device.peak_flops_per_s(precision.name)
     if not precision.sparse:
         return peak
