@@ -1,4 +1,4 @@
-"""The cost in accuracy of each choice by itself, from images alone; the costs of several choices add up."""
+"""The cost in accuracy of each choice alone, from images; costs of several choices add up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AccuracyModel:
 
     Attributes:
         distance: squared error that a choice alone adds to the outputs, over their variance.
-        taylor, fisher: change of the loss by first and by second order; of widths alone.
+        taylor, fisher: change of the loss by first and second order; of widths alone.
     """
 
     distance: Table
@@ -47,7 +47,7 @@ class AccuracyModel:
 
 
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
-    """Measure every choice alone, against the float network, on the held-out pictures."""
+    """Measure every choice alone, against the float network, on the held-out images."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)
@@ -77,7 +77,7 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
 def _formats_alone(
     lab: Lab, elements: Sequence[str], name: str, reference: list[torch.Tensor]
 ) -> Iterator[tuple[str, float]]:
-    """The error of one format in each block alone: the network is quantized once, and other quantizers are off."""
+    """The error of one format in each block, other quantizers being off."""
     base = replace(lab.quantization, adaround=None, bias_correction=None)
     lab = replace(lab, quantization=base)
     network = build(lab, {}, steps=0)
@@ -105,7 +105,7 @@ def _bounded(far: float) -> float:
 
 
 def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> dict[str, dict[str, float]]:
-    """Sum of the scores of the channels that each width removes, which the search's own criterion chooses."""
+    """Sum of the scores of the channels that each width removes."""
     table: dict[str, dict[str, float]] = {}
     for element, choices in widths.items():
         name = element.removeprefix(f"{WIDTH} ")

@@ -1,4 +1,4 @@
-"""The files of a search's measurements: one for each engine, version and machine."""
+"""Files of a search's measurements, by engine, version and machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from compress.measure.machine import describe_machine
 
 
 def cache_path(engine: str, version: str, folder: Path | None, *, what: str = "") -> Path:
-    """Return the file for an engine of a version on this machine.
-
-    Args:
-        engine: its name.
-        version: of its library.
-        folder: None = that of the user.
-        what: name of what is stored, if it is not times of networks.
-    """
+    """Return the file for an engine of a version on this machine; folder None = the user's."""
     machine = describe_machine()
     gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
     name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"

@@ -1,4 +1,4 @@
-"""Importance of channels by which they are removed: magnitude, BatchNorm scale, Taylor, Fisher, reconstruction."""
+"""Importance of channels by which they are removed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
 
     Args:
         structure: of the float network.
-        criterion: `magnitude` sums the squares of all weights along a channel (Li et al., arXiv 1608.08710, with the
-            groups of DepGraph, arXiv 2301.12900); `batchnorm` averages the scales |gamma| (network slimming, arXiv
-            1708.06519); `taylor` is (sum of activation times gradient)^2 over a batch (Molchanov et al., arXiv
-            1906.10771); `fisher` sums the squares by picture (Theis et al., arXiv 1801.05787); `reconstruction` is the
-            power that a channel adds to the layers that consume it (after ThiNet, arXiv 1707.06342, with channels
-            taken for independent).
-        batches: pictures; read by the last three.
+        criterion: `magnitude` sums squares of weights (Li et al., arXiv 1608.08710, with the groups of DepGraph, arXiv
+            2301.12900); `batchnorm` averages |gamma| (network slimming, arXiv 1708.06519); `taylor` is (sum of
+            activation
+            times gradient)^2 over a batch (Molchanov et al., arXiv 1906.10771); `fisher` sums the squares by
+            image (Theis
+            et al., arXiv 1801.05787); `reconstruction` is the power that a channel adds to its consumers (after
+            ThiNet,
+            arXiv 1707.06342, with channels taken for independent).
+        batches: images; read by the last three.
 
     Raises:
         SearchError: an unknown criterion.
@@ -57,7 +59,7 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
 
 
 def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]) -> Scores:
-    """Scores by the gradient of a loss to a factor on each channel, at the modules that produce it."""
+    """Scores by a loss's gradient to a factor on each channel."""
     taps = _taps(structure)
     sums = {use.path: torch.zeros(len(use.classes)) for use in taps}
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +70,7 @@ def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]
 
 
 def _taps(structure: Structure) -> list[Axis]:
-    """The tensor that represents each module whose output carries channels of a group: norms, else producers."""
+    """A tensor for each module whose output carries a group: norms, else producers."""
     norms = [use for use in _uses(structure, {"vector"}) if _is_scale(structure, use)]
     covered = torch.cat([use.classes for use in norms]) if norms else torch.zeros(0)
     rest = [use for use in _uses(structure, {"out"}) if not bool(torch.isin(use.classes, covered).all())]
@@ -78,7 +80,7 @@ def _taps(structure: Structure) -> list[Axis]:
 def _factor_gradients(
     graph: fx.GraphModule, tensors: Sequence[str], images: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Gradient of the loss to a factor on each channel of a module's output, by picture: (N, C) by tensor's path."""
+    """Gradient of the loss to a factor on each channel, by image: (N, C) by tensor's path."""
     seen: dict[str, list[Tensor]] = {}
 
     def keep(path: str) -> Any:
@@ -162,7 +164,7 @@ def _power(tensor: Tensor, use: Axis) -> Tensor:
 
 
 def _summed(structure: Structure, uses: Sequence[Axis], value: Any) -> dict[str, Tensor]:
-    """Add a value at each position of each use to the channel that is there."""
+    """Add a value at each position to the channel there."""
     place = {number: (name, i) for name, group in structure.groups.items() for i, number in enumerate(group.classes)}
     scores = {name: torch.zeros(_size(group)) for name, group in structure.groups.items()}
     for use in uses:

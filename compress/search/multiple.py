@@ -1,4 +1,4 @@
-"""The block of channels that an engine computes at a time, found by timing a few small networks on it."""
+"""The block of channels that an engine computes at a time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,7 @@ _SMALL = 0.33
 
 
 def channel_block(engine: str, *, version: str, cache: Path | None = None) -> int:
-    """Return the block of an engine: 8, 16 or 32 on CPUs, measured once and kept on disk; 16 on GPUs.
-
-    Args:
-        engine: name of an engine that is available.
-        version: of its library.
-        cache: folder of times; None = that of the user.
-    """
+    """Return the block of an engine: 8, 16 or 32 on CPUs, measured once and kept on disk; 16 on GPUs."""
     if engine.startswith(_GPUS):
         return GPU_BLOCK
     path = cache_path(engine, version, cache, what="block")
@@ -49,7 +43,7 @@ def channel_block(engine: str, *, version: str, cache: Path | None = None) -> in
 
 
 def block_of(times: Mapping[int, float]) -> int:
-    """Return the block that times of networks of 64, 72, 80 and 96 channels show; 8 where they show nothing.
+    """Return the block that times by number of channels show; 8 where they show nothing.
 
     >>> block_of({64: 1.0, 72: 1.44, 80: 1.43, 96: 1.97}), block_of({64: 1.0, 72: 1.2, 80: 1.4, 96: 1.9})
     (16, 8)
@@ -63,7 +57,7 @@ def block_of(times: Mapping[int, float]) -> int:
 
 
 def _times(engine: str) -> dict[int, float]:
-    """Time of a network of pointwise convolutions by its number of channels, on one thread."""
+    """Time of pointwise convolutions by channels, on one thread."""
     example = torch.zeros(1, 3, _SIDE, _SIDE)
     with tempfile.TemporaryDirectory(prefix="compress-block-") as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The refinement: trials of NSGA-II over configurations, each built and measured, in as many processes as one likes."""
+"""Trials of NSGA-II over configurations, each built and measured, in any number of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST = 3  # trials that are made even after the deadline: without one, the ear
 
 
 def optuna() -> Any:
-    """Import Optuna, which is optional; no other file imports it.
+    """Import Optuna, which is optional.
 
     Raises:
         SearchError: it is not installed; names the command.
@@ -40,15 +40,11 @@ def optuna() -> Any:
 
 
 def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Any:
-    """Open the study of a search, and create it where there is none.
+    """Open the study of a search; `create` makes one.
 
-    Args:
-        storage: a URL that Optuna knows (`sqlite:///...`, `mysql://...`, `postgresql://...`), or a file that several
-            processes append to.
-        name: of the study.
-        seed: of this worker.
-        population: configurations of a generation of NSGA-II.
-        create: False refuses a study that is not there.
+    The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the
+    seed is this
+    worker's.
 
     Raises:
         SearchError: the storage cannot be opened, or there is no study.
@@ -76,7 +72,7 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
 
 
 def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) -> None:
-    """Queue configurations to be tried first, by label; those that the study has already are left out."""
+    """Queue configurations by label, except those the study has."""
     known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
     for label, configuration in starts.items():
         whole = {**space.largest(), **configuration}
@@ -94,16 +90,10 @@ def run_trials(
     deadline: float | None,
     progress: Progress,
 ) -> None:
-    """Run trials in this process until the study has `count` that ended; other processes may do the same.
+    """Run trials until the study has `count` that ended, of all processes.
 
-    Args:
-        study: of `open_study`.
-        space: of configurations.
-        evaluate: builds and measures a configuration.
-        count: trials that ended, of all processes.
-        deadline: of `time.monotonic`; no trial but the first three begins later. The queued starts of other processes
-            are not waited for.
-        progress: is advanced by every trial that ends.
+    After `deadline` (of `time.monotonic`) only the first three trials begin; other processes' starts are not
+    waited for.
     """
     seen, since = len(ended(study)), dict[int, float]()
     progress.start(TASK, count, done=min(seen, count))
@@ -150,12 +140,9 @@ def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figur
 
 
 def reclaim(study: Any, since: dict[int, float]) -> int:
-    """Give the configurations of trials whose worker is gone back to the queue; return how many.
+    """Queue the trials of lost workers again; return how many.
 
-    Args:
-        study: of `open_study`.
-        since: takes when this process first saw each trial run, on its own clock: those of two hosts differ, and may go
-            back.
+    `since` takes when this process first saw each trial run, on its own clock.
     """
     state = optuna().trial.TrialState
     durations = [trial.duration.total_seconds() for trial in ended(study) if trial.duration is not None]
@@ -179,7 +166,7 @@ def reclaim(study: Any, since: dict[int, float]) -> int:
 
 
 def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
-    """(label, configuration, figures) of every trial that was measured, in their order, each configuration once."""
+    """(label, configuration, figures) of measured trials, in order, each configuration once."""
     found: dict[str, tuple[str, dict[str, str], Figures]] = {}
     for trial in study.get_trials(deepcopy=False):
         if _FIGURES not in trial.user_attrs:
@@ -195,7 +182,7 @@ def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
 
 
 def failures(study: Any) -> dict[str, str]:
-    """Reasons of trials that could not be built or run, by label."""
+    """Reasons of failed trials, by label."""
     return {
         trial.user_attrs.get(_LABEL) or f"trial {trial.number}": trial.user_attrs[_ERROR]
         for trial in study.get_trials(deepcopy=False)
@@ -204,7 +191,7 @@ def failures(study: Any) -> dict[str, str]:
 
 
 def ended(study: Any) -> Sequence[Any]:
-    """Trials that were measured, or refused with a reason; those that a lost worker left do not count."""
+    """Trials that were measured, or refused with a reason."""
     return [
         trial
         for trial in study.get_trials(deepcopy=False)
@@ -213,7 +200,7 @@ def ended(study: Any) -> Sequence[Any]:
 
 
 def configuration_of(trial: Any) -> dict[str, str]:
-    """The configuration of a trial, also of one that waits in the queue."""
+    """The configuration of a trial, also of a queued one."""
     return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
 
 
