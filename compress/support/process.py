@@ -1,4 +1,4 @@
-"""Processes of this machine: whether one is there, and the cores that this one may use."""
+"""Processes of this machine, and the cores that this one may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def core_count() -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    """Whether a process runs; one that ended unwaited does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
