@@ -135,8 +135,7 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
     """Return the convolutions whose input already covers the whole image (Richter et al., arXiv 2106.12307).
 
     A linear layer over the channels of a map is a 1 x 1 convolution; one after the map is not judged. Global
-    operations are
-    ignored. `image_size` is (height, width), None = the table's; macs are at the table's size.
+    operations are ignored. `image_size` is (height, width), None = the table's; macs are at the table's size.
 
     Raises:
         ReceptiveFieldError: the image size has another number of axes than the table's.

@@ -27,9 +27,9 @@ class ErfOptions:
 
     Attributes:
         unit: (row, column); None = (rows // 2, columns // 2).
-        upstream: gradient at the unit's channels: `random` normal weights for each image, which measure the
-            norm of all
-            channels' gradients; `ones` uses their sum, in which opposite signs cancel (nearly all after a LayerNorm).
+        upstream: gradient at the unit's channels: `random` normal weights for each image, which measure the norm of
+            all channels' gradients; `ones` uses their sum, in which opposite signs cancel (nearly all after a
+            LayerNorm).
         average: mean over images of each gradient's `absolute` value, its `positive` part (RepLKNet), its square
             (`rms`, with the root at the end), or itself (`signed`, with the magnitude at the end; needs `ones`).
         batch_size: images of one pass.
@@ -102,9 +102,8 @@ def effective_receptive_field(
 ) -> EffectiveReceptiveField:
     """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
 
-    The arguments and errors are those of `effective_receptive_fields`, which measures several layers in one
-    pass. The map
-    is (height, width); its sizes are in pixels (`.metrics`).
+    The arguments and errors are those of `effective_receptive_fields`, which measures several layers in one pass. The
+    map is (height, width); its sizes are in pixels (`.metrics`).
 
     Examples:
         >>> field = compress.effective_receptive_field(model, images, layer="0")

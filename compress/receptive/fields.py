@@ -53,8 +53,8 @@ class Field:
     """The receptive fields of the elements of one tensor.
 
     Attributes:
-        bounds: for each axis two tensors of the tensor's shape: the first and last pixel as first - 2^22 and
-            -last - 2^22, so that a union is a minimum and zero means no pixel. Equal dimensions are expanded.
+        bounds: for each axis two tensors of the tensor's shape: the first and last pixel as first - 2^22 and -last -
+            2^22, so that a union is a minimum and zero means no pixel. Equal dimensions are expanded.
         dims: for each axis the tensor's dimension that runs along it, or None.
         notes: a note for each pair of branches that are not aligned.
     """
@@ -216,8 +216,7 @@ def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: 
     """Return the field, or fields, after an operation that only moves elements.
 
     It is run on the bounds, and on the indices along each axis, which show where the axis went. With `folds`,
-    neighbouring
-    positions become channels (space to depth), and a unit has the union over them.
+    neighbouring positions become channels (space to depth), and a unit has the union over them.
     """
     moved = [operation(bound) for bound in field.bounds]
     places = [_places(field, axis, operation) for axis in range(len(field.views))]

@@ -33,11 +33,9 @@ class _Unknown:
 def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldTable:
     """Return the theoretical receptive field of every node with respect to the model's first input.
 
-    The definitions are those of arXiv 1603.07285 (Dumoulin and Visin), and of Araujo et al., "Computing
-    Receptive Fields of
-    Convolutional Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders
-    depend on its
-    size only after adaptive pooling. The model is not changed.
+    The definitions are those of arXiv 1603.07285 (Dumoulin and Visin), and of Araujo et al., "Computing Receptive
+    Fields of Convolutional Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders
+    depend on its size only after adaptive pooling. The model is not changed.
 
     Raises:
         ReceptiveFieldError: the input is not an image.

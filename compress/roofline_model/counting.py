@@ -164,9 +164,8 @@ def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """Group nodes as an engine fuses them.
 
     A BatchNorm, activation or addition joins the group that produces its input if that has no other consumer and the
-    result's shape. A product takes one addition of two tensors, a pointwise chain any number; the addition of
-    two products
-    joins the later one.
+    result's shape. A product takes one addition of two tensors, a pointwise chain any number; the addition of two
+    products joins the later one.
     """
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}

@@ -21,9 +21,8 @@ def measure_torch_times(
 ) -> dict[str, float]:
     """Return the ms of every node that computes or moves something, for the batch, by name.
 
-    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds. The inputs
-    are on the
-    model's device.
+    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds. The inputs are on
+    the model's device.
 
     Raises:
         RooflineError: `repeats` is below 1, or `warmup` is negative.

@@ -27,8 +27,8 @@ def corrected(
 ) -> Timed:
     """Time a model's best networks until one keeps the bound, or the model has seen them all.
 
-    Each round corrects the model where it predicts too short times. `more` times networks; a latency of None =
-    one round.
+    Each round corrects the model where it predicts too short times. `more` times networks; a latency of None = one
+    round.
     """
     for turn in range(_CORRECTIONS):
         first = wanted(timed)

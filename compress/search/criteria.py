@@ -26,12 +26,9 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
         structure: of the float network.
         criterion: `magnitude` sums squares of weights (Li et al., arXiv 1608.08710, with the groups of DepGraph, arXiv
             2301.12900); `batchnorm` averages |gamma| (network slimming, arXiv 1708.06519); `taylor` is (sum of
-            activation
-            times gradient)^2 over a batch (Molchanov et al., arXiv 1906.10771); `fisher` sums the squares by
-            image (Theis
-            et al., arXiv 1801.05787); `reconstruction` is the power that a channel adds to its consumers (after
-            ThiNet,
-            arXiv 1707.06342, with channels taken for independent).
+            activation times gradient)^2 over a batch (Molchanov et al., arXiv 1906.10771); `fisher` sums the squares
+            by image (Theis et al., arXiv 1801.05787); `reconstruction` is the power that a channel adds to its
+            consumers (after ThiNet, arXiv 1707.06342, with channels taken for independent).
         batches: images; read by the last three.
 
     Raises:

@@ -66,11 +66,9 @@ def reconstruct(
 ) -> fx.GraphModule:
     """Measure BatchNorm's statistics again and train on the float network's outputs, in place.
 
-    The loss is the squared error of the outputs, and of every BatchNorm's left channels, each over the power of
-    its target
-    (layer-wise reconstruction, as in AdaRound and BRECQ, of all layers at once). Configuration and scores are
-    those that
-    `small` was made with; batches are preprocessed images; `steps` are Adam's.
+    The loss is the squared error of the outputs, and of every BatchNorm's left channels, each over the power of its
+    target (layer-wise reconstruction, as in AdaRound and BRECQ, of all layers at once). Configuration and scores are
+    those that `small` was made with; batches are preprocessed images; `steps` are Adam's.
     """
     recalibrate_batchnorm(small, batches)
     if not steps:

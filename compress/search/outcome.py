@@ -148,9 +148,8 @@ _LIKELY = 0.5
 def order(front: Front, bound: Bound) -> list[Point]:
     """Return the points to fine-tune, the most promising first.
 
-    By latency: those within the bound, the most accurate and the best uniform one first. By drop: the middle of
-    the front,
-    of which `after` halves what is left.
+    By latency: those within the bound, the most accurate and the best uniform one first. By drop: the middle of the
+    front, of which `after` halves what is left.
 
     Raises:
         SearchError: no candidate was measured.

@@ -42,9 +42,8 @@ def optuna() -> Any:
 def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Any:
     """Open the study of a search; `create` makes one.
 
-    The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the
-    seed is this
-    worker's.
+    The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the seed is
+    this worker's.
 
     Raises:
         SearchError: the storage cannot be opened, or there is no study.
@@ -92,8 +91,8 @@ def run_trials(
 ) -> None:
     """Run trials until the study has `count` that ended, of all processes.
 
-    After `deadline` (of `time.monotonic`) only the first three trials begin; other processes' starts are not
-    waited for.
+    After `deadline` (of `time.monotonic`) only the first three trials begin; other processes' starts are not waited
+    for.
     """
     seen, since = len(ended(study)), dict[int, float]()
     progress.start(TASK, count, done=min(seen, count))

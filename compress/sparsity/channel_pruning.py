@@ -60,9 +60,8 @@ def prune_channels(
 ) -> ChannelReport:
     """Remove channels until the share R of `channel:R` of the macs is removed; in place.
 
-    The parameters become new objects: make the optimizer afterwards. Outputs of the last layer and of layers
-    that a rule
-    disables stay.
+    The parameters become new objects: make the optimizer afterwards. Outputs of the last layer and of layers that a
+    rule disables stay.
 
     Args:
         model: dense, float and traceable.
@@ -72,9 +71,8 @@ def prune_channels(
 
     Raises:
         ModelError: `model` is no module.
-        SparsityError: another pattern, a masked or quantized model, torch-pruning is not installed or cannot
-            follow the
-            model, or the macs cannot be reduced so far.
+        SparsityError: another pattern, a masked or quantized model, torch-pruning is not installed or cannot follow
+            the model, or the macs cannot be reduced so far.
 
     Examples:
         >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1))

@@ -34,8 +34,7 @@ class _Follower(fx.Interpreter):
     """Runs a graph and finds the channel numbers of every node, or why it has none.
 
     Numbers have as many axes as the value, of size 1 where they do not vary. Elementwise operations tie them,
-    operations
-    that move elements are run on them, others pin the channels that they consume.
+    operations that move elements are run on them, others pin the channels that they consume.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:

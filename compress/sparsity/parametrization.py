@@ -166,8 +166,8 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     """Bake the masks in: weights become plain parameters, zero where masked; in place.
 
-    The parameters stay the same objects. Further training would change the zeros: hold them with
-    `apply_masks(model, masks)`.
+    The parameters stay the same objects. Further training would change the zeros: hold them with `apply_masks(model,
+    masks)`.
 
     Returns:
         The masks, by layer path.

@@ -51,8 +51,8 @@ def search_permutation(
         n: values kept of every m, 1 to m - 1.
         m: divides the columns.
         seconds: time limit, over which the search cools down; at least one sweep is made.
-        rounds: cool down over so many rounds if they end sooner, which makes the result a function of the seed;
-            None = 16 times the cube of the number of stripes.
+        rounds: cool down over so many rounds if they end sooner, which makes the result a function of the seed; None =
+            16 times the cube of the number of stripes.
         seed: seed of the random pairs and swaps.
 
     Raises:
@@ -97,9 +97,8 @@ def _kept_of_rows(magnitudes: Tensor, count: int) -> float:
 class _Stripes:
     """The columns in stripes of m, with the sums that rate a swap.
 
-    A stripe whose column i becomes x keeps base_i + sum_r max(theta_i(r), x(r)); theta_i is the n-th largest of
-    its other
-    columns, base_i the sum of the n - 1 larger ones. max(a, b) = (a + b + |a - b|) / 2, so all swaps are one L1
+    A stripe whose column i becomes x keeps base_i + sum_r max(theta_i(r), x(r)); theta_i is the n-th largest of its
+    other columns, base_i the sum of the n - 1 larger ones. max(a, b) = (a + b + |a - b|) / 2, so all swaps are one L1
     distance.
 
     Attributes:
