@@ -244,8 +244,19 @@ def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roof
 
 
 def _row(op: Operation, device: Device, precision: Precision) -> Row:
-    weights, activations = operation_bytes(op, precision)
     return row_under_roof(
+        op, operation_bytes(op, precision), peak=_peak(op, device, precision), bandwidth=device.bandwidth_bytes_per_s
+    )
+
+
+def row_under_roof(op: Operation, moves: tuple[float, float], *, peak: float, bandwidth: float) -> Row:
+    """Return a layer's bounds from its bytes, as `operation_bytes` gives them; roofs in flop/s and B/s."""
+    weight_bytes, activation_bytes = moves
+    moved = weight_bytes + activation_bytes
+    flops = None if op.macs is None else 2 * op.macs
+    intensity = None if flops is None else flops / moved if moved else 0.0
+    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
+    return Row(
         name=op.name,
         kind=op.kind,
         type=op.type,
@@ -253,40 +264,6 @@ def _row(op: Operation, device: Device, precision: Precision) -> Row:
         members=op.members,
         paths=op.paths,
         macs=op.macs,
-        weight_bytes=weights,
-        activation_bytes=activations,
-        peak=_peak(op, device, precision),
-        bandwidth=device.bandwidth_bytes_per_s,
-    )
-
-
-def row_under_roof(
-    *,
-    name: str,
-    kind: str,
-    type: str,
-    detail: str,
-    members: tuple[str, ...],
-    paths: tuple[str, ...],
-    macs: int | None,
-    weight_bytes: float,
-    activation_bytes: float,
-    peak: float,
-    bandwidth: float,
-) -> Row:
-    """Return a layer's bounds; roofs in flop/s and B/s."""
-    moved = weight_bytes + activation_bytes
-    flops = None if macs is None else 2 * macs
-    intensity = None if flops is None else flops / moved if moved else 0.0
-    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
-    return Row(
-        name=name,
-        kind=kind,
-        type=type,
-        detail=detail,
-        members=members,
-        paths=paths,
-        macs=macs,
         flops=flops,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,

@@ -73,6 +73,8 @@ class Lab:
         held: images that they are measured on.
         block: channels that the engine computes at a time.
         runs, seconds: most timed runs of each network and load, and time for each.
+        version: of the engine's library.
+        cache: folder of times; None = the user's.
     """
 
     structure: Structure
@@ -86,6 +88,8 @@ class Lab:
     block: int = 1
     runs: int = 40
     seconds: float = 0.4
+    version: str = ""
+    cache: Path | None = None
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:

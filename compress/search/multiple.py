@@ -1,7 +1,9 @@
-"""The block of channels that an engine computes at a time."""
+"""The block of channels that an engine computes at a time, and the files of a search's measurements."""
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,7 +17,7 @@ from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json
 from compress.measure import measure_latency
-from compress.search.cache import cache_path
+from compress.measure.machine import describe_machine
 
 GPU_BLOCK = 16
 _GPUS = ("cuda", "tensorrt")
@@ -24,6 +26,15 @@ _LAYERS, _SIDE = 6, 28
 _LOADS, _RUNS, _SECONDS = 2, 60, 0.1
 _SMALL = 0.33
 """Share of the growth from 64 channels: less than it from 72 to 80, or from 80 to 96, is none."""
+
+
+def cache_path(engine: str, version: str, folder: Path | None, *, what: str = "") -> Path:
+    """Return the file for an engine of a version on this machine; folder None = the user's."""
+    machine = describe_machine()
+    gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
+    name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"
+    base = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "search"
+    return base / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
 
 
 def channel_block(engine: str, *, version: str, cache: Path | None = None) -> int:

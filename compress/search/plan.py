@@ -90,6 +90,5 @@ def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
         model=fit(list(samples.values()), block=lab.block),
         check=check(seen["predicted"], seen["measured"]),
         samples=samples,
-        smallest=float(tree["smallest"]),
         cached=int(tree["cached"]),
     )

@@ -100,10 +100,9 @@ def search(
     version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)
     block = read_block(Path(out)) or channel_block(engine, version=version, cache=cache)
     lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization, block=block)
+    lab = replace(lab, version=version, cache=cache)
     bound = {"latency": latency, "max_drop": max_drop}
-    return _measured_front(
-        lab, Path(out), bound, version=version, storage=storage, cache=cache, role=role, resume=resume, progress=bars
-    )
+    return _measured_front(lab, Path(out), bound, storage=storage, role=role, resume=resume, progress=bars)
 
 
 def _measured_front(
@@ -111,9 +110,7 @@ def _measured_front(
     folder: Path,
     bound: Mapping[str, float | None],
     *,
-    version: str,
     storage: str | None,
-    cache: Path | None,
     role: Role,
     resume: bool,
     progress: Progress,
@@ -125,16 +122,20 @@ def _measured_front(
     reference = export(lab, apply(lab.structure, {}), folder / f"{REFERENCE}-{os.getpid()}.onnx")
     try:
         if known is None:
-            timed = time_space(lab, reference, version=version, cache=cache, progress=progress)
+            timed = time_space(lab, reference, progress=progress)
             _check_reachable(timed, latency)
             accuracy = rate_choices(lab, progress=progress)
-            more = partial(time_more, lab, reference=reference, version=version, cache=cache, progress=progress)
-            known = corrected(timed, lambda now: _first(lab, now, accuracy, latency), more, latency), accuracy
+            more = partial(time_more, lab, reference=reference, progress=progress)
+            wanted = lambda now: list(_optimal(lab, now, accuracy, latency).values())  # noqa: E731
+            known = corrected(timed, wanted, more, latency), accuracy
             write_plan(folder, lab, *known)
         starts = _starts(lab, *known, latency) if role == "all" else {}
         study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
         if role == "all" and latency is not None:
-            _keep_bound(lab, *known, study, reference, latency=latency, progress=progress)
+            timed, accuracy = known
+            best = partial(best_within, lab.space, accuracy.distance, _predict(lab, timed))
+            evaluate = partial(measure, lab, reference=reference)
+            go_on(study, lab.space, best, json.loads(timed.fastest), evaluate, latency=latency, progress=progress)
         points = _points(lab, *known, study, reference)
     finally:
         reference.unlink(missing_ok=True)
@@ -171,27 +172,6 @@ def _refine(
     evaluate = partial(measure, lab, reference=reference)
     run_trials(study, lab.space, evaluate, count=spec.trials, deadline=deadline, progress=progress)
     return study
-
-
-def _keep_bound(
-    lab: Lab,
-    timed: Timed,
-    accuracy: AccuracyModel,
-    study: Any,
-    reference: Path,
-    *,
-    latency: float,
-    progress: Progress,
-) -> None:
-    go_on(
-        study,
-        lab.space,
-        partial(best_within, lab.space, accuracy.distance, _predict(lab, timed)),
-        json.loads(min(timed.samples, key=lambda key: timed.samples[key].time)),
-        partial(measure, lab, reference=reference),
-        latency=latency,
-        progress=progress,
-    )
 
 
 def check_request(
@@ -304,10 +284,6 @@ def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | N
         if best is not None and not _as_is(lab, best):
             found.setdefault(f"{START} {number} ({budget:.2f})", best)
     return dict(list(found.items())[: max(lab.spec.trials // 2, 1)])
-
-
-def _first(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> list[Configuration]:
-    return list(_optimal(lab, timed, accuracy, latency).values())
 
 
 def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:

@@ -15,10 +15,10 @@ from typing import Any
 from compress.errors import CompressError, EngineError
 from compress.files import read_json, write_json
 from compress.measure.layer_times import measure_engine_layers
-from compress.search.cache import cache_path
 from compress.search.costs import LayerCost
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, Sample, check, fit
+from compress.search.multiple import cache_path
 from compress.search.network import apply
 from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, key_of
 from compress.support.progress import Progress
@@ -38,15 +38,23 @@ class Timed:
         model: fitted to all networks that were timed.
         check: of the model before the last networks were added, on those.
         samples: by key of their configuration.
-        smallest: least time over the float network's.
         cached: number of networks whose times were on disk.
     """
 
     model: LatencyModel
     check: Check
     samples: Mapping[str, Sample]
-    smallest: float
     cached: int
+
+    @property
+    def fastest(self) -> str:
+        """Key of the network of the least time."""
+        return min(self.samples, key=lambda key: self.samples[key].time)
+
+    @property
+    def smallest(self) -> float:
+        """Least time over the float network's."""
+        return self.samples[self.fastest].time
 
     def without(self, costs: tuple[LayerCost, ...]) -> LatencyModel:
         """The model of all networks but those of these costs."""
@@ -54,7 +62,7 @@ class Timed:
         return self.model if len(others) in {0, len(self.samples)} else fit(others, block=self.model.block)
 
 
-def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, progress: Progress) -> Timed:
+def time_space(lab: Lab, reference: Path, *, progress: Progress) -> Timed:
     """Time networks, fit a model, and check it on others, until it is good or `_ROUNDS` are over.
 
     Raises:
@@ -62,7 +70,7 @@ def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, p
     """
     generator = random.Random(lab.spec.seed)
     held_out = max(2, lab.spec.networks // 3)
-    store = _Store(cache_path(lab.engine, version, cache))
+    store = _Store(cache_path(lab.engine, lab.version, lab.cache))
     known = {**_corners(lab), **_random(lab, generator, max(lab.spec.networks - len(_corners(lab)), 0))}
     progress.start(TASK, len(known) + held_out)
     samples = _samples(lab, list(known.values()), reference, store, progress)
@@ -82,23 +90,15 @@ def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, p
         model=fit(list(samples.values()), block=lab.block),
         check=seen,
         samples=samples,
-        smallest=min(sample.time for sample in samples.values()),
         cached=store.hits,
     )
 
 
 def time_more(
-    lab: Lab,
-    timed: Timed,
-    configurations: Sequence[Configuration],
-    reference: Path,
-    *,
-    version: str,
-    cache: Path | None,
-    progress: Progress,
+    lab: Lab, timed: Timed, configurations: Sequence[Configuration], reference: Path, *, progress: Progress
 ) -> Timed:
     """Time further networks, and correct the model by them."""
-    store = _Store(cache_path(lab.engine, version, cache))
+    store = _Store(cache_path(lab.engine, lab.version, lab.cache))
     progress.start(TASK, len(configurations))
     samples = dict(timed.samples)
     with contextlib.suppress(CompressError):  # a trial will say why they cannot be built
@@ -108,7 +108,6 @@ def time_more(
         timed,
         model=fit(list(samples.values()), block=lab.block),
         samples=samples,
-        smallest=min(sample.time for sample in samples.values()),
         cached=timed.cached + store.hits,
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from compress.errors import ModelError, SparsityError
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
 from compress.sparsity.channel_classes import Channels, Use, permute_index
-from compress.sparsity.eligibility import chosen_layers, eligibility
+from compress.sparsity.eligibility import chosen_layers, eligibility, weight_of
 from compress.sparsity.groups import channels_of
 from compress.sparsity.permutation_search import Permutation, kept_by_order, search_permutation
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
@@ -99,7 +98,7 @@ def permute_channels(
         raise SparsityError(f"channels cannot be permuted: {error}") from error
     inputs = as_inputs(example_inputs)
     channels = channels_of(graph_module, inputs)
-    weights = {path: cast(Tensor, module.weight).detach() for path, module in layers.items()}
+    weights = {path: weight_of(module).detach() for path, module in layers.items()}
     uses = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
     _pin_constants(channels, model)
     groups = _groups(channels, {path: uses[path] for path in layers if path in uses}, pattern.m)

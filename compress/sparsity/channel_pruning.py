@@ -6,7 +6,7 @@ import copy
 import importlib
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import check_module, trace
-from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
+from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weight_of, weighted_layers
 from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress
@@ -186,7 +186,7 @@ def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(cast(Tensor, layer.weight).shape) for path, layer in weighted_layers(model).items()}
+    return {path: tuple(weight_of(layer).shape) for path, layer in weighted_layers(model).items()}
 
 
 def _parameters(model: nn.Module) -> int:

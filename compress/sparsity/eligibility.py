@@ -91,7 +91,7 @@ def eligibility(
             Eligibility(
                 layer=path,
                 type=type(module).__name__.removeprefix("Parametrized"),
-                shape=tuple(_weight(module).shape),
+                shape=tuple(weight_of(module).shape),
                 eligible=reason is None,
                 reason=reason or _note(module, pattern),
             )
@@ -212,13 +212,13 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 def _tied(path: str, module: nn.Module, holders: dict[int, list[str]]) -> str | None:
     """Reason to leave a layer dense whose weight another layer shares."""
     parametrized = parametrize.is_parametrized(module, "weight")
-    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [_weight(module)]
+    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [weight_of(module)]
     others = sorted({other for parameter in own for other in holders.get(id(parameter), ()) if other != path})
     return f"its weight is that of {', '.join(others)} too, which would use the zeros unmasked" if others else None
 
 
 def _indivisible(module: nn.Module, pattern: Pattern) -> str | None:
-    channels = _weight(module).shape[1]
+    channels = weight_of(module).shape[1]
     if pattern.kind != "nm" or channels % pattern.m == 0:
         return None
     each = "" if getattr(module, "groups", 1) == 1 else " a group"
@@ -230,7 +230,7 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
         return f"the {place} layer is left dense unless a rule enables it"
     if getattr(module, "groups", 1) > 1:
         return f"a convolution of {module.groups} groups: no sparse kernel takes it"
-    out, channels = _weight(module).shape[:2]
+    out, channels = weight_of(module).shape[:2]
     fits = channels % TENSORRT_IN == 0 and out % TENSORRT_OUT == 0
     if fits or spec.kernels == "any" or (pattern.n, pattern.m) != (2, 4):
         return None
@@ -242,7 +242,7 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
 
 def _note(module: nn.Module, pattern: Pattern) -> str:
     """Speed to expect of a layer that is masked."""
-    weight = _weight(module)
+    weight = weight_of(module)
     if pattern.kind != "nm":
         return "no engine is faster for zeros anywhere"
     if (pattern.n, pattern.m) != (2, 4):
@@ -252,7 +252,7 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
     return "large enough to gain"
 
 
-def _weight(module: nn.Module) -> Tensor:
+def weight_of(module: nn.Module) -> Tensor:
     """The weight; a parametrized one is not computed, unless of several tensors as in weight_norm."""
     if parametrize.is_parametrized(module, "weight"):
         chain = cast(Any, module.parametrizations)["weight"]

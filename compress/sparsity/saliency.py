@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compress.errors import SparsityError
 from compress.graph.batches import model_inputs
 from compress.graph.inputs import first_of, run_with
+from compress.sparsity.eligibility import weight_of
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
 from compress.support.progress import NoProgress, Progress
@@ -118,7 +119,7 @@ def prune_layers(
             except SparsityError as error:
                 raise SparsityError(f"layer {path}: {error}") from error
             with torch.no_grad():
-                cast(Tensor, layer.weight).copy_(weight)
+                weight_of(layer).copy_(weight)
             results[path] = (weight, mask)
             progress.advance("hessian")
     progress.finish("hessian")
@@ -191,7 +192,7 @@ def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
     group: list[str] = []
     used = 0
     for path, layer in layers.items():
-        weight = cast(Tensor, layer.weight)
+        weight = weight_of(layer)
         size = 4 * getattr(layer, "groups", 1) * weight[0].numel() ** 2
         if group and used + size > MEMORY_BYTES:
             yield group
@@ -232,7 +233,7 @@ def _measure(
 
 
 def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]:
-    weight = cast(Tensor, layer.weight).detach()
+    weight = weight_of(layer).detach()
     blocks = as_matrix(weight, len(hessian))
     pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
     updated, mask = (torch.stack(parts).flatten(0, 1) for parts in zip(*pairs, strict=True))
