@@ -210,7 +210,7 @@ def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]
     seen: dict[str, Tensor] = {}
 
     def collect(name: str) -> Callable[..., Any]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Tensor | None:
             tensors = flat_tensors(output)
             if tensors:
                 seen.pop(name, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -23,6 +23,21 @@ from compress.receptive.windows import (
 )
 
 PERIODIC = "has a pattern that is too long to follow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """A kernel along the last axes of a tensor; `before` is the padding before the first position of each."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+
+    def windows(self, rank: int, make: Callable[..., Window] = sliding) -> dict[int, Window]:
+        """The window of each axis of a tensor with `rank` axes."""
+        axes = enumerate(zip(self.size, self.stride, self.dilation, self.before, strict=True), rank - len(self.size))
+        return {d: make(k, stride=s, dilation=x, padding=p) for d, (k, s, x, p) in axes}
 
 
 def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name: str) -> Field:
@@ -84,13 +99,10 @@ def _conv(call: Call) -> Field:
         call, call.argument(4, "padding", 0), field.shape[-rank:], shape[-rank:], kernel, stride, dilation
     )
     mixed = _channels(field, field.bounds[0].ndim - rank - 1, call.argument(6, "groups", 1), weight.shape[0], call.name)
+    whole = _Kernel(size=kernel, stride=stride, dilation=dilation, before=before)
     if getattr(call.module, "padding_mode", "zeros") != "zeros":
-        return _wrapped(mixed, call, kernel, stride, dilation, before, shape)
-    windows = {
-        len(shape) - rank + i: sliding(kernel[i], stride=stride[i], dilation=dilation[i], padding=before[i])
-        for i in range(rank)
-    }
-    return _slide(mixed, windows, shape, call.name)
+        return _wrapped(mixed, call, whole, shape)
+    return _slide(mixed, whole.windows(len(shape)), shape, call.name)
 
 
 def _padding(
@@ -118,31 +130,15 @@ def _padding(
     raise NoRuleError(f"its output is {tuple(outputs)} where its kernel, stride and padding give {tuple(expected)}")
 
 
-def _wrapped(
-    field: Field,
-    call: Call,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    before: Sequence[int],
-    shape: Sequence[int],
-) -> Field:
+def _wrapped(field: Field, call: Call, kernel: _Kernel, shape: Sequence[int]) -> Field:
     """A convolution whose padding copies pixels: only the bounds include them."""
-    mode = {"circular": "circular", "reflect": "reflect", "replicate": "replicate"}[str(call.module.padding_mode)]  # type: ignore[union-attr]
-    amounts = [p for i in reversed(range(len(before))) for p in (before[i], (kernel[i] - 1) * dilation[i] - before[i])]
-    dims = [len(shape) - len(kernel) + i for i in range(len(kernel))]
-    plain = {d: sliding(k, stride=s, dilation=x) for d, k, s, x in zip(dims, kernel, stride, dilation, strict=True)}
+    mode = str(getattr(call.module, "padding_mode", "zeros"))
+    axes = list(zip(kernel.size, kernel.dilation, kernel.before, strict=True))
+    amounts = [p for k, d, before in reversed(axes) for p in (before, (k - 1) * d - before)]
     padded = replace(field, bounds=tuple(F.pad(b.contiguous(), amounts, mode=mode) for b in field.bounds))
-    views = _slide(
-        field,
-        {
-            d: sliding(k, stride=s, dilation=x, padding=p)
-            for d, k, s, x, p in zip(dims, kernel, stride, dilation, before, strict=True)
-        },
-        shape,
-        call.name,
-    ).views
-    return replace(_slide(padded, plain, shape, call.name), views=views)
+    views = _slide(field, kernel.windows(len(shape)), shape, call.name).views
+    plain = replace(kernel, before=(0,) * len(kernel.size))
+    return replace(_slide(padded, plain.windows(len(shape)), shape, call.name), views=views)
 
 
 def _conv_transpose(call: Call) -> Field:
@@ -157,11 +153,8 @@ def _conv_transpose(call: Call) -> Field:
     padding = _per_axis(call.argument(4, "padding", 0), rank, "padding")
     dilation = _per_axis(call.argument(7, "dilation", 1), rank, "dilation")
     mixed = _channels(field, len(shape) - rank - 1, groups, weight.shape[1] * groups, call.name)
-    windows = {
-        len(shape) - rank + i: transposed(kernel[i], stride=stride[i], dilation=dilation[i], padding=padding[i])
-        for i in range(rank)
-    }
-    return _slide(mixed, windows, shape, call.name)
+    whole = _Kernel(size=kernel, stride=stride, dilation=dilation, before=padding)
+    return _slide(mixed, whole.windows(len(shape), transposed), shape, call.name)
 
 
 def _pool(call: Call) -> Field:
@@ -173,11 +166,8 @@ def _pool(call: Call) -> Field:
     padding = _per_axis(call.argument(3, "padding", 0), rank, "padding")
     dilated = call.kind == "max_pool"
     dilation = _per_axis(call.argument(4, "dilation", 1) if dilated else 1, rank, "dilation")
-    windows = {
-        len(shape) - rank + i: sliding(kernel[i], stride=strides[i], dilation=dilation[i], padding=padding[i])
-        for i in range(rank)
-    }
-    return _slide(field, windows, shape, call.name)
+    whole = _Kernel(size=kernel, stride=strides, dilation=dilation, before=padding)
+    return _slide(field, whole.windows(len(shape)), shape, call.name)
 
 
 def _rank(call: Call) -> int:

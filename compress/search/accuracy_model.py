@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -89,8 +90,7 @@ def _formats_alone(
         if subset is None or not isinstance(whole, fx.GraphModule):
             yield element, 0.0
             continue
-        rows = [[x.cpu() for x in flat_tensors(run_subset(whole, subset, images))] for images in lab.held]
-        yield element, _bounded(distance([torch.cat(parts) for parts in zip(*rows, strict=True)], reference))
+        yield element, _bounded(distance(_outputs(lab, partial(run_subset, whole, subset)), reference))
 
 
 def _alone(lab: Lab, element: str, choice: str, reference: list[torch.Tensor]) -> float:
@@ -114,7 +114,7 @@ def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> di
     return table
 
 
-def _outputs(lab: Lab, network: torch.nn.Module) -> list[torch.Tensor]:
+def _outputs(lab: Lab, network: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
     """Output tensors for all pictures held back."""
     rows = [[x.cpu() for x in flat_tensors(network(images))] for images in lab.held]
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]

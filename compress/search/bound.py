@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from compress.search.front import START
 from compress.search.lab import Figures
@@ -11,6 +11,9 @@ from compress.search.space import Configuration, Space, key_of
 from compress.search.timing import Timed
 from compress.search.trials import add_starts, ended, results, run_trials
 from compress.support.progress import Progress
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 NEAR = (1.0, 0.97, 0.92)
 """Shares of a bound that the best networks by the models are looked for at."""
@@ -44,7 +47,7 @@ def corrected(
 
 
 def go_on(
-    study: Any,
+    study: Study,
     space: Space,
     best: Callable[[float], Configuration | None],
     fastest: Configuration,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def _factor_gradients(
     """Gradient of the loss to a factor on each channel, by image: (N, C) by tensor's path."""
     seen: dict[str, list[Tensor]] = {}
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., Tensor]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             seen.setdefault(path, []).append(output)
             return output.clone()  # later operations may work in place
@@ -115,7 +115,7 @@ def _input_power(graph: fx.GraphModule, paths: Sequence[str], batches: Iterable[
     sums: dict[str, Tensor] = {}
     count = 0
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
             x = x.flatten(0, -2) if isinstance(module, nn.Linear) else x.transpose(0, 1).flatten(1).T
@@ -160,7 +160,7 @@ def _power(tensor: Tensor, use: Axis) -> Tensor:
     return tensor.square().movedim(use.axis, 0).flatten(1).sum(1)
 
 
-def _summed(structure: Structure, uses: Sequence[Axis], value: Any) -> dict[str, Tensor]:
+def _summed(structure: Structure, uses: Sequence[Axis], value: Callable[[Axis], Tensor]) -> dict[str, Tensor]:
     """Add a value at each position to the channel there."""
     place = {number: (name, i) for name, group in structure.groups.items() for i, number in enumerate(group.classes)}
     scores = {name: torch.zeros(_size(group)) for name, group in structure.groups.items()}

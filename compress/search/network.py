@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def _observed(model: nn.Module, images: Tensor, paths: Mapping[str, Any]) -> tup
     """The outputs of a network and some modules."""
     seen: dict[str, Tensor] = {}
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., None]:
         return lambda module, inputs, output: seen.__setitem__(path, output.clone())  # what follows may be in place
 
     handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]

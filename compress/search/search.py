@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from compress.search.structure import analyse
 from compress.search.timing import Timed, time_more, time_space
 from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
 from compress.support.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
 """The target whose placement rules an engine follows; TensorRT for all others."""
@@ -162,7 +165,7 @@ def _refine(
     *,
     begun: float,
     progress: Progress,
-) -> Any:
+) -> Study:
     """Queue starts, and take part in the trials until there are enough."""
     spec = lab.spec
     seed = spec.seed if starts else spec.seed + os.getpid()  # workers draw other configurations
@@ -290,7 +293,7 @@ def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
     return lambda configuration: timed.model.predict(lab.costs.of(configuration))
 
 
-def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:
+def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, reference: Path) -> tuple[Point, ...]:
     """All that was measured, after the float network."""
     with engines_of(lab, {REFERENCE: reference}) as engines:
         whole = time_engines(lab, engines)[REFERENCE].p50_ms

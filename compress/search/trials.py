@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from compress.errors import CompressError, SearchError
 from compress.search.lab import Figures
@@ -18,6 +19,10 @@ from compress.support.process import is_alive
 from compress.support.progress import Progress
 from compress.version import install_hint
 
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
 TASK = "trials"
 _LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
 _LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
@@ -25,7 +30,7 @@ _PATIENCE_S = 0.5
 _LEAST = 3  # trials that are made even after the deadline: without one, the earlier work would have no result
 
 
-def optuna() -> Any:
+def optuna() -> ModuleType:
     """Import Optuna, which is optional.
 
     Raises:
@@ -39,7 +44,7 @@ def optuna() -> Any:
     return optuna
 
 
-def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Any:
+def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Study:
     """Open the study of a search; `create` makes one.
 
     The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the seed is
@@ -70,7 +75,7 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
         raise SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}") from error
 
 
-def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) -> None:
+def add_starts(study: Study, space: Space, starts: Mapping[str, Configuration]) -> None:
     """Queue configurations by label, except those the study has."""
     known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
     for label, configuration in starts.items():
@@ -81,7 +86,7 @@ def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) ->
 
 
 def run_trials(
-    study: Any,
+    study: Study,
     space: Space,
     evaluate: Callable[[Configuration], Figures],
     *,
@@ -111,7 +116,7 @@ def run_trials(
     progress.finish(TASK)
 
 
-def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
+def _run_one(study: Study, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
     known = {
         key_of(configuration_of(trial)): trial.user_attrs[_FIGURES]
         for trial in study.get_trials(deepcopy=False)
@@ -138,7 +143,7 @@ def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figur
         return
 
 
-def reclaim(study: Any, since: dict[int, float]) -> int:
+def reclaim(study: Study, since: dict[int, float]) -> int:
     """Queue the trials of lost workers again; return how many.
 
     `since` takes when this process first saw each trial run, on its own clock.
@@ -164,7 +169,7 @@ def reclaim(study: Any, since: dict[int, float]) -> int:
     return count
 
 
-def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
+def results(study: Study) -> list[tuple[str, dict[str, str], Figures]]:
     """(label, configuration, figures) of measured trials, in order, each configuration once."""
     found: dict[str, tuple[str, dict[str, str], Figures]] = {}
     for trial in study.get_trials(deepcopy=False):
@@ -180,7 +185,7 @@ def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
     return list(found.values())
 
 
-def failures(study: Any) -> dict[str, str]:
+def failures(study: Study) -> dict[str, str]:
     """Reasons of failed trials, by label."""
     return {
         trial.user_attrs.get(_LABEL) or f"trial {trial.number}": trial.user_attrs[_ERROR]
@@ -189,7 +194,7 @@ def failures(study: Any) -> dict[str, str]:
     }
 
 
-def ended(study: Any) -> Sequence[Any]:
+def ended(study: Study) -> Sequence[FrozenTrial]:
     """Trials that were measured, or refused with a reason."""
     return [
         trial
@@ -198,11 +203,11 @@ def ended(study: Any) -> Sequence[Any]:
     ]
 
 
-def configuration_of(trial: Any) -> dict[str, str]:
+def configuration_of(trial: FrozenTrial) -> dict[str, str]:
     """The configuration of a trial, also of a queued one."""
     return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
 
 
-def _running(study: Any) -> list[Any]:
+def _running(study: Study) -> list[FrozenTrial]:
     state = optuna().trial.TrialState
     return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))

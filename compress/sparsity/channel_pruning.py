@@ -6,7 +6,7 @@ import copy
 import importlib
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
         )
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         return importlib.import_module("torch_pruning")
     except ImportError as error:

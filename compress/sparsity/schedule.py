@@ -3,8 +3,7 @@
 * `gradual`: removes 1 - (1 - t)^3 of the pattern's elements at time t in [0, 1], smallest magnitudes first (Zhu and
   Gupta, arXiv 1710.01878, equation 1).
 * `sr-ste`: recomputes the mask from dense weights; masked ones decay, w -= lr * decay * w after the step (Zhou
-et al.,
-  arXiv 2102.04010, equation 9).
+  et al., arXiv 2102.04010, equation 9).
 * `gumbel`: trains the choice of each n:m group (`selection`) by the step's gradients: call `after_step` before
   `zero_grad`.
 """
