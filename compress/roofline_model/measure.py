@@ -5,14 +5,11 @@ Sizes are timed in turn, and the best round counts, because noise only slows.
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +17,7 @@ from torch import Tensor
 from compress.errors import RooflineError
 from compress.roofline_model.ceilings import CONV, Backend, Ceiling, Ceilings, Sample
 from compress.roofline_model.devices import PRECISIONS, SPARSE, parse_precision
+from compress.support.process import load_average, processor_name
 from compress.support.progress import NoProgress, Progress
 
 Work = Callable[[], object]
@@ -63,7 +61,7 @@ def measure_ceilings(
     if rounds < 1 or min(*sizes, *copy_bytes, 1) < 1:
         raise RooflineError(f"sizes and rounds must be positive, got {sizes}, {copy_bytes}, {rounds} rounds")
     progress = progress or NoProgress()
-    before = _load_average()
+    before = load_average()
     roofs = [_copy_roof(device), *_product_roofs(device)]
     best: dict[str, Ceiling] = {}
     progress.start("ceilings", rounds * len(roofs))
@@ -75,11 +73,11 @@ def measure_ceilings(
     progress.finish("ceilings")
     return Ceilings(
         backend=device,
-        title=torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        title=torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         threads=0 if device == "cuda" else torch.get_num_threads(),
         rounds=rounds,
         torch_version=torch.__version__,
-        load_average=(*before, *_load_average()),
+        load_average=tuple(load for load in (before, load_average()) if load is not None),
         ceilings=_without_emulated(tuple(best.values())),
     )
 
@@ -282,16 +280,3 @@ def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
         else c
         for c in ceilings
     )
-
-
-def _load_average() -> tuple[float, ...]:
-    return (round(os.getloadavg()[0], 2),) if hasattr(os, "getloadavg") else ()
-
-
-def _processor() -> str:
-    """Return the processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

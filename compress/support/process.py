@@ -1,14 +1,35 @@
-"""Processes of this machine, and the cores that this one may use."""
+"""Facts of this machine: its processor, its load, its processes, and the cores that this one may use."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 from pathlib import Path
 
 
 def core_count() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_fact(path: str) -> str:
+    """Return the text of a file of the system; "" if it has none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def processor_name() -> str:
+    """Return the processor's name as the system gives it."""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", read_fact("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Return the load of the last minute; None if the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def is_alive(pid: int) -> bool:
