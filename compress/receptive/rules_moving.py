@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def _shape(call: Call) -> Any:
     return _replay(call, rest)(_shape_of(first))
 
 
-def _attribute(call: Call) -> Any:
+def _attribute(call: Call) -> NoReturn:
     raise NoRuleError(f"it is the attribute {call.args[1]!r} of a tensor")
 
 
