@@ -30,37 +30,46 @@ _EPILOGUE = kinds(lambda t: t.elementwise and t.category != "shape" and not (t.f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One kernel: an operation of the graph, or several that an engine fuses. Counts are for the whole batch.
+class Kernel:
+    """One operation of the graph, or several that an engine fuses.
 
     Attributes:
         name: path of the module or name of the node; of the first operation if several are fused.
         kind: of the first operation, of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
         type: class or function of the first operation.
+        detail: kernel and groups of a convolution, such as `3x3 depthwise`.
         members: names of its nodes, in order.
         paths: of the modules among them.
-        macs: multiply-accumulates; None = unknown.
-        sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
-        sparse_weight_elements: elements that 2:4 compresses.
-        bias_elements: of biases and other parameters, which stay in floating point.
-        activation_elements: read and written.
-        float_elements: those of them that stay in floating point if the rest has 8 bits.
-        detail: kernel and groups of a convolution, such as `3x3 depthwise`.
+        macs: multiply-accumulates for the whole batch; None = unknown.
     """
 
     name: str
     kind: str
     type: str
+    detail: str = ""
     members: tuple[str, ...]
     paths: tuple[str, ...]
     macs: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Kernel):
+    """A kernel with what it computes and moves. Counts are for the whole batch.
+
+    Attributes:
+        sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
+        sparse_weight_elements: elements that 2:4 compresses.
+        bias_elements: of biases and other parameters, which stay in floating point.
+        activation_elements: read and written.
+        float_elements: those of them that stay in floating point if the rest has 8 bits.
+    """
+
     sparse_macs: int = 0
     weight_elements: int = 0
     sparse_weight_elements: int = 0
     bias_elements: int = 0
     activation_elements: int
     float_elements: int = 0
-    detail: str = ""
 
     def scaled(self, batch: int, traced: int) -> Operation:
         """Return the operation for another batch size."""

@@ -15,7 +15,7 @@ from torch import nn
 from compress.errors import RooflineError, near_misses
 from compress.graph.inputs import Inputs
 from compress.roofline_model.ceilings import machine_device
-from compress.roofline_model.counting import Operation, Workload, workload
+from compress.roofline_model.counting import Kernel, Operation, Workload, workload
 from compress.roofline_model.device_table import table_device
 from compress.roofline_model.devices import Device, Precision, parse_precision
 
@@ -23,12 +23,11 @@ Bound = Literal["memory", "compute", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One layer, or several fused into one kernel, under the roof.
+class Row(Kernel):
+    """A kernel under the roof.
 
     Attributes:
-        name, kind, type, detail, members, paths: see `Operation`.
-        macs, flops: of the batch; flops = 2 * macs; None = unknown.
+        flops: of the batch, 2 * macs; None = unknown.
         weight_bytes: weights and biases.
         activation_bytes: read and written.
         arithmetic_intensity: flops per byte; None if the macs are unknown.
@@ -40,13 +39,6 @@ class Row:
         measured_ms: for the batch, or None.
     """
 
-    name: str
-    kind: str
-    type: str
-    detail: str
-    members: tuple[str, ...]
-    paths: tuple[str, ...]
-    macs: int | None
     flops: int | None
     weight_bytes: float
     activation_bytes: float
@@ -249,21 +241,21 @@ def _row(op: Operation, device: Device, precision: Precision) -> Row:
     )
 
 
-def row_under_roof(op: Operation, moves: tuple[float, float], *, peak: float, bandwidth: float) -> Row:
+def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, bandwidth: float) -> Row:
     """Return a layer's bounds from its bytes, as `operation_bytes` gives them; roofs in flop/s and B/s."""
     weight_bytes, activation_bytes = moves
     moved = weight_bytes + activation_bytes
-    flops = None if op.macs is None else 2 * op.macs
+    flops = None if kernel.macs is None else 2 * kernel.macs
     intensity = None if flops is None else flops / moved if moved else 0.0
     bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
     return Row(
-        name=op.name,
-        kind=op.kind,
-        type=op.type,
-        detail=op.detail,
-        members=op.members,
-        paths=op.paths,
-        macs=op.macs,
+        name=kernel.name,
+        kind=kernel.kind,
+        type=kernel.type,
+        detail=kernel.detail,
+        members=kernel.members,
+        paths=kernel.paths,
+        macs=kernel.macs,
         flops=flops,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,

@@ -41,7 +41,7 @@ _TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no s
 
 @dataclass(frozen=True, kw_only=True)
 class Eligibility:
-    """The decision for a layer, with its class, the shape of its weight and the reason."""
+    """The decision for a layer: its class, the shape of its weight, and why it is not masked or the speed to expect."""
 
     layer: str
     type: str

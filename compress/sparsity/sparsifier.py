@@ -23,21 +23,14 @@ from compress.support.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsityRow:
-    """One convolution or linear layer.
+class SparsityRow(Eligibility):
+    """One convolution or linear layer, and what its mask keeps.
 
     Attributes:
-        shape: of the weight.
-        reason: why it is not masked; if it is, the speed to expect.
         density: share of the weight's elements that stay.
         kept_magnitude: share of the weight's L1 norm (before any update) that stays; None if it is dense.
     """
 
-    layer: str
-    type: str
-    shape: tuple[int, ...]
-    eligible: bool
-    reason: str
     density: float = 1.0
     kept_magnitude: float | None = None
 
@@ -116,7 +109,11 @@ def sparsify(
     if spec.schedule == "gradual":
         masks = {path: torch.ones_like(mask) for path, mask in masks.items()}
     apply_masks(model, masks, pattern=str(pattern), **mask_options(spec))
-    rows = tuple(_row(row, masks.get(row.layer), kept.get(row.layer)) for row in checks)
+    density = {path: mask.double().mean().item() for path, mask in masks.items()}
+    rows = tuple(
+        SparsityRow(**vars(row), density=density.get(row.layer, 1.0), kept_magnitude=kept.get(row.layer))
+        for row in checks
+    )
     return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
 
 
@@ -126,18 +123,6 @@ def mask_options(spec: SparsitySpec) -> dict[str, Any]:
         "straight_through": spec.schedule == "sr-ste",
         "learned": spec.seed if spec.schedule == "gumbel" else None,
     }
-
-
-def _row(check: Eligibility, mask: Tensor | None, kept: float | None) -> SparsityRow:
-    return SparsityRow(
-        layer=check.layer,
-        type=check.type,
-        shape=check.shape,
-        eligible=check.eligible,
-        reason=check.reason,
-        density=1.0 if mask is None else _density(mask),
-        kept_magnitude=kept,
-    )
 
 
 def _check_given(
@@ -193,7 +178,3 @@ def _named(path: str, weight: Tensor, pattern: Pattern) -> Tensor:
         return pattern_mask(weight, pattern)
     except SparsityError as error:
         raise SparsityError(f"layer {path}: {error}") from error
-
-
-def _density(mask: Tensor) -> float:
-    return mask.double().mean().item()
