@@ -1,7 +1,7 @@
 # The public API, a name a line: for type checkers, editors and the interpreter (__init__.py reads it).
 # Names marked experimental may change in any version.
 from compress.audit.engine import EngineAudit as EngineAudit
-from compress.audit.engine_file import audit_engine as audit_engine
+from compress.audit.files import audit_engine as audit_engine
 from compress.audit.onnx import OnnxAudit as OnnxAudit
 from compress.audit.onnx import audit_onnx as audit_onnx
 from compress.data.load import load_data as load_data

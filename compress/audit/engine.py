@@ -9,8 +9,7 @@ from pathlib import Path
 from compress.audit.findings import Finding, find, layers_with_sparse_weights, megabytes, sparse_kernels_text
 from compress.audit.layer import AuditedLayer, audit_layer
 from compress.audit.layers import EIGHT_BITS, EngineListing, activations, operation
-from compress.audit.onnx_shapes import onnx_shapes
-from compress.audit.rows import with_rows
+from compress.audit.rows import onnx_shapes, with_rows
 
 
 @dataclass(frozen=True, kw_only=True)

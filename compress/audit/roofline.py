@@ -8,6 +8,7 @@ from compress.audit.engine import EngineAudit
 from compress.audit.layer import AuditedLayer
 from compress.audit.layers import EIGHT_BITS
 from compress.roofline_model import Device, Roofline, Row, find_device
+from compress.roofline_model.counting import Kernel
 from compress.roofline_model.model import row_under_roof
 
 _SHOWN = 6
@@ -62,7 +63,7 @@ def _device_precision(name: str) -> str:
 
 def _row(layer: AuditedLayer, device: Device, batch_size: int) -> Row:
     precision = _device_precision(layer.precision) + ("-2:4" if layer.sparse else "")
-    return row_under_roof(
+    kernel = Kernel(
         name=layer.name,
         kind=layer.operation,
         type=layer.kind,
@@ -70,11 +71,10 @@ def _row(layer: AuditedLayer, device: Device, batch_size: int) -> Row:
         members=layer.onnx_nodes,
         paths=(),
         macs=None if layer.macs is None else layer.macs * batch_size,
-        weight_bytes=layer.weight_bytes,
-        activation_bytes=layer.activation_bytes * batch_size,
-        peak=device.peak_flops_per_s(precision),
-        bandwidth=device.bandwidth_bytes_per_s,
     )
+    moves = (layer.weight_bytes, layer.activation_bytes * batch_size)
+    peak, bandwidth = device.peak_flops_per_s(precision), device.bandwidth_bytes_per_s
+    return row_under_roof(kernel, moves, peak=peak, bandwidth=bandwidth)
 
 
 def int8_choices(audit: EngineAudit, *, device: str | Device, batch_size: int = 32) -> tuple[LayerChoice, ...]:

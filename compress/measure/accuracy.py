@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
@@ -14,7 +14,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import logits_output
-from compress.measure.batches import as_array, chunks, preprocessing_notes
+from compress.measure.batches import as_array, chunks, limited, padded_run, preprocessing_notes
 from compress.support.progress import NoProgress, Progress
 
 Floats = NDArray[np.float32]
@@ -78,10 +78,9 @@ def measure_accuracy(
     kept: list[Floats] = []
     classes, count, task = 0, 0, f"accuracy: {engine.info.label}"
     progress.start(task, length_hint(batches))
-    for images, targets in _limited(batches, limit):
-        logits = np.concatenate(
-            [_run(engine, image, logits_name, chunk) for chunk in chunks(images, image.shape[0])]
-        ).astype(np.float32, copy=False)
+    for (images,), targets in limited(batches, limit, _pair):
+        parts = [_run(engine, logits_name, chunk) for chunk in chunks(images, image.shape[0])]
+        logits = np.concatenate(parts).astype(np.float32, copy=False)
         _check(logits, targets, engine.info.label, first=count)
         ranks.append(target_ranks(logits, targets))
         kept += [logits] if keep_logits else []
@@ -129,35 +128,24 @@ def _logits_output(engine: Engine) -> str:
     return found
 
 
-def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArray[np.generic], Ints]]:
-    """Yield images and targets as arrays, `limit` images in all."""
-    left = limit
-    for batch in batches:
-        if left is not None and left <= 0:
-            return
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise DataError(f"a batch is a {type(batch).__name__}; accuracy needs pairs of images and targets")
-        images, targets = (as_array(part)[:left] for part in batch)
-        if len(images) != len(targets):
-            raise DataError(f"a batch has {len(images)} images and {len(targets)} targets")
-        if targets.ndim != 1 or targets.dtype.kind not in "iu":
-            raise DataError(f"targets are {targets.dtype} of shape {targets.shape}; give integers, one an image")
-        left = None if left is None else left - len(images)
-        if len(images):
-            yield images, targets.astype(np.int64, copy=False)
+def _pair(batch: Any) -> tuple[list[NDArray[np.generic]], Ints]:
+    """Return the images and targets of a batch as arrays."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise DataError(f"a batch is a {type(batch).__name__}; accuracy needs pairs of images and targets")
+    images, targets = map(as_array, batch)
+    if targets.ndim != 1 or targets.dtype.kind not in "iu":
+        raise DataError(f"targets are {targets.dtype} of shape {targets.shape}; give integers, one an image")
+    return [images], targets.astype(np.int64, copy=False)
 
 
-def _run(engine: Engine, image: TensorInfo, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
-    count, size = len(images), image.shape[0]
-    if size != -1 and count < size:
-        images = np.concatenate([images, np.zeros((size - count, *images.shape[1:]), images.dtype)])
-    logits = engine.run({image.name: images})[output]
-    if logits.ndim != 2 or len(logits) != len(images):
+def _run(engine: Engine, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
+    logits = padded_run(engine, [images], engine.inputs[0].shape[0], [output])[output]
+    if logits.ndim != 2:
         raise EngineError(
             f"{engine.info.label}: output {output!r} has shape {logits.shape} for {len(images)} images; "
             f"it must be ({len(images)}, classes)"
         )
-    return logits[:count]
+    return logits
 
 
 def _check(logits: Floats, targets: Ints, label: str, *, first: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +24,8 @@ from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
 from compress.kernels.resample import resample
-from compress.measure.latency import check_numbers, take_turns
-from compress.measure.quiet import cpu_time, disturbance
+from compress.measure.latency import check_numbers, watched_turns
 from compress.support.limits import IMAGE_PIXELS
-from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 
 Stage = Literal["decode", "preprocess", "engine", "postprocess"]
@@ -119,9 +116,7 @@ def measure_end_to_end(
     for run in timed.values():
         for _ in range(warmup):
             run()
-    before = cpu_time()
-    turns = take_turns(timed, runs=runs, seconds=seconds * len(engines), progress=progress)
-    disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+    turns, disturbed = watched_turns(timed, runs=runs, seconds=seconds * len(engines), progress=progress)
     shown = STAGES if encoded else STAGES[1:]
     results = (
         _result(label, [run for turn in turns[label] for run in turn], batch_size, device, shown, len(engines), by_gpu)

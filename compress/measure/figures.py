@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
@@ -17,7 +17,7 @@ from compress.engines.base import Engine
 from compress.errors import DataError, EngineError
 from compress.graph.batches import split_batch
 from compress.graph.inputs import flat_tensors
-from compress.measure.batches import as_array, chunks, preprocessing_notes
+from compress.measure.batches import as_array, chunks, limited, padded_run, preprocessing_notes
 from compress.measure.parity import Parity, compare_batches
 from compress.support.meters import Figures, TaskMetric, task_metric
 from compress.support.progress import NoProgress, Progress
@@ -81,7 +81,7 @@ def measure_metric(
     meter, kept, count = chosen.make(), [], 0
     task = f"{chosen.title}: {engine.info.label}"
     progress.start(task, length_hint(batches))
-    for arrays, targets in _limited(batches, limit):
+    for arrays, targets in limited(batches, limit, _parts):
         outputs = chosen.select(_run(engine, arrays, first=count))
         meter.update(outputs, targets)
         if count < keep:
@@ -113,25 +113,16 @@ def _only(outputs: Any) -> Any:  # what the metric of the user's takes
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
-def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
-    """Yield the input arrays and the targets of each batch, `limit` images in all."""
-    left = limit
-    for batch in batches:
-        if left is not None and left <= 0:
-            return
-        inputs, targets = split_batch(batch)
-        parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
-        parts = parts if isinstance(parts, (list, tuple)) else [parts]
-        arrays, targets = [as_array(part)[:left] for part in parts], targets[:left]
-        if len(arrays[0]) != len(targets):
-            raise DataError(f"a batch has {len(arrays[0])} images and {len(targets)} targets")
-        left = None if left is None else left - len(targets)
-        if len(targets):
-            yield arrays, targets.detach().cpu() if isinstance(targets, Tensor) else _tensors(targets)
-
-
-def _tensors(targets: Any) -> Any:  # targets of the user's, of any form
-    return torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
+def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
+    """Return the input arrays and the targets, of any form, of a batch."""
+    inputs, targets = split_batch(batch)
+    parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    parts = parts if isinstance(parts, (list, tuple)) else [parts]
+    if isinstance(targets, Tensor):
+        targets = targets.detach().cpu()
+    elif isinstance(targets, np.ndarray):
+        targets = torch.from_numpy(targets)
+    return [as_array(part) for part in parts], targets
 
 
 def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> dict[str, Tensor]:
@@ -140,7 +131,7 @@ def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> di
         names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
         raise EngineError(f"{engine.info.label} takes the inputs {names}, and a batch has {len(arrays)}")
     size = engine.inputs[0].shape[0]
-    runs = [_padded_run(engine, list(part), size) for part in zip(*(chunks(a, size) for a in arrays), strict=True)]
+    runs = [padded_run(engine, list(part), size) for part in zip(*(chunks(a, size) for a in arrays), strict=True)]
     outputs = {name: torch.from_numpy(np.concatenate([run[name] for run in runs])) for name in runs[0]}
     for name, tensor in outputs.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -150,20 +141,6 @@ def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> di
                 "the file, and an f16 remainder for overflow"
             )
     return outputs
-
-
-def _padded_run(engine: Engine, arrays: list[NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
-    count = len(arrays[0])
-    if size != -1 and count < size:
-        arrays = [np.concatenate([a, np.zeros((size - count, *a.shape[1:]), a.dtype)]) for a in arrays]
-    results = engine.run({tensor.name: array for tensor, array in zip(engine.inputs, arrays, strict=True)})
-    for name, array in results.items():
-        if array.ndim == 0 or len(array) != len(arrays[0]):
-            raise EngineError(
-                f"{engine.info.label}: output {name!r} has shape {array.shape} for {len(arrays[0])} images; its first "
-                "dimension must be that of the images"
-            )
-    return {name: array[:count] for name, array in results.items()}
 
 
 def kept_images(outputs: Any, *, budget: int = 200_000_000) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
+from onnx.utils import Extractor
 
 from compress.engines import Engine, build_engine
 from compress.engines.base import Arrays
 from compress.engines.onnx_file import existing_file
 from compress.errors import EngineError
 from compress.export.onnx_graph import WEIGHTED_OPS
-from compress.measure.cut import cut_file
 from compress.measure.parity import sqnr_db
 
 LEAST_DB = 25.0
@@ -39,6 +39,18 @@ class LayerDifference:
     tensor: str
     sqnr_db: float
     before_db: float = float("inf")
+
+
+def cut_file(model: onnx.ModelProto, outputs: list[str], target: Path) -> Path:
+    """Write the part of a model that computes `outputs`."""
+    typed = onnx.shape_inference.infer_shapes(model)
+    known = {value.name for value in (*typed.graph.value_info, *typed.graph.input, *typed.graph.output)}
+    for name in set(outputs) - known:  # results of operators that onnx cannot infer
+        typed.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    cut = Extractor(typed).extract_model([value.name for value in typed.graph.input], outputs)
+    del cut.graph.value_info[:]  # engines infer the shapes of what is left
+    onnx.save(cut, str(target))
+    return target
 
 
 def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference, ...]:

@@ -97,9 +97,7 @@ def measure_latency(
         for _ in range(warmup):
             engine.run(arrays[label])
     timed = {label: partial(_timed_run, engine, arrays[label]) for label, engine in named.items()}
-    before = cpu_time()
-    turns = take_turns(timed, runs=runs, seconds=seconds * len(named), progress=progress)
-    disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+    turns, disturbed = watched_turns(timed, runs=runs, seconds=seconds * len(named), progress=progress)
     found = [_latency(label, engine, turns[label], batch_size) for label, engine in named.items()]
     why = judge({row.label: row.turns_ms for row in found}, {row.label: row.mean_ms for row in found}, disturbed)
     return tuple(replace(row, unquiet=why[row.label]) for row in found)
@@ -255,6 +253,15 @@ def take_turns(
             progress.advance(task)
     progress.finish(task)
     return turns
+
+
+def watched_turns(
+    timed: Mapping[str, Callable[[], T]], *, runs: int, seconds: float, progress: Progress
+) -> tuple[dict[str, list[list[T]]], str]:
+    """`take_turns`, and who else used the processor meanwhile, as `disturbance` says it."""
+    before = cpu_time()
+    turns = take_turns(timed, runs=runs, seconds=seconds, progress=progress)
+    return turns, disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
 
 
 def _timed_run(engine: Engine, inputs: Mapping[str, NDArray[np.generic]]) -> float:

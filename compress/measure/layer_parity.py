@@ -21,7 +21,7 @@ from compress.export.names import quantized_tensor, shifted_tensor
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
 from compress.kernels.memory_format import along_axis
-from compress.measure.cut import cut_file
+from compress.measure.first_difference import cut_file
 from compress.measure.parity import Parity, compare_logits, sqnr_db
 from compress.quantization.quantizer import Quantizer
 

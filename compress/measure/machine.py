@@ -7,12 +7,11 @@ import platform
 import re
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from compress.support.process import core_count
+from compress.support.process import core_count, load_average, processor_name, read_fact
 
 LIBRARIES = (
     "torch",
@@ -78,32 +77,19 @@ class Machine:
 
 def describe_machine() -> Machine:
     """Describe this machine. Unknown facts are left empty; nothing is run or installed."""
-    cpuinfo = _read("/proc/cpuinfo")
     return Machine(
-        cpu=_cpu(cpuinfo),
+        cpu=processor_name(),
         cores=os.cpu_count() or 1,
         usable_cores=_usable_cores(),
-        isa=_isa(cpuinfo),
+        isa=_isa(read_fact("/proc/cpuinfo")),
         memory_bytes=_memory_bytes(),
-        load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        load_average=load_average(),
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
         python=platform.python_version(),
         versions=_versions(),
         gpus=_gpus(),
         gpu_driver=_driver(),
     )
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _cpu(cpuinfo: str) -> str:
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def _isa(cpuinfo: str) -> tuple[str, ...]:
@@ -115,7 +101,7 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
 def _usable_cores() -> float:
     """Return the smaller of the affinity mask and the cgroup's quota."""
     count = core_count()
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    quota, _, period = read_fact("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
         return min(float(count), round(int(quota) / int(period), 2))
     return float(count)
@@ -148,5 +134,5 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _driver() -> str:
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version"))
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", read_fact("/proc/driver/nvidia/version"))
     return found.group(1) if found else ""

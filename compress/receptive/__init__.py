@@ -1,4 +1,4 @@
-"""Receptive fields: pixels on which a unit depends (theoretical), and how strongly it depends on each (effective)."""
+"""Receptive fields: theoretical and effective."""
 
 from compress.receptive.compression import (
     ErfDrift,

@@ -1,4 +1,4 @@
-"""One operation of a graph with its arguments, in which receptive fields take the place of tensors."""
+"""One operation of a graph, in which receptive fields take the place of tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from compress.receptive.fields import Field, constant_field
 
 
 class NoRuleError(Exception):
-    """A rule cannot determine the inputs on which an operation depends; the field becomes unknown for this reason."""
+    """A rule cannot determine an operation's inputs; the field becomes unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """An operation with its arguments; a tensor that depends on the image is a Field, any other a real tensor.
-
-    Attributes:
-        node: node of the graph.
-        kind: kind of the operation, of `compress.graph.ops`.
-        module: module that is called; None for a function or a method.
-        args, kwargs: evaluated arguments of the node.
-        name: name of the operation for messages.
-    """
+    """An operation with its arguments; a tensor that depends on the image is a Field, any other a real tensor."""
 
     node: fx.Node
     kind: str
@@ -61,13 +53,13 @@ class Call:
         raise NoRuleError(f"its argument {position} is {type(value).__name__} and no tensor")
 
     def operands(self) -> list[Field]:
-        """Return all tensors among the arguments, also in lists, in order."""
+        """Return all tensors among the arguments, also in lists."""
         like = next(self.fields())
         flat = _flat([*self.args, *self.kwargs.values()])
         return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in flat]
 
     def fields(self) -> Iterator[Field]:
-        """Yield the arguments that depend on the image, also in lists, in order."""
+        """Yield the arguments that depend on the image, also in lists."""
         return (v for v in _flat([*self.args, *self.kwargs.values()]) if isinstance(v, Field))
 
     def result_shape(self) -> tuple[int, ...]:

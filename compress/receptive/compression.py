@@ -1,10 +1,4 @@
-"""Receptive fields and compression: the drift of an effective field, and layers that cannot widen a field.
-
-Drift compares the effective fields of one unit before and after quantization, sparsity or pruning, as distributions of
-influence over the pixels. Unproductive layers are those of Richter et al. ("Should You Go Deeper? Optimizing
-Convolutional Neural Network Architectures without Training", arXiv 2106.12307): a convolution whose input already
-depends on the whole image cannot add context, and tends to add nothing to the accuracy.
-"""
+"""The drift of an effective field by compression, and layers that cannot widen a field."""
 
 from __future__ import annotations
 
@@ -28,11 +22,9 @@ class ErfDrift:
     """The change of an effective receptive field.
 
     Attributes:
-        before, after: the two fields.
-        total_variation: share of the influence that lies on other pixels, 0 (same map) to 1 (no pixel in common).
-        moved_px: mean distance by which the influence moved towards or away from the unit's centre (the Wasserstein
-            distance of the distributions of the radius), pixels.
-        radius_change_px: mean radius after minus before, pixels; above 0 the field is wider.
+        total_variation: share of the influence that lies on other pixels, 0 to 1.
+        moved_px: Wasserstein distance of the distributions of the radius around the unit's centre, pixels.
+        radius_change_px: mean radius after minus before, pixels.
         size_ratio: `metrics.size` after over before.
     """
 
@@ -54,13 +46,8 @@ def erf_drift(
 ) -> ErfDrift:
     """Return the drift from one network's effective receptive field to another's, over the same images.
 
-    Args:
-        before: a module, or its measured field.
-        after: the other module, or its measured field.
-        images: images of `effective_receptive_field`; batches as a list, because both modules use them. They are
-            needed for modules only.
-        layer: name of the layer in both; None = the last layer on a grid in each.
-        options: options of the measurement; both have the same random upstream weights for the same images.
+    Modules need images, as `effective_receptive_field` takes them; batches as a list, because both modules use them.
+    Layer None is the last one on a grid. Both have the same random upstream weights.
 
     Raises:
         ReceptiveFieldError: a module has no images, the maps differ in size, or a measurement fails.
@@ -91,7 +78,7 @@ def erf_drift(
 
 
 def radial_distance(left: Tensor, right: Tensor, radius: Tensor) -> float:
-    """Return the Wasserstein-1 distance of the distributions of `radius` under two maps that each sum to 1."""
+    """Return the Wasserstein-1 distance of `radius` under two maps of sum 1."""
     ordered, order = radius.flatten().sort()
     gap = (left - right).flatten()[order].cumsum(0).abs()
     return float((gap[:-1] * ordered.diff()).sum())
@@ -102,13 +89,12 @@ class UnproductiveLayer:
     """A convolution that cannot widen the receptive field.
 
     Attributes:
-        path: path of the module, or name of the node.
+        path: of the module, or name of the node.
         input_size: field of its input along the widest path, pixels, without global operations.
-        input_smallest: field of its input along the narrowest path.
-        certain: True if every path to its input covers the whole image; False if only some do, so that the layer still
-            adds context along shortcuts.
-        macs: multiply-accumulates at the table's image size, batch 1; None = unknown.
-        share: share of the network's known macs; None = unknown.
+        input_smallest: along the narrowest path.
+        certain: True if every path to its input covers the whole image.
+        macs: at the table's image size, batch 1; None = unknown.
+        share: of the network's known macs; None = unknown.
     """
 
     path: str
@@ -124,10 +110,9 @@ class UnproductiveLayers:
     """The convolutions of a network whose input field covers the image.
 
     Attributes:
-        image_size: (height, width) of the image.
-        layers: the layers, in the order of the network.
-        macs: macs of all convolutions and linear layers, at the table's image size.
-        unknown: weighted layers whose field is unknown, so that they are not judged.
+        image_size: (height, width).
+        macs: of all convolutions and linear layers, at the table's image size.
+        unknown: weighted layers whose field is unknown.
     """
 
     image_size: tuple[int, ...]
@@ -137,25 +122,20 @@ class UnproductiveLayers:
 
     @property
     def share(self) -> float:
-        """Share of the macs in layers whose input covers the whole image along its widest path."""
+        """Share of the macs in all these layers."""
         return sum(layer.share or 0.0 for layer in self.layers)
 
     @property
     def certain_share(self) -> float:
-        """Share of the macs in layers whose input covers the whole image along every path."""
+        """Share of the macs in those that are certain."""
         return sum(layer.share or 0.0 for layer in self.layers if layer.certain)
 
 
 def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | None = None) -> UnproductiveLayers:
-    """Return the convolutions whose input already covers the whole image, as candidates for pruning or removal.
+    """Return the convolutions whose input already covers the whole image (Richter et al., arXiv 2106.12307).
 
-    A linear layer over the channels of a map (ConvNeXt) is a 1 x 1 convolution; one after the map is not judged. Global
-    operations (squeeze-and-excite, pooling) are ignored: only the fields of convolutions count. Macs and their shares
-    are those at the table's own image size.
-
-    Args:
-        table: result of `receptive_field`.
-        image_size: (height, width) in pixels; None = the table's.
+    A linear layer over the channels of a map is a 1 x 1 convolution; one after the map is not judged. Global
+    operations are ignored. `image_size` is (height, width), None = the table's; macs are at the table's size.
 
     Raises:
         ReceptiveFieldError: the image size has another number of axes than the table's.
@@ -176,7 +156,7 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
 
 
 def _covers(sizes: Sequence[int | None], image: Sequence[int]) -> bool:
-    """Return True if the input's field is larger than the image (Richter et al.)."""
+    """Whether the input's field is larger than the image (Richter et al.)."""
     return all(s is not None and s > n for s, n in zip(sizes, image, strict=True))
 
 

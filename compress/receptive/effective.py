@@ -1,10 +1,4 @@
-"""Effective receptive fields: the influence of each pixel on a unit, measured on images.
-
-A gradient of one is set at the central unit of a layer and propagated to the image; its magnitude, averaged over
-images, is the field (Luo et al., "Understanding the Effective Receptive Field in Deep Convolutional Neural Networks",
-arXiv 1701.04128). All channels of the unit are measured at once, weighted by `upstream`. Only a running sum is stored,
-so memory does not grow with the number of images, and several layers share one forward pass.
-"""
+"""Effective receptive fields: the influence of each pixel on a unit, measured on images."""
 
 from __future__ import annotations
 
@@ -32,17 +26,16 @@ class ErfOptions:
     """Options of the measurement of an effective receptive field.
 
     Attributes:
-        unit: (row, column) of the unit; None = the central one (rows // 2, columns // 2).
-        upstream: gradient at the unit's channels: `random` (the default) uses new normal weights for each image, so
-            that the mean magnitude measures the norm of all channels' gradients; `ones` uses their sum, in which
-            channels of opposite sign cancel (after a LayerNorm nearly all of them).
-        average: mean over images of each gradient's `absolute` value (the default), of its `positive` part (RepLKNet),
-            of its square (`rms`, with the root at the end), or of the gradient itself (`signed`, with the magnitude at
-            the end, so that influence of changing sign cancels; needs `ones`).
+        unit: (row, column); None = (rows // 2, columns // 2).
+        upstream: gradient at the unit's channels: `random` normal weights for each image, which measure the norm of
+            all channels' gradients; `ones` uses their sum, in which opposite signs cancel (nearly all after a
+            LayerNorm).
+        average: mean over images of each gradient's `absolute` value, its `positive` part (RepLKNet), its square
+            (`rms`, with the root at the end), or itself (`signed`, with the magnitude at the end; needs `ones`).
         batch_size: images of one pass.
         double: compute in float64.
-        device: device of the computation; None = the model's own.
-        seed: seed of the random upstream weights.
+        device: None = the model's own.
+        seed: of the random upstream weights.
     """
 
     unit: tuple[int, int] | None = None
@@ -69,18 +62,14 @@ class EffectiveReceptiveField:
     """The effective receptive field of one unit of one layer.
 
     Attributes:
-        model: class name of the model.
-        layer: name of the layer, as given or as found.
         heat: (height, width) float64 on the CPU: mean influence of each pixel, summed over the image's channels.
         unit: (row, column) in the layer's grid.
         grid: (rows, columns) of the layer.
         centre: (row, column) of the unit's centre in the image, pixels.
         images: number of images in the mean.
-        dead_images: number of images in which the unit's gradient was zero everywhere.
-        upstream, average: see `ErfOptions`.
+        dead_images: number of images whose gradient was zero everywhere.
         method: `graph`, or `hooks` with the reason.
-        theoretical: theoretical field of the layer; None with hooks.
-        metrics: sizes of the field.
+        theoretical: field of the layer; None with hooks.
     """
 
     model: str
@@ -113,20 +102,8 @@ def effective_receptive_field(
 ) -> EffectiveReceptiveField:
     """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
 
-    Args:
-        model: any module whose first input is an image; it is not changed.
-        images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
-        layer: path of a module or block, or name of an fx node; None = the last layer whose units lie on a grid.
-        options: options of the measurement; None = `ErfOptions()`.
-        progress: listener that counts images.
-
-    Returns:
-        The map (height, width) of influence, and its sizes in pixels (`.metrics`).
-
-    Raises:
-        ReceptiveFieldError: see `effective_receptive_fields`, which measures several layers in one pass.
-        ModelError: the model fails on the images.
-        DataError: a batch holds no tensor.
+    The arguments and errors are those of `effective_receptive_fields`, which measures several layers in one pass. The
+    map is (height, width); its sizes are in pixels (`.metrics`).
 
     Examples:
         >>> field = compress.effective_receptive_field(model, images, layer="0")
@@ -146,17 +123,20 @@ def effective_receptive_fields(
 ) -> tuple[EffectiveReceptiveField, ...]:
     """Return the effective receptive fields of several layers, from one forward pass for each batch.
 
+    The gradient of a unit's channels, weighted by `upstream`, is averaged over images (Luo et al., "Understanding the
+    Effective Receptive Field in Deep Convolutional Neural Networks", arXiv 1701.04128).
+
     Args:
-        model: any module whose first input is an image; it is not changed, and its weights get no gradients.
+        model: its first input is an image; it is not changed.
         images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
         layers: paths of modules or of blocks (`layer4` is its result), or names of fx nodes; None = the last layer
             whose units lie on a grid, which in a vision transformer are its tokens.
-        options: options of the measurement; None = `ErfOptions()`.
-        progress: listener that counts images.
+        options: None = `ErfOptions()`.
+        progress: counts images.
 
     Raises:
-        ReceptiveFieldError: there are no images; a layer does not exist, or its units have no position in the image; no
-            gradient leads from it to the image, or it is zero for every image or not finite.
+        ReceptiveFieldError: there are no images; a layer does not exist or has no positions; or its gradient to the
+            image is missing, not finite, or zero for every image.
         ModelError: the model fails on the images.
         DataError: a batch holds no tensor.
     """
@@ -183,7 +163,7 @@ def effective_receptive_fields(
 def _prepare(
     model: nn.Module, first: Tensor, layers: Sequence[str | None], options: ErfOptions
 ) -> tuple[Probe, dict[str, Any]]:
-    """Return the probe, and the device and type that images must have."""
+    """Return the probe, and the device and type of images."""
     if first.ndim != 4 or 0 in first.shape:
         raise ReceptiveFieldError(f"images must be (N, C, height, width), got a tensor of shape {tuple(first.shape)}")
     own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
@@ -273,7 +253,7 @@ class _Sum:
 
 
 def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
-    """Return the mean of several networks' fields of one unit, with maps scaled to a sum of 1.
+    """Return the mean of several networks' fields, with maps scaled to a sum of 1.
 
     Raises:
         ReceptiveFieldError: there are no fields, or their maps differ in size.
@@ -291,14 +271,14 @@ def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveF
 
 
 def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
-    """Return the size of a theoretical field that is a window; None if it is global, unknown or no window."""
+    """The size of a field that is a window, else None."""
     return row.local_size if row is not None and row.status == "exact" and not row.reason else None
 
 
 def unit_centre(
     row: ReceptiveField | None, unit: Sequence[int], grid: Sequence[int], image: Sequence[int]
 ) -> tuple[float, float]:
-    """Return (row, column) of the centre of a unit's window, or without one of its cell in a grid over the image."""
+    """Return (row, column) of the unit's window, else of its cell in a grid over the image."""
     found = []
     for axis in range(2):
         centre = row.centre(unit, axis) if row is not None and row.located else None
@@ -309,7 +289,6 @@ def unit_centre(
 def _accumulate(
     probe: Probe, batch: Tensor, sums: Sequence[_Sum], generator: torch.Generator, options: ErfOptions
 ) -> None:
-    """Run one forward pass, and for each layer one backward pass to the image."""
     images = batch.detach().clone().requires_grad_()
     with torch.enable_grad():
         outputs = probe.run(images)

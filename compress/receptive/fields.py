@@ -1,17 +1,4 @@
-"""The receptive fields of the units of one tensor: symbolic windows where they exist, and exact spans of every element.
-
-Two descriptions are computed side by side, because each covers cases that the other cannot:
-
-* `View`, one for each axis of the image: a `Window` without borders. It gives size, stride and padding for images of
-  any size, and ends where positions no longer follow an affine pattern (tokens, a roll, branches of unequal stride).
-* `bounds`: for every element of the tensor the first and last pixel on which it depends at this image size, found by
-  interval arithmetic. A shape operation is run unchanged on the bounds, a convolution is a minimum over its window and
-  channels. They survive a reshape, and borders are exact.
-
-Each bound is stored so that joining fields is a minimum and that zero means "depends on no pixel": first - 2^22 and
--last - 2^22. So zero padding needs no rule of its own. Dimensions along which all elements are equal are expanded
-(stride 0) and take no memory.
-"""
+"""The receptive fields of a tensor's units: symbolic windows where they exist, and exact spans of every element."""
 
 from __future__ import annotations
 
@@ -30,13 +17,13 @@ ORIGIN = 2.0**22
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The fields of units along one axis of the image, for paths without a global operation.
+    """The fields of units along one axis of the image, without borders, for paths without a global operation.
 
     Attributes:
-        wide: union of all such paths; None if there is no such path, or if it has no window (`lost`).
+        wide: union of all such paths; None without one, or if it has no window (`lost`).
         narrow: the path with the smallest field.
         whole: operation that made units depend on the whole axis; "" without one.
-        lost: reason why there is no window although units depend on a part of the axis.
+        lost: why there is no window.
     """
 
     wide: Window | None = None
@@ -45,7 +32,7 @@ class View:
     lost: str = ""
 
     def through(self, reads: Window, reason: str) -> View:
-        """Return the view of units that depend on these units; lost for `reason` if the result has no window."""
+        """Return the view of units that depend on these units; lost for `reason` without a window."""
         if self.wide is None or self.narrow is None:
             return self
         wide, narrow = through(self.wide, reads), through(self.narrow, reads)
@@ -56,7 +43,7 @@ class View:
         return replace(self, wide=None, narrow=None, lost=self.lost or reason) if self.wide or self.lost else self
 
     def everything(self, reason: str) -> View:
-        """Return the view of a unit that depends on the whole axis; a constant remains one."""
+        """Return the view of a unit that depends on the whole axis."""
         seen = self.wide or self.whole or self.lost
         return View(whole=self.whole or reason) if seen else self
 
@@ -66,9 +53,9 @@ class Field:
     """The receptive fields of the elements of one tensor.
 
     Attributes:
-        bounds: for each axis of the image two tensors of the tensor's shape (see the module).
-        views: for each axis of the image its view.
-        dims: for each axis of the image the tensor's dimension that runs along it, or None.
+        bounds: for each axis two tensors of the tensor's shape: the first and last pixel as first - 2^22 and -last -
+            2^22, so that a union is a minimum and zero means no pixel. Equal dimensions are expanded.
+        dims: for each axis the tensor's dimension that runs along it, or None.
         notes: a note for each pair of branches that are not aligned.
     """
 
@@ -84,7 +71,7 @@ class Field:
 
 
 def image_field(shape: Sequence[int]) -> Field:
-    """Return the field of an image (N, C, spatial...): every pixel depends on itself."""
+    """Return the field of an image (N, C, spatial...)."""
     axes = range(len(shape) - 2)
     bounds = []
     for axis in axes:
@@ -95,19 +82,19 @@ def image_field(shape: Sequence[int]) -> Field:
 
 
 def constant_field(shape: Sequence[int], like: Field) -> Field:
-    """Return the field of a tensor that does not depend on the image."""
+    """Return the field of a tensor without the image."""
     nothing = torch.zeros(()).expand(tuple(shape))
     return Field(bounds=(nothing,) * len(like.bounds), views=(View(),) * len(like.views), dims=(None,) * len(like.dims))
 
 
 def carriers(shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
-    """Return the bounds of a tensor whose elements depend on their own index along `dim`."""
+    """Return bounds whose elements depend on their own index along `dim`."""
     index = torch.arange(shape[dim], dtype=torch.float32).view([-1 if d == dim else 1 for d in range(len(shape))])
     return (index - ORIGIN).expand(tuple(shape)), (-index - ORIGIN).expand(tuple(shape))
 
 
 def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
-    """Return the tensor with expanded dimensions cut to size 1, except dimension `keep`."""
+    """Cut expanded dimensions to size 1, except `keep`."""
     for dim, (size, stride) in enumerate(zip(bound.shape, bound.stride(), strict=True)):
         if stride == 0 and size > 1 and dim != keep:
             bound = bound.narrow(dim, 0, 1)
@@ -115,7 +102,7 @@ def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
 
 
 def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the elementwise minimum of broadcast tensors, as a tensor of `shape`."""
+    """Return the elementwise minimum of broadcast tensors."""
     parts = [compact(bound) for bound in bounds]
     result = parts[0]
     for part in parts[1:]:
@@ -124,7 +111,7 @@ def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
-    """Return the field of an elementwise operation with broadcasting: the union of its operands' fields."""
+    """Return the union of operands' fields, with broadcasting."""
     bounds = tuple(least(parts, shape) for parts in zip(*(f.bounds for f in fields), strict=True))
     views, dims, notes = [], [], dict.fromkeys(note for f in fields for note in f.notes)
     for axis in range(len(fields[0].views)):
@@ -140,7 +127,7 @@ def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
 
 
 def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name: str) -> View:
-    """Return the view of an operand; if one unit is broadcast along the axis, its window is lost."""
+    """An operand's view; broadcasting a unit loses its window."""
     own = field.dims[axis]
     units = 1 if own is None else field.shape[own]
     if dim is not None and units == 1 and shape[dim] > 1:
@@ -176,14 +163,7 @@ def _meet(left: View, right: View, name: str) -> tuple[View, str]:
 
 
 def mix(field: Field, dims: Iterable[int], name: str, *, keep: bool = True) -> Field:
-    """Return the field after an operation in which every element depends on all elements along `dims`.
-
-    Args:
-        field: field of the operand.
-        dims: dimensions over which the operation mixes (a sum, a norm, a softmax, a matrix product).
-        name: name of the operation, the reason if units come to depend on the whole image.
-        keep: the result has the operand's shape; otherwise `dims` have size 1.
-    """
+    """Return the field after an operation that mixes all elements along `dims`, which have size 1 unless `keep`."""
     rank = len(field.shape)
     mixed = {dim % rank for dim in dims}
     shape = [size if keep or d not in mixed else 1 for d, size in enumerate(field.shape)]
@@ -216,7 +196,7 @@ def _uniform(bound: Tensor) -> bool:
 
 
 def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
-    """Return the bound of `count` units along `dim` that depend on `window`, without positions beyond the borders."""
+    """Return the bound of `count` units along `dim` that depend on `window`, clipped at the borders."""
     dim %= bound.ndim
     size, small = bound.shape[dim], compact(bound, keep=dim)
     phases, units = torch.arange(count) % window.period, torch.arange(count) // window.period
@@ -233,15 +213,10 @@ def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
 
 
 def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: bool = False) -> Any:
-    """Return the field, or fields, after an operation that only moves elements: a view, slice, permutation or roll.
+    """Return the field, or fields, after an operation that only moves elements.
 
-    The operation is run on the bounds, and on the indices along each axis, whose order shows where the axis went.
-
-    Args:
-        field: field of the operand.
-        operation: function that returns a tensor or a sequence of tensors.
-        name: name of the operation.
-        folds: neighbouring positions become channels (space to depth); a unit then has the union over channels.
+    It is run on the bounds, and on the indices along each axis, which show where the axis went. With `folds`,
+    neighbouring positions become channels (space to depth), and a unit has the union over them.
     """
     moved = [operation(bound) for bound in field.bounds]
     places = [_places(field, axis, operation) for axis in range(len(field.views))]
@@ -256,7 +231,7 @@ def _part(places: tuple[Any, Any], index: int) -> tuple[Any, Any]:
 
 
 def _places(field: Field, axis: int, operation: Callable[[Tensor], Any]) -> tuple[Any, Any] | None:
-    """Return the result of the operation on the indices along an axis; an axis of size 1 counts as one of size 2."""
+    """The operation's result on the indices of an axis."""
     dim = field.dims[axis]
     if dim is None:
         return None
@@ -297,7 +272,7 @@ def _moved(field: Field, bounds: list[Tensor], places: list[Any], name: str, fol
 
 
 def _locate(first: Tensor, last: Tensor, size: int, folds: bool) -> tuple[int | None, Window | None]:
-    """Return the dimension along which an axis runs after an operation, and the window onto the axis before it."""
+    """The dimension along which an axis runs afterwards, and the window onto the axis before."""
     low, high = compact(first), compact(last)
     if bool(low.amin() == -high.amin() - 2 * ORIGIN):  # a single position is left
         position = int(low.amin() + ORIGIN)

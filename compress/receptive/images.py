@@ -1,4 +1,4 @@
-"""Images for the measurement of effective receptive fields without a data set."""
+"""Images for effective receptive fields without a data set."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ _STD = (0.229, 0.224, 0.225)
 
 
 def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Return images from a source.
+    """Return images, (count, 3, height, width) float32, normalized with ImageNet's mean and standard deviation.
 
     Args:
-        source: `photographs` (crops of the two that come with scikit-learn) or `noise` (standard normal).
+        source: `photographs` (crops of scikit-learn's two) or `noise` (standard normal).
         count: number of images.
         size: (height, width), pixels.
-        seed: seed of the crops or of the noise.
-
-    Returns:
-        (count, 3, height, width) float32, normalized with ImageNet's mean and standard deviation.
+        seed: of the crops or the noise.
 
     Raises:
         ReceptiveFieldError: the source is unknown, or a count or size is below 1.
@@ -38,7 +35,7 @@ def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 
 
 
 def photograph_crops(count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Return random crops, half of them mirrored, of scikit-learn's photographs (a temple and a flower, 427 x 640)."""
+    """Return random crops, half mirrored, of scikit-learn's two photographs."""
     from sklearn.datasets import load_sample_images  # lazy: it takes seconds, and only photographs need it
 
     photographs = [torch.from_numpy(np.array(p)).permute(2, 0, 1).float() / 255 for p in load_sample_images().images]
@@ -49,7 +46,7 @@ def photograph_crops(count: int, size: tuple[int, int], *, seed: int = 0) -> Ten
 
 
 def _crop(photograph: Tensor, size: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return a resized crop with the proportions of `size`, between half and all of the largest that fits."""
+    """A resized crop with the proportions of `size`, at least half of the largest."""
     _, height, width = photograph.shape
     largest = min(height / size[0], width / size[1])
     scale = largest * (0.5 + 0.5 * float(torch.rand((), generator=generator)))

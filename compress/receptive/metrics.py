@@ -1,8 +1,4 @@
-"""Sizes of an effective receptive field, as pure functions of a map (height, width) of influence.
-
-The map is that of `effective_receptive_field`: it is not negative, and its scale has no meaning. Positions are (row,
-column) in pixels, with pixel centres at whole numbers.
-"""
+"""Sizes of an effective receptive field: pure functions of a map (height, width) of any scale."""
 
 from __future__ import annotations
 
@@ -26,13 +22,13 @@ _FIT_SIDE = 192  # limit of the rows and columns that a fit samples
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianFit:
-    """The axis-aligned Gaussian nearest to a map, by least squares.
+    """The axis-aligned Gaussian nearest to a map, by least squares; pixels.
 
     Attributes:
-        sigma: standard deviation along (rows, columns), pixels.
-        centre: (row, column), pixels.
+        sigma: standard deviation along (rows, columns).
+        centre: (row, column).
         amplitude: its maximum over the map's largest value.
-        r_squared: share of the map's variance that it explains; 1 = the map is a Gaussian.
+        r_squared: share of the map's variance that it explains.
     """
 
     sigma: tuple[float, float]
@@ -43,17 +39,15 @@ class GaussianFit:
 
 @dataclass(frozen=True, kw_only=True)
 class ErfMetrics:
-    """Sizes of one effective receptive field.
+    """Sizes of one effective receptive field, pixels.
 
     Attributes:
         count: pixels above `THRESHOLD` of the largest value.
-        size: square root of the count, the side of a square of that area, pixels (Luo et al.).
-        gaussian: nearest Gaussian.
-        radius_50, radius_95: radii around the unit's centre that contain half, and 95 %, of the influence, pixels.
-        areas: for each of `SHARES`, the share of the image's area in the smallest square around the unit's centre
-            that contains that share of the influence (RepLKNet).
-        theoretical_share: `size` over the side of the theoretical field (geometric mean of the axes); None if that
-            is global or unknown.
+        size: square root of the count (Luo et al.).
+        radius_50, radius_95: radii around the unit's centre that contain half, and 95 %, of the influence.
+        areas: for each of `SHARES`, the share of the image in the smallest square around the unit's centre that
+            contains it (RepLKNet).
+        theoretical_share: `size` over the theoretical side (geometric mean of the axes); None if that is not known.
     """
 
     count: int
@@ -68,13 +62,7 @@ class ErfMetrics:
 def erf_metrics(
     heat: Tensor, centre: Sequence[float], *, theoretical: Sequence[int | None] | None = None
 ) -> ErfMetrics:
-    """Return all sizes of a map.
-
-    Args:
-        heat: (height, width), not negative, with a positive sum.
-        centre: (row, column) of the unit in the image.
-        theoretical: size of the theoretical field along each axis; None = unknown or global.
-    """
+    """Return all sizes of a map with a positive sum; `centre` is the unit's (row, column)."""
     count = above_threshold(heat)
     known = [size for size in theoretical or () if size]
     share = math.sqrt(count) / math.sqrt(math.prod(known)) if len(known) == 2 else None
@@ -90,19 +78,12 @@ def erf_metrics(
 
 
 def above_threshold(heat: Tensor, threshold: float = THRESHOLD) -> int:
-    """Return the number of pixels above `threshold` times the largest value (Luo et al., section 3).
-
-    Luo et al. take the centre's value, which is noisy in networks with strides, as they reach some rows more often
-    than others. For a Gaussian both are the same.
-    """
+    """Return the number of pixels above `threshold` times the largest value (Luo et al., section 3)."""
     return int((heat > threshold * heat.amax()).sum())
 
 
 def second_moment(heat: Tensor) -> tuple[float, float]:
-    """Return the standard deviation of the influence along (rows, columns), pixels, from its second moment.
-
-    Unlike a fit it includes distant, faint pixels in full; for a stack of linear layers it has a closed form.
-    """
+    """Return the standard deviation of the influence along (rows, columns), pixels, from its second moment."""
     found = []
     for axis in range(2):
         profile = heat.double().sum(1 - axis)
@@ -113,7 +94,7 @@ def second_moment(heat: Tensor) -> tuple[float, float]:
 
 
 def gaussian_fit(heat: Tensor) -> GaussianFit:
-    """Fit amplitude, centre and sigma of each axis by least squares, starting at the moments, without an offset."""
+    """Fit amplitude, centre and sigma by least squares, from the moments on, without an offset."""
     peak = float(heat.amax())
     image = (heat.detach().double().cpu() / peak).numpy()
     height, width = image.shape
@@ -153,7 +134,7 @@ def distances(shape: Sequence[int], centre: Sequence[float]) -> Tensor:
 
 
 def radial_profile(heat: Tensor, centre: Sequence[float], *, width: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the radius of each ring in pixels, and its share of the influence, for figures."""
+    """Return each ring's radius in pixels, and share of influence."""
     ring = (distances(heat.shape, centre) / width).long()
     mass = torch.zeros(int(ring.max()) + 1, dtype=torch.float64)
     mass.index_add_(0, ring.flatten(), heat.double().cpu().flatten())
@@ -161,7 +142,7 @@ def radial_profile(heat: Tensor, centre: Sequence[float], *, width: float = 1.0)
 
 
 def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
-    """Return the radius of the smallest disc around `centre` that contains `share` of the influence, pixels."""
+    """Return the radius of the smallest disc that contains `share`, pixels."""
     distance, order = distances(heat.shape, centre).flatten().sort()
     mass = heat.double().cpu().flatten()[order].cumsum(0)
     index = int(torch.searchsorted(mass, share * mass[-1] * (1 - 1e-12)))
@@ -169,10 +150,9 @@ def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
 
 
 def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None = None) -> float:
-    """Return the share of the image in the smallest square that contains `share` of the influence (RepLKNet, table 7).
+    """Return the share of the image in the smallest square that contains `share` (RepLKNet, table 7).
 
-    The square has an odd side and its centre at the pixel nearest to `centre` (None: the middle of the image); its part
-    outside of the image does not count.
+    Its side is odd, its centre the pixel nearest to `centre` (None: the image's middle).
     """
     height, width = heat.shape
     row, column = (height // 2, width // 2) if centre is None else (round(centre[0]), round(centre[1]))
@@ -189,9 +169,9 @@ def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None
 
 
 def uniform_profile(layers: int, kernel: int) -> Tensor:
-    """Return the influence of `layers` equal linear convolutions along one axis: a box convolved with itself.
+    """Return the influence of equal linear convolutions along one axis (Luo et al., section 2.2).
 
-    The map of such a network is the outer product of two profiles (Luo et al., section 2.2). The profile sums to 1.
+    It sums to 1.
     """
     profile = torch.ones(1, dtype=torch.float64)
     for _ in range(layers):
@@ -201,10 +181,10 @@ def uniform_profile(layers: int, kernel: int) -> Tensor:
 
 
 def uniform_sigma(layers: int, kernel: int) -> float:
-    """Return the standard deviation of `uniform_profile`, sqrt(n (k^2 - 1) / 12), pixels (Luo et al., section 2.2)."""
+    """Return the sigma of `uniform_profile`, sqrt(n (k^2 - 1) / 12) (Luo et al., section 2.2)."""
     return math.sqrt(layers * (kernel**2 - 1) / 12)
 
 
 def gaussian_size(sigma: float) -> float:
-    """Return the `size` of a Gaussian: the square root of the area of the disc above `THRESHOLD`, pixels."""
+    """Return a Gaussian's `size`: the root of its disc's area above `THRESHOLD`, pixels."""
     return sigma * math.sqrt(2 * math.pi * math.log(1 / THRESHOLD))

@@ -1,9 +1,4 @@
-"""Access to tensors inside a model, with their gradients, without a change of the model.
-
-A copy of the model is traced, and the graph ends after the last tensor that is needed. Operations that overwrite their
-input are replaced by ones that return a new tensor, so that several layers can be measured in one pass. If torch.fx
-cannot trace the model, or if a layer lies inside a leaf module, forward hooks on a copy give the tensors.
-"""
+"""Access to tensors inside a copy of a model, with their gradients: by its graph, else by forward hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,7 +16,9 @@ from compress.graph.inplace import preserve_input
 from compress.graph.inputs import flat_tensors
 from compress.graph.trace import trace
 from compress.receptive.table import ReceptiveField, ReceptiveFieldTable
-from compress.receptive.theoretical import graph_receptive_field
+from compress.receptive.theoretical import graph_receptive_field, receptive_field
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +27,8 @@ class Grid:
 
     Attributes:
         units: number of (rows, columns).
-        dims: dimensions of rows and columns; both are the same if they are merged into tokens.
-        prefix: number of tokens before the first one with a position (class token, registers).
+        dims: of rows and columns; the same if they are merged into tokens.
+        prefix: tokens before the first one with a position.
     """
 
     units: tuple[int, int]
@@ -48,7 +45,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A tensor to measure: its name, the positions of its units, and its theoretical field (None = unknown)."""
+    """A tensor to measure, its units' positions and theoretical field (None = unknown)."""
 
     name: str
     grid: Grid
@@ -60,7 +57,6 @@ class Probe:
     """A model that returns the tensors of some points.
 
     Attributes:
-        points: the tensors that `run` returns, in order.
         run: images -> one tensor for each point.
         method: `graph`, or `hooks` with the reason.
         table: theoretical fields; None with hooks.
@@ -73,15 +69,12 @@ class Probe:
 
 
 def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) -> Probe:
-    """Return a probe for layers by name; None is the last layer whose units lie on a grid.
+    """Return a probe for modules, blocks or fx nodes by name; None is the last layer on a grid.
 
-    Args:
-        model: any module; it is not changed.
-        image: (1, C, height, width) on the model's device, in its type.
-        layers: paths of modules or blocks, or names of fx nodes.
+    The image is (1, C, height, width) in the model's type; the model is not changed.
 
     Raises:
-        ReceptiveFieldError: a layer does not exist (the message names similar ones), or its units have no position.
+        ReceptiveFieldError: a layer does not exist (similar names are listed), or its units have no position.
         ModelError: the model fails on the image.
     """
     try:
@@ -101,7 +94,7 @@ def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) ->
 
 
 def grids(table: ReceptiveFieldTable, image: Tensor) -> list[ReceptiveField]:
-    """Return the rows whose units lie on a grid of at least 2 x 2, in order."""
+    """Return the rows whose units lie on a grid of at least 2 x 2."""
     found = []
     for row in table:
         grid = find_grid(row.shape, image, row)
@@ -121,10 +114,9 @@ def _last(table: ReceptiveFieldTable, image: Tensor) -> ReceptiveField:
 
 
 def find_grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None = None) -> Grid | None:
-    """Return the positions of the units of a tensor of `shape`, or None if they are unknown.
+    """Return the positions of the units of a tensor of `shape`; None = unknown.
 
-    They are known if the axes of the image were followed through the graph (`row`). Otherwise the image's proportions
-    distinguish (N, C, h, w), (N, h, w, C) and (N, tokens, C).
+    Without followed axes (`row`), the image's proportions distinguish (N, C, h, w), (N, h, w, C) and (N, tokens, C).
     """
     if shape is None or len(shape) not in (3, 4) or shape[0] != 1:
         return None
@@ -157,7 +149,7 @@ def _grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None
 
 
 def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """Return the graph up to the last of some nodes, with all of them as its outputs."""
+    """The graph up to the last of some nodes, its outputs."""
     graph, wanted = fx.Graph(), set(names)
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -174,7 +166,7 @@ def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
 
 
 def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], error: Exception) -> bool:
-    """Return True if hooks can be used instead: the model runs, and every layer is one of its modules."""
+    """Whether hooks can serve: the model runs, and every layer is a module."""
     if isinstance(error, ReceptiveFieldError):
         modules = dict(model.named_modules())
         return any(layers) and all(name in modules for name in layers if name)
@@ -214,11 +206,11 @@ def _hooked(model: nn.Module, image: Tensor, layers: Sequence[str | None], reaso
 
 @contextmanager
 def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Collect the results of modules (the first tensor of the last call), in the order in which they finish."""
+    """Collect modules' results (the first tensor of the last call), as they finish."""
     seen: dict[str, Tensor] = {}
 
     def collect(name: str) -> Callable[..., Any]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Tensor | None:
             tensors = flat_tensors(output)
             if tensors:
                 seen.pop(name, None)
@@ -233,3 +225,47 @@ def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[str | None]:
+    """Return up to `count` layers whose units lie on a grid, in order, including the last one.
+
+    The image is (1, C, height, width). A model that cannot be traced gives [None], its last layer.
+    """
+    own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), torch.zeros(()))
+    try:
+        table = receptive_field(model, image.to(own))
+    except ModelError:
+        return [None]
+    rows = grids(table, image)
+    ends = _block_ends(table, rows, count)
+    if len(ends) < min(count, 4):
+        kinds = {"conv", "max_pool", "avg_pool", "add", "concat", "attention"}
+        ends = [(row, row.path or row.name) for row in rows if row.kind in kinds]
+    if rows and (not ends or ends[-1][0] is not rows[-1]):
+        ends.append((rows[-1], rows[-1].path or rows[-1].name))
+    return [name for _, name in spread(ends, count)]
+
+
+def _block_ends(
+    table: ReceptiveFieldTable, rows: Sequence[ReceptiveField], count: int
+) -> list[tuple[ReceptiveField, str]]:
+    """(last row, path) of the blocks at the outermost level with `count` blocks, else with the most."""
+    levels: dict[int, list[tuple[ReceptiveField, str]]] = {}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        after = set(following.scopes) if following is not None else set()
+        for scope in row.scopes:
+            if scope and scope not in after and scope != row.path and table.row(scope) is row:
+                levels.setdefault(scope.count("."), []).append((row, scope))
+    enough = [ends for _, ends in sorted(levels.items()) if len(ends) >= count]
+    return enough[0] if enough else max(levels.values(), key=len, default=[])
+
+
+def spread(rows: list[T], count: int) -> list[T]:
+    """Return `count` of some items, evenly spread, including the last."""
+    if len(rows) <= count:
+        return rows
+    if count <= 1:
+        return rows[-1:]
+    indices = sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})
+    return [rows[index] for index in indices]

@@ -1,10 +1,4 @@
-"""One rule for each kind of operation: from the fields of its operands to the field of its result.
-
-The rules are grouped by idea: windows (convolutions, pools, resizes: `rules_windows`), mixing (matrix products,
-attention, sums, norms: `rules_mixing`), moving (views, slices, concatenation: `rules_moving`); elementwise operations
-are those of the traits table. `RULES` holds them by kind. An operation without a rule, or with arguments that its rule
-does not cover (`NoRuleError`), makes all fields after it unknown.
-"""
+"""`RULES`: for each kind of operation, from its operands' fields to its result's."""
 
 from __future__ import annotations
 
@@ -25,7 +19,6 @@ def _elementwise(call: Call) -> Field:
 
 
 def _broadcasting(call: Call) -> Field:
-    """Each element depends on the same element of all operands, with broadcasting."""
     return join(call.operands(), call.result_shape(), call.name)
 
 
@@ -39,7 +32,7 @@ RULES: dict[str, Rule] = {
 
 
 def apply_rule(call: Call) -> Any:
-    """Apply the rule of an operation, and return a Field, a tuple of them, or a plain value (a shape).
+    """Return a Field, a tuple of them, or a plain value (a shape).
 
     Raises:
         NoRuleError: there is no rule, or it does not cover these arguments.

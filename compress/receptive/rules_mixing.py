@@ -1,4 +1,4 @@
-"""Operations whose elements depend on all others along a dimension: products, attention, sums, norms, softmax."""
+"""Operations that mix along a dimension: products, attention, sums, norms, softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def _linear(call: Call) -> Field:
 
 
 def _norm(call: Call) -> Field:
-    """layer_norm, group_norm, instance_norm: an element depends on all elements with which it is normalized."""
     field = call.field(0)
     rank = len(field.shape)
     if call.kind == "layer_norm":
@@ -40,7 +39,6 @@ def _group_norm(call: Call, field: Field) -> Field:
 
 
 def _normalize(call: Call) -> Field:
-    """F.normalize: an element depends on all elements of the norm that divides it."""
     field = call.field(0)
     mixed = mix(field, _dims(call.argument(2, "dim", 1), field), f"{call.name} sums over positions")
     return join([field, mixed], field.shape, call.name)
@@ -70,7 +68,6 @@ def _softmax(call: Call) -> Field:
 
 
 def _reduce(call: Call) -> Any:
-    """mean, sum, max and min, over given dimensions or over all."""
     field = call.field(0)
     second = call.argument(1, "dim")
     if isinstance(second, (Field, Tensor)):  # torch.max(a, b)
@@ -82,7 +79,7 @@ def _reduce(call: Call) -> Any:
 
 
 def _shrunk(field: Field, dims: list[int], keepdim: bool, call: Call) -> Field:
-    """Cut dimensions along which all elements are equal to size 1, or remove them."""
+    """Cut dimensions of equal elements to size 1, or remove them."""
 
     def cut(bound: Tensor) -> Tensor:
         for dim in sorted(dims, reverse=True):
@@ -98,14 +95,14 @@ def _shrunk(field: Field, dims: list[int], keepdim: bool, call: Call) -> Field:
 
 
 def _mixed_views(fields: Sequence[Field], name: str) -> tuple[View, ...]:
-    """Return the views after a product of positions, which no window describes."""
+    """Views after a product of positions, which no window describes."""
     axes = range(len(fields[0].views))
     views = (meet([f.views[a] for f in fields], name)[0] for a in axes)
     return tuple(view.forget(f"{name} depends on positions through a product") for view in views)
 
 
 def _product(call: Call) -> Field:
-    """Matrix product: an element depends on a row of the left and a column of the right operand."""
+    """An element depends on a left row and a right column."""
     operands, added = call.operands(), None
     if call.kind == "addmm":
         added, *operands = operands
@@ -131,7 +128,7 @@ def _reduced(bound: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _einsum(call: Call) -> Field:
-    """Reduce every operand over the letters that the result does not have."""
+    """Reduce every operand over letters missing in the result."""
     equation, *_ = call.args
     operands = call.operands()
     letters, _, result = str(equation).replace(" ", "").partition("->")
@@ -148,7 +145,7 @@ def _einsum(call: Call) -> Field:
 
 
 def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
-    """Reduce and permute a bound with dimensions `term` to those of `result`; missing ones get size 1."""
+    """Reduce and permute dimensions `term` to `result`; missing ones get size 1."""
     gone = [d for d, letter in enumerate(term) if letter not in result]
     small = bound.amin(dim=gone) if gone else bound
     left = [letter for letter in term if letter in result]
@@ -160,10 +157,7 @@ def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
 
 
 def _attention(call: Call) -> Any:
-    """nn.MultiheadAttention (result, weights) or scaled_dot_product_attention.
-
-    A query depends on itself and on all keys and values. Masks are ignored: excluded positions count too.
-    """
+    """Return the field of attention: a query depends on itself and all keys and values, also masked ones."""
     operands = [call.field(i, n) for i, n in enumerate(("query", "key", "value"))]
     name = f"{call.name} (attention) depends on every position"
     if call.module is None:

@@ -1,13 +1,10 @@
-"""Operations that move elements and compute nothing: views, slices, permutations, rolls, concatenation.
-
-The operation itself is run on the bounds.
-"""
+"""Operations that only move elements; they are run on the bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +22,7 @@ def _moving(call: Call, *, folds: bool = False) -> Any:
 
 
 def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
-    """Return the operation as a function of its first argument; other fields are replaced by tensors of their shape."""
+    """The operation of its first argument; other fields become tensors of their shape."""
     others = [_shape_of(value) for value in rest]
     named = {name: _shape_of(value) for name, value in call.kwargs.items()}
     if call.module is not None:
@@ -54,12 +51,11 @@ def _getitem(call: Call) -> Any:
 
 
 def _shape(call: Call) -> Any:
-    """Return a shape, size, device or type, which a tensor of the same shape has too."""
     first, *rest = call.args
     return _replay(call, rest)(_shape_of(first))
 
 
-def _attribute(call: Call) -> Any:
+def _attribute(call: Call) -> NoReturn:
     raise NoRuleError(f"it is the attribute {call.args[1]!r} of a tensor")
 
 
@@ -77,7 +73,7 @@ def _stack(call: Call) -> Field:
 
 
 def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
-    """Concatenate branches; the views of a unit of the result are the union of the branches' views."""
+    """Concatenate branches; a unit's view is the union of theirs."""
     bounds = tuple(_catenate(parts, dim) for parts in zip(*(f.bounds for f in tensors), strict=True))
     along = [axis for axis in range(len(tensors[0].dims)) if any(f.dims[axis] == dim for f in tensors)]
     flat = [replace(f, bounds=tuple(b.narrow(dim, 0, 1) for b in f.bounds)) for f in tensors if f.shape[dim]]
@@ -92,7 +88,7 @@ def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
 
 
 def _catenate(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate like torch.cat, but leave dimensions expanded along which all elements are equal."""
+    """Concatenate, but keep dimensions of equal elements expanded."""
     whole = [sum(p.shape[dim] for p in parts) if d == dim else s for d, s in enumerate(parts[0].shape)]
     small = [d for d in range(len(whole)) if d != dim and all(p.stride(d) == 0 or p.shape[d] == 1 for p in parts)]
     for d in small:

@@ -1,13 +1,9 @@
-"""Operations that depend on a window along each axis: convolutions, pools, resizes, padding, windowed attention.
-
-Each rule gives a window for every spatial dimension; `_slide` applies it to the views (without borders) and to the
-bounds (with borders).
-"""
+"""Operations with a window along each axis: convolutions, pools, resizes, padding, windowed attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,8 +25,23 @@ from compress.receptive.windows import (
 PERIODIC = "has a pattern that is too long to follow"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """A kernel along the last axes of a tensor; `before` is the padding before the first position of each."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+
+    def windows(self, rank: int, make: Callable[..., Window] = sliding) -> dict[int, Window]:
+        """The window of each axis of a tensor with `rank` axes."""
+        axes = enumerate(zip(self.size, self.stride, self.dilation, self.before, strict=True), rank - len(self.size))
+        return {d: make(k, stride=s, dilation=x, padding=p) for d, (k, s, x, p) in axes}
+
+
 def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name: str) -> Field:
-    """Return the field of units that depend on `windows[dim]` along some dimensions; `shape` is the result's."""
+    """The field of units that depend on `windows[dim]`; `shape` is the result's."""
     bounds = []
     for bound in field.bounds:
         for dim, window in windows.items():
@@ -48,7 +59,6 @@ def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name:
 
 
 def _channels(field: Field, dim: int, groups: int, outputs: int, name: str) -> Field:
-    """Let every output channel depend on all input channels of its group."""
     if groups == 1:
         field = mix(field, [dim], name, keep=False)
     bounds = (_by_group(bound, dim, groups) for bound in field.bounds)
@@ -89,13 +99,10 @@ def _conv(call: Call) -> Field:
         call, call.argument(4, "padding", 0), field.shape[-rank:], shape[-rank:], kernel, stride, dilation
     )
     mixed = _channels(field, field.bounds[0].ndim - rank - 1, call.argument(6, "groups", 1), weight.shape[0], call.name)
+    whole = _Kernel(size=kernel, stride=stride, dilation=dilation, before=before)
     if getattr(call.module, "padding_mode", "zeros") != "zeros":
-        return _wrapped(mixed, call, kernel, stride, dilation, before, shape)
-    windows = {
-        len(shape) - rank + i: sliding(kernel[i], stride=stride[i], dilation=dilation[i], padding=before[i])
-        for i in range(rank)
-    }
-    return _slide(mixed, windows, shape, call.name)
+        return _wrapped(mixed, call, whole, shape)
+    return _slide(mixed, whole.windows(len(shape)), shape, call.name)
 
 
 def _padding(
@@ -107,7 +114,7 @@ def _padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the padding before the first position, which must explain the size of the output."""
+    """The padding before the first position, checked against the output's size."""
     spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         return tuple(span // 2 for span in spans)  # torch pads the odd one after the last position
@@ -123,31 +130,15 @@ def _padding(
     raise NoRuleError(f"its output is {tuple(outputs)} where its kernel, stride and padding give {tuple(expected)}")
 
 
-def _wrapped(
-    field: Field,
-    call: Call,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    before: Sequence[int],
-    shape: Sequence[int],
-) -> Field:
-    """Return the field of a convolution whose padding copies pixels: the bounds include them, the views do not."""
-    mode = {"circular": "circular", "reflect": "reflect", "replicate": "replicate"}[str(call.module.padding_mode)]  # type: ignore[union-attr]
-    amounts = [p for i in reversed(range(len(before))) for p in (before[i], (kernel[i] - 1) * dilation[i] - before[i])]
-    dims = [len(shape) - len(kernel) + i for i in range(len(kernel))]
-    plain = {d: sliding(k, stride=s, dilation=x) for d, k, s, x in zip(dims, kernel, stride, dilation, strict=True)}
+def _wrapped(field: Field, call: Call, kernel: _Kernel, shape: Sequence[int]) -> Field:
+    """A convolution whose padding copies pixels: only the bounds include them."""
+    mode = str(getattr(call.module, "padding_mode", "zeros"))
+    axes = list(zip(kernel.size, kernel.dilation, kernel.before, strict=True))
+    amounts = [p for k, d, before in reversed(axes) for p in (before, (k - 1) * d - before)]
     padded = replace(field, bounds=tuple(F.pad(b.contiguous(), amounts, mode=mode) for b in field.bounds))
-    views = _slide(
-        field,
-        {
-            d: sliding(k, stride=s, dilation=x, padding=p)
-            for d, k, s, x, p in zip(dims, kernel, stride, dilation, before, strict=True)
-        },
-        shape,
-        call.name,
-    ).views
-    return replace(_slide(padded, plain, shape, call.name), views=views)
+    views = _slide(field, kernel.windows(len(shape)), shape, call.name).views
+    plain = replace(kernel, before=(0,) * len(kernel.size))
+    return replace(_slide(padded, plain.windows(len(shape)), shape, call.name), views=views)
 
 
 def _conv_transpose(call: Call) -> Field:
@@ -162,11 +153,8 @@ def _conv_transpose(call: Call) -> Field:
     padding = _per_axis(call.argument(4, "padding", 0), rank, "padding")
     dilation = _per_axis(call.argument(7, "dilation", 1), rank, "dilation")
     mixed = _channels(field, len(shape) - rank - 1, groups, weight.shape[1] * groups, call.name)
-    windows = {
-        len(shape) - rank + i: transposed(kernel[i], stride=stride[i], dilation=dilation[i], padding=padding[i])
-        for i in range(rank)
-    }
-    return _slide(mixed, windows, shape, call.name)
+    whole = _Kernel(size=kernel, stride=stride, dilation=dilation, before=padding)
+    return _slide(mixed, whole.windows(len(shape), transposed), shape, call.name)
 
 
 def _pool(call: Call) -> Field:
@@ -178,15 +166,12 @@ def _pool(call: Call) -> Field:
     padding = _per_axis(call.argument(3, "padding", 0), rank, "padding")
     dilated = call.kind == "max_pool"
     dilation = _per_axis(call.argument(4, "dilation", 1) if dilated else 1, rank, "dilation")
-    windows = {
-        len(shape) - rank + i: sliding(kernel[i], stride=strides[i], dilation=dilation[i], padding=padding[i])
-        for i in range(rank)
-    }
-    return _slide(field, windows, shape, call.name)
+    whole = _Kernel(size=kernel, stride=strides, dilation=dilation, before=padding)
+    return _slide(field, whole.windows(len(shape)), shape, call.name)
 
 
 def _rank(call: Call) -> int:
-    """Return the spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
+    """Spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
     digits = [c for c in call.function if c.isdigit()]
     if not digits:
         raise NoRuleError("its number of spatial dimensions is not part of its name")
@@ -270,11 +255,7 @@ def _local_response_norm(call: Call) -> Field:
 
 
 def _window_attention(call: Call) -> Field:
-    """Shifted-window attention of torchvision on (N, H, W, C): a unit depends on all units of its window.
-
-    The mask cuts windows that are shifted over the border, so that along each axis they are runs of `window_size`
-    units, the first of which begins at `shift_size`.
-    """
+    """Windowed attention of torchvision on (N, H, W, C): runs of `window_size`, the first from `shift_size`."""
     field = call.field(0)
     sizes, shifts = call.argument(4, "window_size"), call.argument(6, "shift_size")
     windows = {}

@@ -1,4 +1,4 @@
-"""The table of theoretical receptive fields: one row for each tensor of a graph."""
+"""The table of theoretical receptive fields: a row for each tensor."""
 
 from __future__ import annotations
 
@@ -24,28 +24,23 @@ class ReceptiveField:
     """The receptive field of one node. Tuples have an entry for each axis of the image (height, width).
 
     Attributes:
-        name: name of the fx node.
-        path: path of the module; "" for a function or a method.
-        kind: kind of the operation, of `compress.graph.ops`.
-        type: class or function, as written in the model.
-        shape: shape of the tensor for batch 1; None for an unknown node that returns no tensor.
-        status: `exact`; `global` if an operation made units depend on the whole image; `unknown` after an operation
-            without a rule.
-        reason: operation that made it global or unknown, or the reason why `size` is valid for this image size only;
-            "" otherwise.
-        size: pixels from the first to the last on which a unit depends, without borders. If it is global or has a
-            reason, the largest part of this image that a unit sees. None = unknown.
-        effective_stride: pixels from a unit's field to the next one's (jump); None if units do not lie on a line.
-        effective_padding: pixels before the image at which unit 0's field starts: start(u) = u * stride - padding.
-        local_size: `size` along the paths without a global operation (as if there were no squeeze-and-excite); None if
-            there is no such path.
-        smallest: `local_size` of the path with the smallest field (in a residual network, along the shortcuts).
+        name: of the fx node.
+        path: of the module; "" for a function or a method.
+        shape: for batch 1; None for an unknown node that returns no tensor.
+        status: `exact`; `global` if units depend on the whole image; `unknown` after an operation without a rule.
+        reason: operation that made it global or unknown, or why `size` is valid for this image size only; else "".
+        size: pixels on which a unit depends, without borders; where global or with a reason, the largest part of this
+            image. None = unknown.
+        effective_stride: pixels from a unit's field to the next one's; None if units do not lie on a line.
+        effective_padding: start(u) = u * stride - padding.
+        local_size: `size` along paths without a global operation; None without one.
+        smallest: `local_size` of the path with the smallest field.
         seen: largest part of this image that a unit sees, clipped at the borders; None = unknown.
-        input_size, input_smallest: `local_size` and `smallest` of the node's inputs.
-        macs: multiply-accumulates at this image size, batch 1; None = unknown.
+        input_size, input_smallest: `local_size` and `smallest` of the inputs.
+        macs: at this image size, batch 1; None = unknown.
         notes: branches on the way that are not aligned.
-        dims: dimension of the tensor along each axis; None if there is none.
-        scopes: paths of the modules that contain the node.
+        dims: dimension along each axis; None if there is none.
+        scopes: paths of the modules around it.
     """
 
     name: str
@@ -73,20 +68,19 @@ class ReceptiveField:
 
     @property
     def units(self) -> Sizes:
-        """Number of units along each axis; None if no dimension runs along it."""
+        """Number of units along each axis, or None."""
         shape = self.shape or ()
         return tuple(shape[d] if d is not None else None for d in self.dims)
 
     @property
     def located(self) -> bool:
-        """True if a dimension of the tensor runs along every axis, so that units have a (row, column) position."""
+        """Whether a dimension runs along every axis."""
         return bool(self.dims) and None not in self.dims
 
     def interval(self, unit: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
-        """Return the first and last pixel that a unit sees along each axis of this image; None if it sees none.
+        """Return the first and last pixel of this image that a unit sees along each axis; None if it sees none.
 
-        Args:
-            unit: its position along each axis if the node is `located`, otherwise its index in the tensor.
+        The unit is a position if the node is `located`, otherwise an index.
 
         Raises:
             ReceptiveFieldError: the field is unknown, or there is no such unit.
@@ -106,28 +100,19 @@ class ReceptiveField:
         )
 
     def window(self, unit: Sequence[int], axis: int) -> tuple[int, int] | None:
-        """Return the first and last pixel of a unit's local field along one axis, not clipped; None without one."""
+        """Return a unit's local field along one axis, not clipped; None without one."""
         window = self._windows[axis] if self._windows else None
         return window.at(unit[axis]) if window is not None else None
 
     def centre(self, unit: Sequence[int], axis: int) -> float | None:
-        """Return the centre of a unit's field along one axis, which is that of its narrowest path; None without one.
-
-        The narrowest path is used because units anywhere in a window of attention share that window.
-        """
+        """Return the centre of a unit's narrowest path along one axis; None without one."""
         window = self._narrow[axis] if self._narrow else None
         return float(window.centre(unit[axis])) if window is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceptiveFieldTable:
-    """Receptive fields of a model's nodes, in the order in which they run.
-
-    Attributes:
-        model: class name of the model.
-        image_size: (height, width) with which it was traced.
-        rows: a row for each node that returns a tensor.
-    """
+    """Receptive fields of a model's nodes that return a tensor, in the order in which they run."""
 
     model: str
     image_size: tuple[int, ...]
@@ -140,7 +125,7 @@ class ReceptiveFieldTable:
         return len(self.rows)
 
     def row(self, name: str) -> ReceptiveField:
-        """Return the row of a module's path (its last call), of a node's name, or of a block's path (its last node).
+        """Return the row of a module (its last call), a node, or a block (its last node).
 
         Raises:
             ReceptiveFieldError: there is no such row; the message names similar ones.
@@ -160,11 +145,11 @@ class ReceptiveFieldTable:
 
     @property
     def unknown(self) -> ReceptiveField | None:
-        """The first row whose field is unknown; None if all are known."""
+        """The first unknown row, or None."""
         return next((r for r in self.rows if r.status == "unknown"), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows as plain values for JSON and CSV, fractions as numbers."""
+        """Return plain values for JSON and CSV, fractions as numbers."""
         return [_record(row) for row in self.rows]
 
 
@@ -188,7 +173,7 @@ def make_row(
     axes: int,
     macs: int | None,
 ) -> ReceptiveField:
-    """Return the row of a node; without a field, it is unknown for `reason`."""
+    """Return the row of a node; without a field, unknown for `reason`."""
     nothing = (None,) * axes
     reads: dict[str, Any] = {
         "input_size": tuple(_most([f.views[a].wide for f in inputs], "size") for a in range(axes)),
@@ -230,7 +215,7 @@ def _most(windows: Sequence[Any], name: str, *, least: bool = False) -> int | No
 
 
 def _reduced(found: Field) -> tuple[Tensor, ...]:
-    """Return the bounds of positions, united over batch and channels; of elements if the tensor has no positions."""
+    """Bounds of positions, united over batch and channels; else of elements."""
     if None in found.dims:
         return tuple(found.bounds)
     others = [d for d in range(len(found.shape)) if d not in found.dims]

@@ -1,17 +1,9 @@
-"""Exact theoretical receptive fields of every node of any model that torch.fx can trace.
-
-The graph is evaluated once with fields in place of tensors (`fields`), with one rule for each kind of operation
-(`rules`). Values that do not depend on the image (weights, position tables, sizes) are computed as usual. An operation
-without a rule makes all fields after it unknown, and is named; nothing is guessed.
-
-Definitions: arXiv 1603.07285 (Dumoulin and Visin) for the arithmetic of one layer, Araujo et al., "Computing Receptive
-Fields of Convolutional Neural Networks" (Distill, 2019) for size, effective stride and effective padding.
-"""
+"""Exact theoretical receptive fields of any model that torch.fx can trace: its graph is evaluated on fields."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +33,9 @@ class _Unknown:
 def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldTable:
     """Return the theoretical receptive field of every node with respect to the model's first input.
 
-    Args:
-        model: any module that torch.fx can trace; it is not changed.
-        example_inputs: (N, C, spatial...) or several inputs, the first of which is the image. Sizes without borders do
-            not depend on its size, except after adaptive pooling; the parts of the image that units see do.
-
-    Returns:
-        A table with a row for each tensor of the graph.
+    The definitions are those of arXiv 1603.07285 (Dumoulin and Visin), and of Araujo et al., "Computing Receptive
+    Fields of Convolutional Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders
+    depend on its size only after adaptive pooling. The model is not changed.
 
     Raises:
         ReceptiveFieldError: the input is not an image.
@@ -67,7 +55,7 @@ def check_image(image: Tensor) -> None:
     """Refuse a tensor that is not a batch of images.
 
     Raises:
-        ReceptiveFieldError: it has fewer than three dimensions, or one of size 0.
+        ReceptiveFieldError: fewer than three dimensions, or one of size 0.
     """
     if image.ndim < 3 or 0 in image.shape:
         raise ReceptiveFieldError(
@@ -79,7 +67,7 @@ def check_image(image: Tensor) -> None:
 def graph_receptive_field(
     graph_module: fx.GraphModule, inputs: Sequence[Tensor], *, name: str = ""
 ) -> ReceptiveFieldTable:
-    """Return the receptive fields of a graph made by `compress.graph.trace`, with inputs of batch 1."""
+    """Return the fields of a traced graph, with inputs of batch 1."""
     walker = _Walker(graph_module, inputs)
     return ReceptiveFieldTable(
         model=name or type(graph_module).__name__, image_size=tuple(inputs[0].shape[2:]), rows=tuple(walker.walk())
@@ -177,7 +165,7 @@ class _Walker:
         )
 
 
-def _flat(value: Any) -> Any:
+def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)

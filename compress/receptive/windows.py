@@ -1,13 +1,4 @@
-"""Windows: the positions along one axis on which a unit depends, before borders clip them.
-
-Unit `u` of an operation's output depends on positions `first .. last` of its input, in steps. For a convolution both
-grow by `stride` from one unit to the next. For a transposed convolution or a resize the pattern repeats only after
-several units, while the positions advance by a whole number; so a window has a pair (first, last) for each *phase* of a
-period. Convolutions have a period of 1. Windows compose (`through`), and branches that join unite (`unite`), so a
-network's receptive field is a window too, whose positions are input pixels. All of it is integer arithmetic.
-
-An affine formula (size, stride, padding) is not enough: after a transposed convolution it gives a wrong size.
-"""
+"""Windows: the positions along one axis on which a unit depends, before borders clip them, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -49,29 +40,26 @@ class Window:
 
     @property
     def size(self) -> int:
-        """Number of positions from the first to the last on which a unit depends; the largest of all phases."""
+        """Positions from first to last, the most of all phases."""
         return max(0, *(b - a + 1 for a, b in zip(self.first, self.last, strict=True)))
 
     @property
     def smallest(self) -> int:
-        """Smallest size of all phases; 0 if some units depend on nothing."""
+        """Smallest size of all phases; 0 if some depend on nothing."""
         return max(0, min(b - a + 1 for a, b in zip(self.first, self.last, strict=True)))
 
     @property
     def stride(self) -> Fraction:
-        """Positions from one unit to the next (others say jump); below 1 after upsampling."""
+        """Positions from one unit to the next; below 1 after upsampling."""
         return Fraction(self.advance, self.period)
 
     @property
     def padding(self) -> Fraction:
-        """Positions before the input at which unit 0's window starts, so that `start(u) = u * stride - padding`.
-
-        If phases differ, the largest one.
-        """
+        """The largest padding of all phases: `start(u) = u * stride - padding`."""
         return max(r * self.stride - a for r, a in enumerate(self.first))
 
     def at(self, unit: int) -> tuple[int, int]:
-        """Return the first and last position on which a unit depends, on an axis without borders."""
+        """Return a unit's first and last position, without borders."""
         m, r = divmod(unit, self.period)
         return self.first[r] + m * self.advance, self.last[r] + m * self.advance
 
@@ -84,15 +72,14 @@ IDENTITY = Window((0,), (0,), 1)
 
 
 def sliding(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    """Return the window of a convolution or a pool; `padding` is the padding before the first position."""
+    """Return the window of a convolution or pool with `padding` in front."""
     return Window((-padding,), (-padding + (kernel - 1) * dilation,), stride, dilation if kernel > 1 else 1)
 
 
 def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
     """Return the window of a transposed convolution.
 
-    Input i contributes to output u if u = i * stride - padding + j * dilation for a tap 0 <= j < kernel. So u depends
-    on the inputs i = (u + padding - j * dilation) / stride that are whole numbers.
+    Unit u depends on the whole numbers (u + padding - j * dilation) / stride, 0 <= j < kernel.
     """
     first, last = [], []
     for u in range(stride):
@@ -105,10 +92,7 @@ def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int 
 
 
 def rational(ratio: Fraction, reads: Callable[[int], tuple[int, int]]) -> Window | None:
-    """Return the window of an operation whose unit u depends on `reads(u)` and advances by `ratio` positions a unit.
-
-    It is None if the period is longer than `LONGEST_PERIOD`.
-    """
+    """Return the window of units that depend on `reads(u)` and advance by `ratio`; None beyond `LONGEST_PERIOD`."""
     period = ratio.denominator
     if period > LONGEST_PERIOD:
         return None
@@ -125,8 +109,7 @@ def proportional(inputs: int, outputs: int) -> Window | None:
 def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bool = False) -> Window | None:
     """Return the window of linear (`reach` 1) or cubic (`reach` 2) interpolation at source = u * ratio + offset.
 
-    A source on a position has weight on that position alone. With antialias the kernel widens with the ratio, and all
-    positions nearer than `reach * max(ratio, 1)` have weight.
+    With antialias all positions nearer than `reach * max(ratio, 1)` have weight.
     """
 
     def reads(u: int) -> tuple[int, int]:
@@ -142,7 +125,7 @@ def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bo
 
 
 def nearest(ratio: Fraction, *, exact: bool = False) -> Window | None:
-    """Return the window of nearest-neighbour resizing: floor(u * ratio), or floor((u + 1/2) * ratio) if `exact`."""
+    """Return the window of nearest resizing: floor(u * ratio), or floor((u + 1/2) * ratio) if `exact`."""
 
     def reads(u: int) -> tuple[int, int]:
         position = floor((u + Fraction(1, 2)) * ratio) if exact else floor(u * ratio)
@@ -175,7 +158,7 @@ def _span(field: Window, reads: Window, unit: int) -> tuple[int, int]:
 
 
 def unite(left: Window, right: Window) -> Window | None:
-    """Return the field of a unit that depends on the same unit of two branches; None if their strides differ."""
+    """Return the window of the same unit of two branches; None if their strides differ."""
     if left.stride != right.stride:
         return None
     period = lcm(left.period, right.period)
@@ -193,10 +176,7 @@ def _hull(left: tuple[int, int], right: tuple[int, int]) -> tuple[int, int]:
 
 
 def centre_distance(left: Window, right: Window) -> Fraction:
-    """Return the distance of the centres of two windows of one stride, in positions, as the mean over a period.
-
-    The mean, because units in a window of attention share a field whose centre is not theirs without being displaced.
-    """
+    """Return the mean distance of two windows' centres over a period."""
     period = lcm(left.period, right.period)
     return abs(sum((left.centre(u) - right.centre(u) for u in range(period)), Fraction(0))) / period
 

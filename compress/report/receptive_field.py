@@ -28,8 +28,8 @@ from compress.receptive import (
     erf_drift,
     receptive_field,
 )
-from compress.receptive.layers import layers_to_show
 from compress.receptive.metrics import SHARES
+from compress.receptive.probe import layers_to_show
 from compress.report.erf_page import erf_page
 from compress.support.progress import Progress
 

@@ -38,12 +38,11 @@ class Ceiling:
     """One roof.
 
     Attributes:
-        name: `copy`, or a precision such as `int8` or `int8-2:4`, followed by ` conv` for convolutions.
+        name: `copy`, or a precision such as `int8-2:4`, followed by ` conv` for convolutions.
         rate: the best of its samples; None if it could not be measured.
-        unit: `bytes/s` (copies count bytes read and bytes written) or `flops/s` (2 for a multiply-accumulate).
+        unit: `bytes/s` (read and written) or `flops/s` (2 for a multiply-accumulate).
         method: operation that was timed.
-        samples: one sample for each size.
-        reason: reason of a missing rate; "" if there is a rate.
+        reason: of a missing rate.
     """
 
     name: str
@@ -56,16 +55,13 @@ class Ceiling:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """The measured roofs of one machine.
+    """The measured roofs of one machine, copies first.
 
     Attributes:
-        backend: `cpu` or `cuda`.
         title: name of the processor or GPU.
-        threads: number of threads that torch used; 0 on a GPU.
+        threads: of torch; 0 on a GPU.
         rounds: number of times that each size was timed.
-        torch_version: version of torch.
-        load_average: load of the machine over a minute, before and after; empty if the system has none.
-        ceilings: the roofs, copies first.
+        load_average: over a minute, before and after; empty if the system has none.
     """
 
     backend: str
@@ -77,7 +73,7 @@ class Ceilings:
     ceilings: tuple[Ceiling, ...]
 
     def as_device(self) -> Device:
-        """Return a `Device` for `roofline` whose peaks are the measured rates.
+        """Return a `Device` whose peaks are the measured rates.
 
         Raises:
             RooflineError: the copies could not be measured.
@@ -106,7 +102,7 @@ class Ceilings:
 
 
 def ceilings_path(backend: Backend) -> Path:
-    """Return the file of this machine's roofs: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
+    """Return this machine's file: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / f"ceilings-{backend}.json"
 
 
@@ -129,7 +125,7 @@ def load_ceilings(path: Path | str) -> Ceilings:
 
 
 def machine_device() -> Device:
-    """Return this machine as it was measured and saved: its GPU if one was measured, else its CPU.
+    """Return this machine as it was measured: its GPU if one was, else its CPU.
 
     Raises:
         RooflineError: this machine was not measured yet.

@@ -1,11 +1,7 @@
 """Work and traffic of a network: its graph as a list of operations, one for each kernel that an engine would run.
 
-Each tensor is counted once for each operation that consumes it and once when it is written, and weights once a batch,
-as for kernels with perfect reuse inside and no cache between them. Views (reshape, transpose, slices, dropout) move
-nothing. With fusion, a convolution or matrix product includes the BatchNorm, the activation and the one addition that
-follow it, as in TensorRT and OpenVINO, and a chain of pointwise operations becomes one operation: the tensors between
-them are not moved. Both counts are lower bounds: the additional work of an engine (copies between layouts, im2col,
-tensors that are loaded twice) only costs more.
+Each tensor is counted once for each operation that consumes it and once when it is written, weights once a batch;
+views move nothing. Both counts are lower bounds.
 """
 
 from __future__ import annotations
@@ -34,41 +30,49 @@ _EPILOGUE = kinds(lambda t: t.elementwise and t.category != "shape" and not (t.f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One kernel: an operation of the graph, or several that an engine fuses. Counts are for the whole batch.
+class Kernel:
+    """One operation of the graph, or several that an engine fuses.
 
     Attributes:
         name: path of the module or name of the node; of the first operation if several are fused.
-        kind: kind of the first operation, of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
-        type: class or function of the first operation, as written in the model.
-        members: names of its nodes in the graph, in order.
-        paths: paths of the modules among them.
-        macs: multiply-accumulates; None = unknown.
-        sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
-        weight_elements: elements of weights.
-        sparse_weight_elements: elements of weights that 2:4 compresses.
-        bias_elements: elements of biases and other parameters, which stay in floating point.
-        activation_elements: elements of tensors read and written.
-        float_elements: elements of these tensors that stay in floating point if the rest has 8 bits.
-        detail: kernel and groups of a convolution, such as `3x3` or `3x3 depthwise`.
+        kind: of the first operation, of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
+        type: class or function of the first operation.
+        detail: kernel and groups of a convolution, such as `3x3 depthwise`.
+        members: names of its nodes, in order.
+        paths: of the modules among them.
+        macs: multiply-accumulates for the whole batch; None = unknown.
     """
 
     name: str
     kind: str
     type: str
+    detail: str = ""
     members: tuple[str, ...]
     paths: tuple[str, ...]
     macs: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Kernel):
+    """A kernel with what it computes and moves. Counts are for the whole batch.
+
+    Attributes:
+        sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
+        sparse_weight_elements: elements that 2:4 compresses.
+        bias_elements: of biases and other parameters, which stay in floating point.
+        activation_elements: read and written.
+        float_elements: those of them that stay in floating point if the rest has 8 bits.
+    """
+
     sparse_macs: int = 0
     weight_elements: int = 0
     sparse_weight_elements: int = 0
     bias_elements: int = 0
     activation_elements: int
     float_elements: int = 0
-    detail: str = ""
 
     def scaled(self, batch: int, traced: int) -> Operation:
-        """Return the operation for another batch size: activations and macs grow, weights do not."""
+        """Return the operation for another batch size."""
         return replace(
             self,
             macs=None if self.macs is None else self.macs * batch // traced,
@@ -84,10 +88,9 @@ class Workload:
 
     Attributes:
         model: class of the model.
-        input_shapes: shapes of its inputs, the first dimension being `batch_size`.
-        batch_size: images at once.
-        fused: True if operations are fused.
-        operations: operations in the order of the graph.
+        input_shapes: their first dimension is `batch_size`.
+        fused: True if operations are fused as in an engine.
+        operations: in the order of the graph.
     """
 
     model: str
@@ -97,7 +100,7 @@ class Workload:
     operations: tuple[Operation, ...]
 
     def with_batch(self, batch_size: int) -> Workload:
-        """Return the same network at another batch size, without running it.
+        """Return the network at another batch size, without running it.
 
         Raises:
             RooflineError: `batch_size` is not a positive number.
@@ -113,12 +116,9 @@ class Workload:
 
 
 def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -> Workload:
-    """Trace a model and count its work and its traffic.
+    """Trace a model, which may be quantized, and count its work and traffic.
 
-    Args:
-        model: any module that `compress.graph.trace` accepts, also a traced or quantized one.
-        example_inputs: its inputs; dimension 0 of the first is the batch.
-        fused: fuse operations as an engine does.
+    Dimension 0 of the first input is the batch.
 
     Raises:
         ModelError: the model fails on its inputs or cannot be traced.
@@ -128,7 +128,7 @@ def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -
 
 
 def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool = False, model: str = "") -> Workload:
-    """Count a graph that `compress.graph.trace` made with these inputs; see `workload`."""
+    """Count a graph of `compress.graph.trace`; see `workload`."""
     inputs = as_inputs(example_inputs)
     if not inputs[0].ndim or not inputs[0].shape[0]:
         raise RooflineError(f"example_inputs need a batch dimension with at least one image, got {_shapes(inputs)}")
@@ -147,16 +147,7 @@ def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool =
 def convolution(
     *, channels: int, out_channels: int | None = None, size: int, kernel: int, groups: int = 1, batch_size: int = 1
 ) -> Operation:
-    """Return a convolution of stride 1 and same padding, from its numbers alone.
-
-    Args:
-        channels: input channels.
-        out_channels: output channels; `channels` by default.
-        size: height and width of both maps.
-        kernel: height and width of the kernel.
-        groups: number of groups; `channels` for a depthwise convolution.
-        batch_size: images at once.
-    """
+    """Return a square convolution of stride 1 and same padding; `out_channels` None means `channels`."""
     out_channels = out_channels or channels
     per_group = channels // groups
     weights = out_channels * per_group * kernel**2
@@ -181,9 +172,9 @@ def convolution(
 def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """Group nodes as an engine fuses them.
 
-    A BatchNorm, activation or addition joins the group that produces its input if that input has no other consumer
-    and the shape of the result. A product takes one addition of two tensors (the residual), a pointwise chain any
-    number. The addition of two products joins the later one, whose kernel runs when the other's result exists.
+    A BatchNorm, activation or addition joins the group that produces its input if that has no other consumer and the
+    result's shape. A product takes one addition of two tensors, a pointwise chain any number; the addition of two
+    products joins the later one.
     """
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}
@@ -217,19 +208,19 @@ def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _joins_two(node: fx.Node) -> bool:
-    """Return True if the node has two activations as inputs (a residual), and not one and a constant."""
+    """Whether the node has two activations as inputs."""
     return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """Return the node that writes the tensor of this node: the node itself, or the one before a chain of views."""
+    """Return the node that writes this node's tensor, before a chain of views."""
     while node_kind(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def consumers(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that consume the tensor of this node, directly or through views."""
+    """Return the nodes that consume this node's tensor, also through views."""
     found: list[fx.Node] = []
     for user in node.users:
         found += consumers(user) if node_kind(user) in VIEWS else [user]
@@ -266,7 +257,7 @@ def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation
 
 
 def _reduction(node: fx.Node) -> int:
-    """Return the input channels (per group) along which a weight's 2:4 pattern runs; 0 for an operation without."""
+    """Input channels (per group) along which 2:4 runs; 0 without."""
     kind = node_kind(node)
     if kind not in {"conv", "linear", "attention"}:
         return 0
@@ -278,7 +269,7 @@ def _reduction(node: fx.Node) -> int:
 
 
 def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
-    """Return the elements that a group reads and writes, and those of them that stay in floating point."""
+    """Elements that a group moves, and those that stay in floating point."""
     inside = set(group)
     reads = _distinct(
         n for node in group for n in tensor_args(node) if producer(n) not in inside and producer(n).op != "get_attr"
@@ -291,7 +282,7 @@ def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
 
 
 def _elements(node: fx.Node) -> int:
-    """Return the elements that are read for this tensor: those of the smallest view between it and its producer."""
+    """Elements of the smallest view between a tensor and its producer."""
     smallest = math.prod(node.meta["shape"])
     while node_kind(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -305,7 +296,7 @@ def _result_elements(node: fx.Node) -> int:
 
 
 def _inner_elements(head: fx.Node) -> list[int]:
-    """Return the elements moved between the three kernels of an attention module (query, key, value; context)."""
+    """Elements moved between the three kernels of an attention module."""
     if node_kind(head) != "attention" or head.op != "call_module":
         return []
     query, *others = [math.prod(n.meta["shape"]) for n in tensor_args(head)]
@@ -314,11 +305,7 @@ def _inner_elements(head: fx.Node) -> list[int]:
 
 
 def _stays_float(node: fx.Node) -> bool:
-    """Return True if a tensor stays in floating point where products have 8 bits.
-
-    It does if a consumer needs floating point, or if it is the output. A product's quantizer is fused into the kernel
-    that writes its input, so a tensor that only products, pools and sums consume is written in 8 bits by any kernel.
-    """
+    """Whether a tensor is an output, or a consumer needs floating point."""
     return any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(node))
 
 

@@ -1,9 +1,6 @@
-"""Peaks and bandwidths of NVIDIA's GPUs and of Intel's Xeons, from the data sheets, in tera-operations and GB a second.
+"""Peaks and bandwidths from data sheets, in tera-operations and GB a second.
 
-Data sheets of Hopper, Blackwell, Ada data-centre cards and Jetson give tensor-core figures with 2:4 sparsity; the dense
-figures here are half of those, as the footnotes say. GeForce cards multiply fp16 with fp32 accumulation, which
-frameworks use, at half the rate of fp16 accumulation; the table has the figure with fp32 accumulation. A Xeon's data
-sheet gives cores, clock and memory, from which `_xeon` computes the peaks.
+Figures given with 2:4 sparsity are halved for dense; GeForce's fp16 is that with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ _PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 
 
 def _xeon(name: str, title: str, cores: int, gigahertz: float, bandwidth: float, per_clock: dict[str, int]) -> Device:
-    """Peaks of one socket: cores times the highest clock times the operations of a core in a clock."""
+    """Peaks of a socket: cores times highest clock times operations per clock."""
     return _device(
         name,
         title,
@@ -261,10 +258,7 @@ DEVICE_NAMES: tuple[str, ...] = (*(device.name for device in TABLE), "machine")
 
 
 def table_device(name: str) -> Device:
-    """Return a device of the table.
-
-    Args:
-        name: name such as `h200`, `a100` (the one with 80 GB) or `orin` (AGX); case and spaces do not matter.
+    """Return a device such as `h200`, `a100` (80 GB) or `orin` (AGX); case and spaces do not matter.
 
     Raises:
         RooflineError: there is no such device; the message lists all.

@@ -1,9 +1,6 @@
-"""Devices and precisions: peak rates and memory bandwidth.
+"""Devices and precisions: peak rates and memory bandwidth (Williams, Waterman and Patterson, CACM 52(4), 2009).
 
-A roofline (Williams, Waterman and Patterson, CACM 52(4), 2009) needs two numbers of a device: the operations a second
-at a precision, and the bytes a second of its memory. Many data sheets give the first with 2:4 sparsity only, which is
-twice the rate of a dense network; here dense and 2:4 peaks are separate, and a precision that a device lacks is an
-error, never a guess. Names of attributes say flops for operations on integers too; texts and figures say op.
+Dense and 2:4 peaks are separate; attributes say flops for integers too.
 """
 
 from __future__ import annotations
@@ -24,12 +21,7 @@ _ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "b
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The precision of the products.
-
-    Attributes:
-        base: key of `PRECISIONS`.
-        sparse: True if weights are 2:4.
-    """
+    """The precision of products; `base` is a key of `PRECISIONS`."""
 
     base: str
     sparse: bool = False
@@ -41,7 +33,7 @@ class Precision:
 
     @property
     def operation(self) -> str:
-        """Unit of work: `op` for integers, `flop` for floating point; either counts a multiply-accumulate as two."""
+        """`op` for integers, `flop` for floating point; a multiply-accumulate is two."""
         return "op" if self.base.startswith("int") else "flop"
 
     @property
@@ -51,12 +43,12 @@ class Precision:
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of an element that stays in floating point: at least those of fp16."""
+        """Bytes of elements that stay floating point, at least fp16's."""
         return max(self.bytes_per_element, 2)
 
     @property
     def sparse_weight_bytes(self) -> float:
-        """Mean bytes of a weight with 2:4: half of the values, each with an index of 2 bits."""
+        """Mean bytes of a 2:4 weight: half of the values, each with a 2-bit index."""
         return (self.bytes_per_element + 2 / 8) / 2
 
 
@@ -86,11 +78,9 @@ class Device:
     Attributes:
         name: short name, the argument of `roofline`.
         title: name as its maker writes it.
-        bandwidth_bytes_per_s: bandwidth of its main memory.
-        dense_flops_per_s: peak by precision, without sparsity.
-        sparse_flops_per_s: peak by precision with 2:4 weights, skipped products included.
-        source: data sheet of the figures, or how they were measured.
-        note: conditions and exceptions of the figures.
+        sparse_flops_per_s: peaks with 2:4 weights, skipped products included.
+        source: data sheet, or how it was measured.
+        note: conditions and exceptions.
     """
 
     name: str
@@ -107,10 +97,10 @@ class Device:
         return (*self.dense_flops_per_s, *(base + SPARSE for base in self.sparse_flops_per_s))
 
     def peak_flops_per_s(self, precision: str) -> float:
-        """Return the peak at a precision such as `int8` or `int8-2:4`.
+        """Return the peak at a precision such as `int8-2:4`.
 
         Raises:
-            RooflineError: the device lacks it; the message lists those that it has.
+            RooflineError: the device lacks it; its own are listed.
         """
         wanted = parse_precision(precision)
         peaks = self.sparse_flops_per_s if wanted.sparse else self.dense_flops_per_s
@@ -119,7 +109,7 @@ class Device:
         return peaks[wanted.base]
 
     def ridge_point(self, precision: str) -> float:
-        """Return the arithmetic intensity, in flops per byte, from which on a layer can reach the peak.
+        """Return the intensity from which on a layer can reach the peak, flops per byte.
 
         Raises:
             RooflineError: the device lacks the precision.

@@ -1,26 +1,15 @@
-"""Measurement of the roofs of this machine: the rate of copies, and of products at each precision.
+"""Measurement of this machine's roofs: the rate of copies, and of products at each precision.
 
-A data sheet gives the limit of the hardware; power limits, clocks, virtual machines and libraries lower it. The roofs
-here are those that torch reaches: the largest median rate over square matrix products of growing size (on a CPU also
-over 3x3 convolutions, whose oneDNN kernels can beat the product), and over copies of buffers far larger than the
-caches. Sizes are timed in turn, round by round (A B C A B C ...), so that a disturbance affects all of them; the best
-round counts, because noise only slows.
-
-On a CPU int8 is `torch._int_mm`, oneDNN's kernel with 32-bit sums; a precision for which torch has no fast kernel
-(fp16 on most x86) is left out with the reason. On a GPU fp8 is `torch._scaled_mm`, and 2:4 is cuSPARSELt through
-torch's semi-structured tensors.
+Sizes are timed in turn, and the best round counts, because noise only slows.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +17,7 @@ from torch import Tensor
 from compress.errors import RooflineError
 from compress.roofline_model.ceilings import CONV, Backend, Ceiling, Ceilings, Sample
 from compress.roofline_model.devices import PRECISIONS, SPARSE, parse_precision
+from compress.support.process import load_average, processor_name
 from compress.support.progress import NoProgress, Progress
 
 Work = Callable[[], object]
@@ -53,11 +43,11 @@ def measure_ceilings(
 
     Args:
         device: `cpu` (with torch's number of threads) or `cuda` (the current GPU).
-        sizes: sides of the square matrices, ascending; by default from small to larger than the caches.
-        copy_bytes: bytes of the buffers that are copied, larger than the caches.
-        rounds: number of times that every size is timed; the best counts.
+        sizes: sides of the square matrices, ascending.
+        copy_bytes: larger than the caches.
+        rounds: times that every size is timed; the best counts.
         budget_s: seconds for one size in one round; a size whose single run takes longer is left out.
-        progress: listener that counts a unit for each roof and round.
+        progress: counts a unit for each roof and round.
 
     Raises:
         RooflineError: the backend is not available here, or a size is not positive.
@@ -71,7 +61,7 @@ def measure_ceilings(
     if rounds < 1 or min(*sizes, *copy_bytes, 1) < 1:
         raise RooflineError(f"sizes and rounds must be positive, got {sizes}, {copy_bytes}, {rounds} rounds")
     progress = progress or NoProgress()
-    before = _load_average()
+    before = load_average()
     roofs = [_copy_roof(device), *_product_roofs(device)]
     best: dict[str, Ceiling] = {}
     progress.start("ceilings", rounds * len(roofs))
@@ -83,21 +73,18 @@ def measure_ceilings(
     progress.finish("ceilings")
     return Ceilings(
         backend=device,
-        title=torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        title=torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         threads=0 if device == "cuda" else torch.get_num_threads(),
         rounds=rounds,
         torch_version=torch.__version__,
-        load_average=(*before, *_load_average()),
+        load_average=tuple(load for load in (before, load_average()) if load is not None),
         ceilings=_without_emulated(tuple(best.values())),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Roof:
-    """A roof that is timed: `make(size)` prepares the work, `amount(size)` and `moved(size)` are its flops and bytes.
-
-    For a copy, both are its bytes.
-    """
+    """A roof: `make(size)` prepares the work, `amount(size)` and `moved(size)` are its flops and bytes."""
 
     name: str
     unit: str
@@ -180,16 +167,13 @@ def _product_roofs(device: Backend) -> list[_Roof]:
 
 
 def product_bytes(precision: str) -> int:
-    """Return the bytes of two operands and a result for each element of a square product.
-
-    The result of int8 has 4 bytes (int32), that of fp8 has 2 (bf16).
-    """
+    """Return the bytes per element of a product's operands and result (int8 gives int32, fp8 gives bf16)."""
     base = parse_precision(precision).base
     return 2 * PRECISIONS[base] + {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
 
 
 def _conv_roof(name: str, dtype: torch.dtype) -> _Roof:
-    """Return the roof of 3x3 convolutions on a CPU, in the layout in which oneDNN is fastest."""
+    """3x3 convolutions on a CPU, in oneDNN's fastest layout."""
     size_of = PRECISIONS[name]
 
     def make(channels: int) -> Work:
@@ -228,7 +212,7 @@ def _float32_precision(name: str) -> Iterator[None]:
 
 
 def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float) -> Ceiling:
-    """Time one round: sizes in ascending order, until one would take longer than the budget."""
+    """Time one round, ascending, until a size would exceed the budget."""
     samples: list[Sample] = []
     reason, expected_s = "", 0.0
     for size in sizes:
@@ -256,7 +240,7 @@ def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float
 
 
 def _seconds(work: Work, device: Backend, budget_s: float) -> float:
-    """Return the median seconds of a run after a warm-up, over as many runs as the budget allows (3 to 50)."""
+    """Median seconds after a warm-up, of 3 to 50 runs within the budget."""
     _clock(work, device)
     first = _clock(work, device)
     runs = min(max(int(budget_s / max(first, 1e-9)), 3), 50)
@@ -288,7 +272,7 @@ def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
 
 
 def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
-    """Remove precisions that are slower than float32: torch has no kernel for them and converts each element."""
+    """Remove precisions slower than float32, which torch emulates."""
     fp32 = next((c.rate for c in ceilings if c.name == "fp32"), None) or 0.0
     return tuple(
         replace(c, rate=None, reason=f"no fast kernel here: {c.rate / 1e9:.3g} GFLOP/s, slower than fp32")
@@ -296,16 +280,3 @@ def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
         else c
         for c in ceilings
     )
-
-
-def _load_average() -> tuple[float, ...]:
-    return (round(os.getloadavg()[0], 2),) if hasattr(os, "getloadavg") else ()
-
-
-def _processor() -> str:
-    """Return the processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

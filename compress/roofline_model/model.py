@@ -1,14 +1,7 @@
 """The roofline of a network: for each layer, a lower bound of its time on a device, and the roof that limits it.
 
-A layer does `flops` and moves `bytes`; their quotient is its arithmetic intensity. A device that computes at most
-`peak` flops a second and moves at most `bandwidth` bytes a second attains
-
-    attainable = min(peak, arithmetic_intensity * bandwidth)        (Williams et al., CACM 52(4), 2009)
-
-so that the least time of the layer is max(flops / peak, bytes / bandwidth): bound by compute right of the ridge point
-peak / bandwidth, by memory left of it. Both peaks are the maker's, so no engine is faster from main memory. A small
-tensor that stays in a cache can beat the memory roof, and kernel launches (some microseconds each, which dominate small
-batches on a large GPU) are not included.
+attainable = min(peak, arithmetic_intensity * bandwidth) (Williams et al., CACM 52(4), 2009), so the least time is
+max(flops / peak, bytes / bandwidth). Caches and kernel launches are not included.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from torch import nn
 from compress.errors import RooflineError, near_misses
 from compress.graph.inputs import Inputs
 from compress.roofline_model.ceilings import machine_device
-from compress.roofline_model.counting import Operation, Workload, workload
+from compress.roofline_model.counting import Kernel, Operation, Workload, workload
 from compress.roofline_model.device_table import table_device
 from compress.roofline_model.devices import Device, Precision, parse_precision
 
@@ -30,31 +23,22 @@ Bound = Literal["memory", "compute", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One layer, or several fused into one kernel, under the roof.
+class Row(Kernel):
+    """A kernel under the roof.
 
     Attributes:
-        name, kind, type, detail, members, paths: see `Operation`.
-        macs, flops: of the batch; flops = 2 * macs; None = unknown.
-        weight_bytes: weights and biases, at the precision.
-        activation_bytes: tensors read and written, at the precision.
+        flops: of the batch, 2 * macs; None = unknown.
+        weight_bytes: weights and biases.
+        activation_bytes: read and written.
         arithmetic_intensity: flops per byte; None if the macs are unknown.
-        peak_flops_per_s: peak for this layer; with 2:4 between the dense and the sparse peak, by the share of its
-            macs that a 2:4 weight can halve.
+        peak_flops_per_s: with 2:4 between the dense and the sparse peak, by the share of its macs.
         ridge_point: arithmetic intensity at which that peak is reached.
-        attainable_flops_per_s: min(peak, intensity * bandwidth); None if the macs are unknown.
+        attainable_flops_per_s: None if the macs are unknown.
         bound: the roof that limits it.
-        least_time_ms: lower bound for the batch; None if the macs are unknown.
-        measured_ms: measured time for the batch; None without a measurement.
+        least_time_ms: for the batch; None if the macs are unknown.
+        measured_ms: for the batch, or None.
     """
 
-    name: str
-    kind: str
-    type: str
-    detail: str
-    members: tuple[str, ...]
-    paths: tuple[str, ...]
-    macs: int | None
     flops: int | None
     weight_bytes: float
     activation_bytes: float
@@ -68,28 +52,24 @@ class Row:
 
     @property
     def achieved_flops_per_s(self) -> float | None:
-        """Flops a second over the measured time; None without a measurement."""
+        """Flops over the measured time, or None."""
         return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
 
     @property
     def efficiency(self) -> float | None:
-        """Least time over measured time: 1 is the roof; None without a measurement."""
+        """Least over measured time: 1 is the roof."""
         return self.least_time_ms / self.measured_ms if self.least_time_ms is not None and self.measured_ms else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The rows of a network on a device at a precision, in the order of its graph, with totals.
+    """The rows of a network on a device, in the order of its graph, with totals.
 
     Attributes:
-        model: name of the network.
-        device: the device.
-        precision: precision of the products, such as `int8` or `int8-2:4`.
-        batch_size: images at once.
+        precision: of the products, such as `int8-2:4`.
         fused: True if operations are fused as in an engine.
-        input_shapes: shapes of the network's inputs.
         rows: the layers that compute or move something.
-        ridge_point: arithmetic intensity at which the precision's peak is reached, in flops per byte.
+        ridge_point: of the precision, flops per byte.
     """
 
     model: str
@@ -103,7 +83,7 @@ class Roofline:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of layers whose macs are unknown; the totals do not include them."""
+        """Layers of unknown macs, which totals do not include."""
         return tuple(row.name for row in self.rows if row.macs is None)
 
     @property
@@ -155,11 +135,7 @@ class Roofline:
         return sum(times) if times else None
 
     def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """Return the roofline with measured times.
-
-        Args:
-            times_ms: milliseconds for the batch by node name or module path, from `measure_torch_times` or an
-                engine's profile. A fused row takes the sum over its members.
+        """Return the roofline with measured times, ms for the batch by node or module; a fused row takes the sum.
 
         Raises:
             RooflineError: a name is in no row, or a time is not positive.
@@ -208,11 +184,11 @@ def roofline(
 
     Args:
         model: any module that fx can trace.
-        example_inputs: its inputs; dimension 0 of the first is the batch.
-        device: a name of `DEVICE_NAMES`, `machine` (the roofs that `measure_ceilings` saved here), or a `Device`.
+        example_inputs: dimension 0 of the first is the batch.
+        device: a name of `DEVICE_NAMES`, `machine` (saved by `measure_ceilings`), or a `Device`.
         precision: `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `int8`, or one of them with `-2:4`.
         fused: include BatchNorm, activation and residual addition in the convolution before them.
-        name: name of the network for titles; its class by default.
+        name: for titles; its class by default.
 
     Raises:
         RooflineError: the device or precision is unknown, or the device lacks the precision.
@@ -230,10 +206,10 @@ def roofline(
 
 
 def find_device(device: str | Device) -> Device:
-    """Return a device by name; a `Device` is returned as it is.
+    """Return a device by name.
 
     Raises:
-        RooflineError: the name is unknown, or it is `machine` and this machine was not measured.
+        RooflineError: the name is unknown, or `machine` was not measured.
     """
     if isinstance(device, Device):
         return device
@@ -241,7 +217,7 @@ def find_device(device: str | Device) -> Device:
 
 
 def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
-    """Return the roofline of a network whose operations are counted already.
+    """Return the roofline of operations that are counted already.
 
     Raises:
         RooflineError: the device or precision is unknown, or the device lacks the precision.
@@ -260,49 +236,26 @@ def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roof
 
 
 def _row(op: Operation, device: Device, precision: Precision) -> Row:
-    weights, activations = operation_bytes(op, precision)
     return row_under_roof(
-        name=op.name,
-        kind=op.kind,
-        type=op.type,
-        detail=op.detail,
-        members=op.members,
-        paths=op.paths,
-        macs=op.macs,
-        weight_bytes=weights,
-        activation_bytes=activations,
-        peak=_peak(op, device, precision),
-        bandwidth=device.bandwidth_bytes_per_s,
+        op, operation_bytes(op, precision), peak=_peak(op, device, precision), bandwidth=device.bandwidth_bytes_per_s
     )
 
 
-def row_under_roof(
-    *,
-    name: str,
-    kind: str,
-    type: str,
-    detail: str,
-    members: tuple[str, ...],
-    paths: tuple[str, ...],
-    macs: int | None,
-    weight_bytes: float,
-    activation_bytes: float,
-    peak: float,
-    bandwidth: float,
-) -> Row:
-    """Return the bounds of a layer (formulas at the top) from its macs, its bytes, and both roofs in flop/s and B/s."""
+def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, bandwidth: float) -> Row:
+    """Return a layer's bounds from its bytes, as `operation_bytes` gives them; roofs in flop/s and B/s."""
+    weight_bytes, activation_bytes = moves
     moved = weight_bytes + activation_bytes
-    flops = None if macs is None else 2 * macs
+    flops = None if kernel.macs is None else 2 * kernel.macs
     intensity = None if flops is None else flops / moved if moved else 0.0
     bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
     return Row(
-        name=name,
-        kind=kind,
-        type=type,
-        detail=detail,
-        members=members,
-        paths=paths,
-        macs=macs,
+        name=kernel.name,
+        kind=kernel.kind,
+        type=kernel.type,
+        detail=kernel.detail,
+        members=kernel.members,
+        paths=kernel.paths,
+        macs=kernel.macs,
         flops=flops,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
@@ -316,7 +269,7 @@ def row_under_roof(
 
 
 def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
-    """Return the bytes of weights and biases, and of activations, of an operation at a precision."""
+    """Return the bytes of parameters, and of activations."""
     size = precision.bytes_per_element
     compressed = op.sparse_weight_elements if precision.sparse else 0
     bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum
@@ -326,7 +279,7 @@ def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
 
 
 def _peak(op: Operation, device: Device, precision: Precision) -> float:
-    """Return the peak of an operation: with 2:4 only some of its macs may run at the sparse peak."""
+    """An operation's peak: with 2:4 only some macs may run at the sparse one."""
     peak = device.peak_flops_per_s(precision.name)
     if not precision.sparse:
         return peak

@@ -1,11 +1,4 @@
-"""Upper bounds of the gain from 2:4 weights, layer by layer, before any training: two rooflines of one network.
-
-A layer bound by compute gains a factor of 2 at most; a layer bound by memory gains no more than the weight bytes that
-2:4 removes, which is almost nothing at large batches. Layers without a mask, and operations that are no products, take
-the same time as before, so the gain of a network is that of its masked layers by their share of the time (Amdahl). It
-is a bound: kernels pay off for large layers only (NVIDIA's rarely beat the dense ones below 256 channels), and whole
-convolutional networks rarely gain more than 15 %; `speedup_with` gives the bound if small layers stay dense.
-"""
+"""Upper bounds of the gain from 2:4 weights, layer by layer, before any training: two rooflines of one network."""
 
 from __future__ import annotations
 
@@ -30,9 +23,9 @@ class SparseLayer:
         layer: module path, or the node's name.
         kind, detail: see `Operation`.
         masked: True if its weight is 2:4.
-        bound: the roof that limits it when it is dense.
-        dense_ms, sparse_ms: least time for the batch, with a dense weight and as `masked` says.
-        share: share of the dense network's least time, 0 to 1.
+        bound: the roof that limits it when dense.
+        dense_ms, sparse_ms: least time for the batch, dense and as `masked` says.
+        share: of the dense network's least time.
     """
 
     layer: str
@@ -55,12 +48,10 @@ class SparseBound:
     """Upper bound of the gain from 2:4 weights for a network on a device.
 
     Attributes:
-        device: short name of the device.
-        precision: precision of both networks, such as `int8`.
-        batch_size: images at once.
+        precision: of both networks, such as `int8`.
         rows: every product of known cost, in the order of the graph.
-        dense_ms: least time of the whole dense network, fused as in an engine.
-        unknown: operations whose cost is unknown; the totals do not include them.
+        dense_ms: least time of the whole dense network, fused.
+        unknown: operations of unknown cost, which totals do not include.
     """
 
     device: str
@@ -81,7 +72,7 @@ class SparseBound:
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
     def speedup_with(self, layers: Collection[str]) -> float:
-        """Return the upper bound of the network's speed-up if only these of the masked layers run as 2:4."""
+        """Return the upper bound if only these masked layers run as 2:4."""
         saved = sum(row.dense_ms - row.sparse_ms for row in self.rows if row.layer in layers)
         return self.dense_ms / (self.dense_ms - saved) if self.dense_ms > saved else 1.0
 
@@ -103,16 +94,15 @@ def sparse_bound(
     """Compare the rooflines of a network with dense weights and with 2:4 weights in some layers.
 
     Args:
-        model: any module that fx can trace, dense.
-        example_inputs: its inputs; dimension 0 of the first is the batch.
-        masked: module paths of the convolutions and linear layers whose weights would be 2:4.
+        model: dense; any module that fx can trace.
+        example_inputs: dimension 0 of the first is the batch.
+        masked: module paths of the layers whose weights would be 2:4.
         device: see `roofline`.
-        precision: precision of both networks, without the suffix `-2:4`.
-        batch_size: images at once; None = those of the inputs.
+        precision: without the suffix `-2:4`.
+        batch_size: None = that of the inputs.
 
     Raises:
-        RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer of
-            the graph.
+        RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer.
         ModelError: the model fails on its inputs or cannot be traced.
     """
     base = parse_precision(precision).base

@@ -1,4 +1,4 @@
-"""Rooflines as text: Markdown tables that are also readable in a terminal."""
+"""Rooflines as Markdown tables that are readable in a terminal."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ def _three(value: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns, numbers to the right and words to the left."""
+    """Return a Markdown table, numbers to the right and words to the left."""
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
     lines = [_padded(column) for column in columns]
     return "\n".join("|" + "|".join(cells) + "|" for cells in zip(*lines, strict=True))
 
 
 def _padded(column: Sequence[str]) -> list[str]:
-    """Return the cells of one column, padded to the widest, with the rule below the heading."""
     head, *body = column
     right = all(cell[:1].isdigit() or cell in {"-", "unknown"} for cell in body) and bool(body)
     width = max(3, *map(len, column))
@@ -74,12 +73,7 @@ def summary_text(roofline: Roofline) -> str:
 
 
 def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
-    """Return the layers of a roofline as a table, the longest first.
-
-    Args:
-        roofline: a roofline with or without measured times.
-        top: number of rows; None for all of them in the order of the graph.
-    """
+    """Return the `top` longest layers as a table; None = all in graph order."""
     rows = list(roofline.rows)
     if top is not None:
         rows = sorted(rows, key=lambda row: -(row.measured_ms or row.least_time_ms or float("inf")))[:top]
@@ -121,7 +115,7 @@ def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[
 
 
 def what_if_text(scenarios: Iterable[WhatIf]) -> str:
-    """Return scenarios as a table, with the reason of those that the device cannot run."""
+    """Return scenarios as a table, with reasons of those that cannot run."""
     headers = ["scenario", "batch", "least ms/image", "images/s", "speed-up", "bound by memory"]
     return table(headers, (_what_if_cells(scenario) for scenario in scenarios))
 
@@ -135,7 +129,7 @@ def _what_if_cells(s: WhatIf) -> list[str]:
 
 
 def ceilings_text(ceilings: Ceilings) -> str:
-    """Return measured roofs as a table, with the reason of those that could not be measured."""
+    """Return measured roofs as a table, with reasons of missing ones."""
     rows = []
     for c in ceilings.ceilings:
         best = max(c.samples, key=lambda s: s.rate, default=None)
@@ -150,7 +144,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
 
 
 def devices_text(devices: Iterable[Device] = TABLE) -> str:
-    """Return the devices with their roofs, dense and 2:4, in tera-operations a second."""
+    """Return devices with their roofs in tera-operations a second."""
     rows = []
     for d in devices:
         peaks = [_tera(d.dense_flops_per_s.get(p)) for p in PRECISIONS]

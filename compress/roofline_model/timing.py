@@ -1,10 +1,4 @@
-"""Time of each node of a traced model in torch, without an engine.
-
-The graph is interpreted node by node, nothing is fused, and the fastest run of each node counts, because disturbances
-only slow it. On a CPU a node is timed alone, and its time includes torch's dispatch of some microseconds. On a GPU an
-event is recorded between every two nodes; the GPU first waits while Python queues the whole network, so that the events
-measure kernels and not Python.
-"""
+"""Time of each node of a traced model in torch, node by node, the fastest run of each."""
 
 from __future__ import annotations
 
@@ -25,16 +19,10 @@ _AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to 
 def measure_torch_times(
     model: nn.Module, example_inputs: Inputs, *, repeats: int = 10, warmup: int = 2
 ) -> dict[str, float]:
-    """Return the milliseconds of every node that computes or moves something, for the batch of `example_inputs`.
+    """Return the ms of every node that computes or moves something, for the batch, by name.
 
-    Args:
-        model: any module that fx can trace, on the device that is timed.
-        example_inputs: its inputs, on the same device.
-        repeats: timed runs; the fastest of each node counts.
-        warmup: runs before them that are not timed.
-
-    Returns:
-        Node name -> ms, the argument of `Roofline.with_times`.
+    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds. The inputs are on
+    the model's device.
 
     Raises:
         RooflineError: `repeats` is below 1, or `warmup` is negative.
@@ -67,7 +55,7 @@ class _OnCpu(fx.Interpreter):
 
 
 class _OnCuda(fx.Interpreter):
-    """Runs a graph with an event after every node; the events are evaluated when the GPU has finished."""
+    """Records an event after every node, evaluated when the GPU has finished."""
 
     def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
         self.events: list[tuple[str, torch.cuda.Event]] = []

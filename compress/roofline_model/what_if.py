@@ -1,8 +1,4 @@
-"""Upper bounds of the gain from compression on a device: precision, 2:4, fusion and batch size in one table.
-
-Each scenario is a roofline of its own, so the bound includes the memory: int8 on a layer bound by memory is at most
-twice as fast as fp16, because its tensors are half as large, even where its peak is four times as high.
-"""
+"""Upper bounds of the gain from compression on a device: precision, 2:4, fusion and batch size."""
 
 from __future__ import annotations
 
@@ -24,16 +20,15 @@ _AS_IT_IS = ("fp16", "bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """One scenario.
+    """One scenario; figures are None if the device lacks the precision.
 
     Attributes:
-        name: name such as `int8 + fusion`.
-        precision, fused, batch_size: its settings.
-        least_time_ms: lower bound for one image; None if the device lacks the precision.
-        images_per_s: upper bound; None if the device lacks the precision.
-        speedup: speed-up over the first scenario, image for image; None if the device lacks the precision.
-        memory_bound_share: share of the time in layers bound by memory; None if the device lacks the precision.
-        reason: why the device cannot run it; "" if it can.
+        name: such as `int8 + fusion`.
+        least_time_ms: lower bound for one image.
+        images_per_s: upper bound.
+        speedup: over the first scenario, image for image.
+        memory_bound_share: share of the time in layers bound by memory.
+        reason: why the device cannot run it.
     """
 
     name: str
@@ -55,17 +50,10 @@ def what_if(
     precision: str | None = None,
     batch_sizes: Iterable[int] = (1, 8, 32, 128),
 ) -> tuple[WhatIf, ...]:
-    """Return bounds for each step of compression, from the model as it is to int8 2:4 at large batches.
+    """Return the model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
 
-    Args:
-        model: any module that fx can trace.
-        example_inputs: its inputs; all scenarios but the last have their batch size.
-        device: see `roofline`.
-        precision: precision of the model as it is; None = the first of fp16, bf16 and fp32 that the device has.
-        batch_sizes: batch sizes of the last scenarios, fused, in the best precision of the device.
-
-    Returns:
-        The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
+    All but the last have the batch size of the inputs; the last are fused, in the device's best precision. `precision`
+    is the model's own: None = the first of fp16, bf16 and fp32 that the device has.
 
     Raises:
         RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.

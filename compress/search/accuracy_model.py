@@ -1,9 +1,10 @@
-"""The cost in accuracy of each choice by itself, from images alone; the costs of several choices add up."""
+"""The cost in accuracy of each choice alone, from images; costs of several choices add up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -33,7 +34,7 @@ class AccuracyModel:
 
     Attributes:
         distance: squared error that a choice alone adds to the outputs, over their variance.
-        taylor, fisher: change of the loss by first and by second order; of widths alone.
+        taylor, fisher: change of the loss by first and second order; of widths alone.
     """
 
     distance: Table
@@ -47,7 +48,7 @@ class AccuracyModel:
 
 
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
-    """Measure every choice alone, against the float network, on the held-out pictures."""
+    """Measure every choice alone, against the float network, on the held-out images."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)
@@ -77,7 +78,7 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
 def _formats_alone(
     lab: Lab, elements: Sequence[str], name: str, reference: list[torch.Tensor]
 ) -> Iterator[tuple[str, float]]:
-    """The error of one format in each block alone: the network is quantized once, and other quantizers are off."""
+    """The error of one format in each block, other quantizers being off."""
     base = replace(lab.quantization, adaround=None, bias_correction=None)
     lab = replace(lab, quantization=base)
     network = build(lab, {}, steps=0)
@@ -89,8 +90,7 @@ def _formats_alone(
         if subset is None or not isinstance(whole, fx.GraphModule):
             yield element, 0.0
             continue
-        rows = [[x.cpu() for x in flat_tensors(run_subset(whole, subset, images))] for images in lab.held]
-        yield element, _bounded(distance([torch.cat(parts) for parts in zip(*rows, strict=True)], reference))
+        yield element, _bounded(distance(_outputs(lab, partial(run_subset, whole, subset)), reference))
 
 
 def _alone(lab: Lab, element: str, choice: str, reference: list[torch.Tensor]) -> float:
@@ -105,7 +105,7 @@ def _bounded(far: float) -> float:
 
 
 def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> dict[str, dict[str, float]]:
-    """Sum of the scores of the channels that each width removes, which the search's own criterion chooses."""
+    """Sum of the scores of the channels that each width removes."""
     table: dict[str, dict[str, float]] = {}
     for element, choices in widths.items():
         name = element.removeprefix(f"{WIDTH} ")
@@ -114,7 +114,7 @@ def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> di
     return table
 
 
-def _outputs(lab: Lab, network: torch.nn.Module) -> list[torch.Tensor]:
+def _outputs(lab: Lab, network: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
     """Output tensors for all pictures held back."""
     rows = [[x.cpu() for x in flat_tensors(network(images))] for images in lab.held]
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Residual blocks that can be left out, and blocks of layers that share a format, found in a traced graph."""
+"""Residual blocks that can be left out, and blocks of layers that share a format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ LARGEST_UNIT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A residual block: `add` sums `identity` and a branch that depends on `identity` alone.
-
-    Attributes:
-        name: module path that the layers of the branch share.
-        add, identity: names of the nodes.
-        layers: weighted layers of the branch.
-    """
+    """A residual block: node `add` sums node `identity` and a branch that depends on it alone."""
 
     name: str
     add: str
@@ -33,10 +27,7 @@ class Block:
 
 
 def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
-    """Return every block x + f(x) whose branch f has weighted layers and feeds nothing but the sum, in graph order.
-
-    Without the branch the block computes x, so that leaving it out needs no other change.
-    """
+    """Return every block x + f(x) whose branch f has weighted layers and feeds only the sum."""
     found: list[Block] = []
     for node in graph.nodes:
         operands = [x for x in node.args[:2] if isinstance(x, fx.Node)] if node_kind(node) == "add" else []
@@ -57,10 +48,9 @@ def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
 
 
 def leave_out(module: fx.GraphModule, block: Block) -> None:
-    """Replace a block by its identity, in place; the caller removes dead code afterwards.
+    """Replace a block by its identity, in place; the caller removes dead code.
 
-    An operation that overwrote the sum (a ReLU with `inplace=True`) would overwrite the identity now, which others may
-    read, and which the gradient of the operation before it needs; it returns a new tensor from here on.
+    An operation that overwrote the sum returns a new tensor from here on.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     if block.add in nodes and block.identity in nodes:
@@ -86,13 +76,13 @@ def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Modules that hold a layer, the deepest first, without the network itself."""
+    """Modules that hold a layer, deepest first, without the network."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
-    """Nodes from `identity` (excluded) to `end`; None if `end` depends on another value too, or not on `identity`."""
+    """Nodes after `identity` to `end`; None if `end` depends on anything else."""
     seen: set[fx.Node] = set()
     waiting, reached = [end], False
     while waiting:
@@ -114,7 +104,7 @@ def _weighted_paths(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The longest module path that all paths share; of a single layer its own."""
+    """The longest module path that all share."""
     if len(paths) == 1:
         return paths[0]
     shared = []

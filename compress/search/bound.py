@@ -1,9 +1,9 @@
-"""Makes measured networks keep a latency bound: corrects the model, and tries smaller networks, until one does."""
+"""Corrects the model, and tries smaller networks, until a measured one keeps the bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from compress.search.front import START
 from compress.search.lab import Figures
@@ -11,6 +11,9 @@ from compress.search.space import Configuration, Space, key_of
 from compress.search.timing import Timed
 from compress.search.trials import add_starts, ended, results, run_trials
 from compress.support.progress import Progress
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 NEAR = (1.0, 0.97, 0.92)
 """Shares of a bound that the best networks by the models are looked for at."""
@@ -25,15 +28,10 @@ def corrected(
     more: Callable[[Timed, Sequence[Configuration]], Timed],
     latency: float | None,
 ) -> Timed:
-    """Time the networks that a search would begin with, until one keeps the bound or the model has seen them all.
+    """Time a model's best networks until one keeps the bound, or the model has seen them all.
 
-    Those that a model takes for the best are those whose time it takes for too short: each round corrects it there.
-
-    Args:
-        timed: the latency model so far.
-        wanted: the best networks by a model, first those of the shares `NEAR` of the bound.
-        more: times networks and corrects the model.
-        latency: the bound; None = one round.
+    Each round corrects the model where it predicts too short times. `more` times networks; a latency of None = one
+    round.
     """
     for turn in range(_CORRECTIONS):
         first = wanted(timed)
@@ -49,7 +47,7 @@ def corrected(
 
 
 def go_on(
-    study: Any,
+    study: Study,
     space: Space,
     best: Callable[[float], Configuration | None],
     fastest: Configuration,
@@ -58,17 +56,7 @@ def go_on(
     latency: float,
     progress: Progress,
 ) -> None:
-    """Try ever smaller networks, each the best by the models, until one of them keeps the bound.
-
-    Args:
-        study: of the trials so far.
-        space: of configurations.
-        best: the best network by the models within a time; None = there is none.
-        fastest: the fastest network that was timed; it is tried if all others miss the bound.
-        evaluate: builds and measures a configuration.
-        latency: the bound.
-        progress: is advanced by every trial that ends.
-    """
+    """Try ever smaller networks, each the best by the models, until one keeps the bound; last of all `fastest`."""
     budget = latency
     for number in range(1, _SMALLER + 1):
         known = {key_of(configuration): (label, figures.ratio) for label, configuration, figures in results(study)}

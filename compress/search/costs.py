@@ -1,4 +1,4 @@
-"""The work of each layer of a network under a configuration: macs, elements moved, format; from shapes alone."""
+"""The work of each layer of a network under a configuration, from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ class LayerCost:
     """Work of a layer for one image.
 
     Attributes:
-        path: of the layer.
         kind: `conv`, `pointwise`, `depthwise`, `grouped`, `linear`, ...
-        format: of its weight, such as `int8` or `int8 2:4`.
-        macs: multiply-accumulates.
-        read: elements of its input.
-        written: elements of its output.
-        weights: elements of its weight.
+        format: of its weight, such as `int8 2:4`.
+        read, written, weights: elements.
         inputs, outputs: channels read and written; 0 = no channel of them may go.
     """
 
@@ -37,7 +33,7 @@ class LayerCost:
     outputs: float = 0.0
 
     def padded(self, block: int) -> LayerCost:
-        """The work of an engine that computes channels in blocks of so many and fills the last one up."""
+        """The work of an engine that fills up blocks of so many channels."""
         if block == 1:
             return self
         read, written = _padding(self.inputs, block), _padding(self.outputs, block)
@@ -53,18 +49,14 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Channels:
-    """Share of an axis that is left, and the number of its channels; 0 of an axis that stays whole."""
+    """Share of an axis that is left, and its channels; 0 of an axis that stays whole."""
 
     share: float
     count: float
 
 
 class Costs:
-    """Costs of a network's layers under any configuration; the network is looked at once.
-
-    Args:
-        structure: of the float network.
-    """
+    """Costs of a float network's layers under any configuration."""
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
@@ -73,7 +65,7 @@ class Costs:
         self._batch = max(1, len(structure.inputs[0]))
 
     def of(self, configuration: Configuration) -> tuple[LayerCost, ...]:
-        """Costs of every weighted layer that is left, in graph order."""
+        """Costs of every weighted layer that is left."""
         widths, gone = {**self._sizes, **widths_of(configuration)}, left_out(configuration)
         formats = formats_of(self.structure, configuration)
         sparse = set(sparse_layers(self.structure, configuration))
@@ -114,7 +106,7 @@ class Costs:
 
 
 def kind_of(row: Layer) -> str:
-    """The kind of a layer as far as engines run it by different kernels."""
+    """The kind of a layer as engines have kernels for it."""
     if row.kind != "conv":
         return row.kind
     if row.groups > 1:

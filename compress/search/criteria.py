@@ -1,8 +1,8 @@
-"""Importance of channels by which they are removed: magnitude, BatchNorm scale, Taylor, Fisher, reconstruction."""
+"""Importance of channels by which they are removed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
 
     Args:
         structure: of the float network.
-        criterion: `magnitude` sums the squares of all weights along a channel (Li et al., arXiv 1608.08710, with the
-            groups of DepGraph, arXiv 2301.12900); `batchnorm` averages the scales |gamma| (network slimming, arXiv
-            1708.06519); `taylor` is (sum of activation times gradient)^2 over a batch (Molchanov et al., arXiv
-            1906.10771); `fisher` sums the squares by picture (Theis et al., arXiv 1801.05787); `reconstruction` is the
-            power that a channel adds to the layers that consume it (after ThiNet, arXiv 1707.06342, with channels
-            taken for independent).
-        batches: pictures; read by the last three.
+        criterion: `magnitude` sums squares of weights (Li et al., arXiv 1608.08710, with the groups of DepGraph, arXiv
+            2301.12900); `batchnorm` averages |gamma| (network slimming, arXiv 1708.06519); `taylor` is (sum of
+            activation times gradient)^2 over a batch (Molchanov et al., arXiv 1906.10771); `fisher` sums the squares
+            by image (Theis et al., arXiv 1801.05787); `reconstruction` is the power that a channel adds to its
+            consumers (after ThiNet, arXiv 1707.06342, with channels taken for independent).
+        batches: images; read by the last three.
 
     Raises:
         SearchError: an unknown criterion.
@@ -57,7 +56,7 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
 
 
 def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]) -> Scores:
-    """Scores by the gradient of a loss to a factor on each channel, at the modules that produce it."""
+    """Scores by a loss's gradient to a factor on each channel."""
     taps = _taps(structure)
     sums = {use.path: torch.zeros(len(use.classes)) for use in taps}
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +67,7 @@ def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]
 
 
 def _taps(structure: Structure) -> list[Axis]:
-    """The tensor that represents each module whose output carries channels of a group: norms, else producers."""
+    """A tensor for each module whose output carries a group: norms, else producers."""
     norms = [use for use in _uses(structure, {"vector"}) if _is_scale(structure, use)]
     covered = torch.cat([use.classes for use in norms]) if norms else torch.zeros(0)
     rest = [use for use in _uses(structure, {"out"}) if not bool(torch.isin(use.classes, covered).all())]
@@ -78,10 +77,10 @@ def _taps(structure: Structure) -> list[Axis]:
 def _factor_gradients(
     graph: fx.GraphModule, tensors: Sequence[str], images: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Gradient of the loss to a factor on each channel of a module's output, by picture: (N, C) by tensor's path."""
+    """Gradient of the loss to a factor on each channel, by image: (N, C) by tensor's path."""
     seen: dict[str, list[Tensor]] = {}
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., Tensor]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             seen.setdefault(path, []).append(output)
             return output.clone()  # later operations may work in place
@@ -116,7 +115,7 @@ def _input_power(graph: fx.GraphModule, paths: Sequence[str], batches: Iterable[
     sums: dict[str, Tensor] = {}
     count = 0
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
             x = x.flatten(0, -2) if isinstance(module, nn.Linear) else x.transpose(0, 1).flatten(1).T
@@ -161,8 +160,8 @@ def _power(tensor: Tensor, use: Axis) -> Tensor:
     return tensor.square().movedim(use.axis, 0).flatten(1).sum(1)
 
 
-def _summed(structure: Structure, uses: Sequence[Axis], value: Any) -> dict[str, Tensor]:
-    """Add a value at each position of each use to the channel that is there."""
+def _summed(structure: Structure, uses: Sequence[Axis], value: Callable[[Axis], Tensor]) -> dict[str, Tensor]:
+    """Add a value at each position to the channel there."""
     place = {number: (name, i) for name, group in structure.groups.items() for i, number in enumerate(group.classes)}
     scores = {name: torch.zeros(_size(group)) for name, group in structure.groups.items()}
     for use in uses:

@@ -23,10 +23,10 @@ class Point:
     """A configuration and what was measured of it.
 
     Attributes:
-        label: such as `float`, `width 0.5`, `start 3`, `trial 17`.
-        configuration: of the space; empty for the float network.
-        figures: measured on the engine, before fine-tuning.
-        predicted_ratio: time in times of the float network, by a latency model that was not fitted to this network.
+        label: such as `float`, `width 0.5`, `trial 17`.
+        configuration: empty for the float network.
+        figures: on the engine, before fine-tuning.
+        predicted_ratio: time over the float network's, by a latency model that was not fitted to this network.
         predicted_distance: by the accuracy model.
     """
 
@@ -38,7 +38,7 @@ class Point:
 
     @property
     def is_baseline(self) -> bool:
-        """True for the float network and for uniform configurations, which need no search."""
+        """Whether it needs no search: float, or uniform."""
         return not self.label.startswith((START, "trial"))
 
 
@@ -49,9 +49,8 @@ class Front:
     Attributes:
         lab: with which its networks are built.
         points: all that were measured, the float network first.
-        chosen: the point that keeps the bound, before fine-tuning; None without a bound.
+        chosen: keeps the bound, before fine-tuning; None without a bound.
         timed: the latency model and its check.
-        accuracy: the accuracy model.
         failed: configurations that could not be built or run, with the reason.
         notes: sentences for the user.
 
@@ -70,19 +69,19 @@ class Front:
 
     @property
     def front(self) -> tuple[Point, ...]:
-        """The points that no other beats, from the fastest to the most accurate; none is slower than a better one."""
+        """The points that no other beats, from the fastest on."""
         return pareto(self.points)
 
     def network(self, point: Point) -> nn.Module:
-        """The float network of a point, as it was measured: pruned and reconstructed, to be trained on."""
+        """A point's float network as measured: pruned and reconstructed."""
         return build(self.lab, point.configuration)
 
     def quantized(self, point: Point, network: nn.Module | None = None) -> nn.Module:
-        """The network of a point with its formats; of `network`, such as the fine-tuned one, if it is given."""
+        """The network of a point, or `network`, with its formats."""
         return with_formats(self.lab, network or self.network(point), point.configuration)
 
     def quantization(self, point: Point, network: nn.Module) -> object:
-        """The `QuantSpec` that gives the layers of a point their formats; None if all of them are float."""
+        """The `QuantSpec` of a point's formats; None if all are float."""
         return quantization_of(self.lab, network, point.configuration)
 
     def otherwise(self, point: Point) -> tuple[Otherwise, ...]:
@@ -93,7 +92,7 @@ class Front:
         )
 
     def accuracy_check(self) -> dict[str, float]:
-        """Rank correlation of each accuracy model with the measured distance, over all points."""
+        """Each accuracy model's rank correlation with the measured distance."""
         rows = [point for point in self.points if point.configuration]
         measured = [point.figures.distance for point in rows]
         return {
@@ -103,18 +102,18 @@ class Front:
 
     @property
     def latency_check(self) -> Check:
-        """Of the latency model before the trials, on networks that it had not seen."""
+        """Of the latency model before the trials, on unseen networks."""
         return self.timed.check
 
     @property
     def candidate_check(self) -> Check:
-        """Predictions for all candidates, each by a model that was not fitted to it, against their measurements."""
+        """Predictions for candidates, each by a model not fitted to it."""
         rows = [p for p in self.points if p.configuration]
         return check([p.predicted_ratio for p in rows], [p.figures.ratio for p in rows])
 
     @property
     def repeat_check(self) -> Check:
-        """Two measurements of the same networks, for the model and as candidates; no prediction can be closer."""
+        """Two measurements of the same networks; no prediction can be closer."""
         samples = self.timed.samples
         rows = [
             (samples[key].time, p.figures.ratio) for p in self.points if (key := key_of(p.configuration)) in samples
@@ -138,10 +137,7 @@ def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
 def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: float | None = None) -> Point:
     """The point of the least distance within a time, or the fastest of those that lose little agreement.
 
-    Args:
-        points: measured.
-        latency: most time, in times of the float network.
-        max_drop: most percent points of the pictures held back that another class is given to.
+    `latency` is in times of the float network, `max_drop` in percent points of held-out images.
 
     Raises:
         SearchError: no point keeps the bound; names the best one.
@@ -168,7 +164,7 @@ def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: f
 
 
 def lost(point: Point) -> float:
-    """Percent points of the pictures held back that are given another class than by the float network.
+    """Percent points of held-out images given another class than by the float network.
 
     Raises:
         SearchError: the outputs are no logits.

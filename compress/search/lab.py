@@ -1,4 +1,4 @@
-"""A candidate from its configuration to its figures on the engine: built, judged and timed beside the float network."""
+"""A candidate from its configuration to its figures on the engine."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Figures:
     """Measurements of a candidate on the engine.
 
     Attributes:
-        ms: median time of a run; of a point of a front `ratio` times the float network's, which is timed last.
-        ratio: its time over that of the float network, timed in turn with it.
-        distance: squared error of its outputs over the variance of the float network's, on pictures held back.
-        agreement: share of those pictures that it gives the float network's class; None for outputs that are no logits.
-        unquiet: why the ratio is not to be reported; "" = it is. The search is steered by it all the same.
+        ms: median time of a run.
+        ratio: over the float network's time, measured in turn.
+        distance: squared error of its outputs over the float network's variance, on held-out images.
+        agreement: share of those images of the float network's class; None without logits.
+        unquiet: why the ratio is not to be reported; "" = it is.
     """
 
     ms: float
@@ -57,7 +57,7 @@ class Figures:
     unquiet: str = ""
 
     def ratio_text(self) -> str:
-        """Return the ratio in words, which it has none of where the machine was busy."""
+        """Return the ratio in words, none of a busy machine."""
         return NOT_MEASURED if self.unquiet else f"{self.ratio:.3f}"
 
 
@@ -67,15 +67,14 @@ class Lab:
 
     Attributes:
         structure: of the float network.
-        space: of configurations.
-        spec: of the search.
-        quantization: target and formats of what is quantized; its rules come before those of a configuration.
-        engine: name of the engine.
+        quantization: its rules come before those of a configuration.
         scores: importance of channels.
-        fit: pictures that candidates learn from.
-        held: pictures that they are measured on.
+        fit: images that candidates learn from.
+        held: images that they are measured on.
         block: channels that the engine computes at a time.
         runs, seconds: most timed runs of each network and load, and time for each.
+        version: of the engine's library.
+        cache: folder of times; None = the user's.
     """
 
     structure: Structure
@@ -89,6 +88,8 @@ class Lab:
     block: int = 1
     runs: int = 40
     seconds: float = 0.4
+    version: str = ""
+    cache: Path | None = None
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class Lab:
 
     @property
     def example(self) -> Tensor:
-        """Images that candidates are traced and exported with, as many as a timed run has."""
+        """Images of a timed run, for tracing and export."""
         images = torch.cat([batch.cpu() for batch in self.fit])
         times = -(-self.spec.batch_size // len(images))
         return images.repeat(times, *[1] * (images.ndim - 1))[: self.spec.batch_size]
@@ -110,13 +111,7 @@ class Lab:
 
 
 def build(lab: Lab, configuration: Configuration, *, steps: int | None = None) -> nn.Module:
-    """Return the float network of a configuration, its layers reconstructed and its 2:4 masks applied.
-
-    Args:
-        lab: with the float network.
-        configuration: of its space.
-        steps: of reconstruction; None = as the specification says.
-    """
+    """Return a configuration's float network, reconstructed and with 2:4 masks; `steps` None = the specification's."""
     small = apply(lab.structure, configuration, lab.scores)
     if removed_classes(lab.structure, configuration, lab.scores) or left_out(configuration):
         count = lab.spec.reconstruction_steps if steps is None else steps
@@ -136,7 +131,7 @@ def sparsity_spec(layers: Sequence[str]) -> SparsitySpec:
 
 
 def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) -> QuantSpec | None:
-    """The specification that gives a candidate's layers their formats; None if all of them are float."""
+    """Return the specification of a candidate's formats; None if all are float."""
     formats = {k: v for k, v in formats_of(lab.structure, configuration).items() if _has(network, k)}
     if set(formats.values()) <= {FLOAT}:
         return None
@@ -155,7 +150,7 @@ def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) 
 
 
 def with_formats(lab: Lab, network: nn.Module, configuration: Configuration, *, quick: bool = False) -> nn.Module:
-    """Return a candidate quantized as its configuration says, calibrated on the pictures to learn from."""
+    """Return a candidate quantized as its configuration says."""
     spec = quantization_of(lab, network, configuration)
     if spec is None:
         return network
@@ -164,17 +159,12 @@ def with_formats(lab: Lab, network: nn.Module, configuration: Configuration, *, 
 
 
 def export(lab: Lab, network: nn.Module, path: Path) -> Path:
-    """Write a candidate for a batch of fixed size, which exports in a third of the time of an open one."""
+    """Write a candidate for a batch of fixed size."""
     return export_onnx(network.cpu(), lab.example, path, dynamic_batch=False)
 
 
 def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
-    """Build a candidate and measure it on the engine, in turn with the float network.
-
-    Args:
-        lab: everything needed.
-        configuration: of its space.
-        reference: file of the float network, of `export`.
+    """Build a candidate and measure it on the engine, in turn with the float network's file.
 
     Raises:
         CompressError: the candidate cannot be built, exported or run.
@@ -201,7 +191,7 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
 
 @contextmanager
 def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
-    """Load files into the engine of a search; they are closed at the end."""
+    """Load files into a search's engine; close them at the end."""
     built: dict[str, Engine] = {}
     spec = lab.spec
     try:
@@ -216,10 +206,7 @@ def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine
 
 
 def fresh_engines(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
-    """Load files into the engine of a search again and again, up to `_LOADS` times, and give each set of engines.
-
-    The same file takes some percent more or less each time that it is loaded, because its memory lies elsewhere.
-    """
+    """Load files up to `_LOADS` times, because each load's time differs by some percent."""
     spent = 0.0
     for _ in range(_LOADS):
         begun = time.monotonic()
@@ -242,7 +229,7 @@ def time_engines(lab: Lab, engines: Mapping[str, Engine]) -> dict[str, Latency]:
 
 
 def time_ratio(value: Latency, reference: Latency) -> float:
-    """Time over that of the float network, both at the lower quartile of their turns: other load only adds time."""
+    """Lower quartile of the time over the float network's: other load only adds time."""
     return float(np.quantile(value.turns_ms, 0.25) / np.quantile(reference.turns_ms, 0.25))
 
 
@@ -254,7 +241,7 @@ def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
 
 
 def agreement(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
-    """Share of images of the same class in two sets of logits; None for other outputs."""
+    """Share of images of the same class in two sets of logits, else None."""
     if len(outputs) != 1 or outputs[0].ndim != 2:
         return None
     return float((outputs[0].argmax(1) == reference[0].argmax(1)).double().mean())

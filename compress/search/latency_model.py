@@ -1,4 +1,4 @@
-"""The latency of a network as a sum over its layers, fitted to networks that were timed on the engine."""
+"""Latency as a sum over layers, fitted to networks that were timed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sample:
 
     Attributes:
         costs: of its layers.
-        time: of a run, in the unit of the model; a search takes the float network's own time.
-        layers: time of each layer as the engine reports it, by path; empty if it does not.
+        time: of a run, in the model's unit.
+        layers: times by path, as the engine reports them, or empty.
     """
 
     costs: tuple[LayerCost, ...]
@@ -41,11 +41,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Factor by which measured times differ from the sum over layers, near the networks that were timed.
+    """Factor of measured times over the sum, near networks that were timed.
 
     Attributes:
-        paths: of layers.
-        places: (networks, layers) predicted time of each layer of the networks that were timed.
+        places: (networks, layers) predicted times.
         weights: (networks,) of the kernel around each of them.
         width: of the kernel.
     """
@@ -56,7 +55,7 @@ class Correction:
     width: float
 
     def factor(self, layers: Mapping[str, float]) -> float:
-        """Measured time over the sum, as expected of a network with these times of layers."""
+        """Expected measured time over the sum, at these times of layers."""
         here = np.array([layers.get(path, 0.0) for path in self.paths])
         squares = np.square(self.places - here).sum(axis=1)
         return float(np.exp(self.weights @ np.exp(-squares / (2 * self.width**2))))
@@ -69,7 +68,7 @@ class LatencyModel:
     Attributes:
         coefficients: time for each unit of a feature.
         block: channels that the engine computes at a time.
-        correction: of the sum, by networks that were timed; None = there is none.
+        correction: of the sum, or None.
     """
 
     coefficients: Mapping[Feature, float]
@@ -93,14 +92,12 @@ class LatencyModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Predictions against measurements of networks that a model was not fitted to.
+    """Predicted against measured times of networks that a model was not fitted to.
 
     Attributes:
-        predicted: times.
-        measured: times.
         median_error: median of |predicted - measured| / measured.
         spearman: rank correlation; NaN of fewer than three networks.
-        interval: of the rank correlation, 95 %; NaN of fewer than five networks.
+        interval: of it, 95 %; NaN of fewer than five networks.
     """
 
     predicted: tuple[float, ...]
@@ -111,11 +108,7 @@ class Check:
 
 
 def fit(samples: Sequence[Sample], *, block: int = 1) -> LatencyModel:
-    """Fit a model by least squares of relative errors.
-
-    Args:
-        samples: networks that were timed.
-        block: channels that the engine computes at a time.
+    """Fit a model by least squares of relative errors; the engine computes `block` channels at a time.
 
     Raises:
         SearchError: no samples, or times that are not finite and above zero.
@@ -165,21 +158,16 @@ def check(predicted: Iterable[float], measured: Iterable[float]) -> Check:
 def rank_correlation(
     left: Sequence[float] | NDArray[np.float64], right: Sequence[float] | NDArray[np.float64]
 ) -> float:
-    """Spearman's rank correlation; NaN for fewer than three values, or where one side is constant."""
+    """Spearman's; NaN for fewer than three values or a constant side."""
     if len(left) < 3 or len(set(map(float, left))) == 1 or len(set(map(float, right))) == 1:
         return float("nan")
     return float(spearmanr(left, right).statistic)
 
 
 def rank_interval(rank: float, count: int) -> tuple[float, float]:
-    """Interval of 95 % of Spearman's rank correlation (Bonett and Wright, Psychometrika 65, 2000).
+    """95 % interval of Spearman's rank correlation (Bonett and Wright, Psychometrika 65, 2000).
 
-    A correlation of 1 is taken for that of one swapped pair of neighbours: that no pair was swapped does not mean that
-    none can be.
-
-    Args:
-        rank: the rank correlation.
-        count: of pairs; NaN for fewer than five.
+    It is NaN below five pairs. A correlation of 1 is taken for that of one swapped pair of neighbours.
     """
     if count < 5 or not math.isfinite(rank):
         return float("nan"), float("nan")
@@ -200,7 +188,7 @@ def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
 
 
 def _beside(costs: Sequence[LayerCost]) -> dict[Feature, float]:
-    """Features of a network beside its layers: a constant, and elements that are converted between formats."""
+    """Features beside layers: a constant, and elements converted between formats."""
     changed = sum(b.read for a, b in itertools.pairwise(costs) if a.format != b.format)
     found: dict[Feature, float] = {(_NETWORK, "", ""): 1.0}
     if changed:
@@ -209,7 +197,7 @@ def _beside(costs: Sequence[LayerCost]) -> dict[Feature, float]:
 
 
 def _corrected(model: LatencyModel, samples: Sequence[Sample]) -> Correction | None:
-    """The correction of a sum by the networks that it was fitted to; None if they are all alike."""
+    """The correction by fitted networks; None if all are alike."""
     paths = tuple(dict.fromkeys(cost.path for sample in samples for cost in sample.costs))
     rows = [{cost.path: model.layer(cost) for cost in sample.costs} for sample in samples]
     places = np.array([[row.get(path, 0.0) for path in paths] for row in rows])

@@ -1,7 +1,9 @@
-"""The block of channels that an engine computes at a time, found by timing a few small networks on it."""
+"""The block of channels that an engine computes at a time, and the files of a search's measurements."""
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,7 +17,7 @@ from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json
 from compress.measure import measure_latency
-from compress.search.cache import cache_path
+from compress.measure.machine import describe_machine
 
 GPU_BLOCK = 16
 _GPUS = ("cuda", "tensorrt")
@@ -26,14 +28,17 @@ _SMALL = 0.33
 """Share of the growth from 64 channels: less than it from 72 to 80, or from 80 to 96, is none."""
 
 
-def channel_block(engine: str, *, version: str, cache: Path | None = None) -> int:
-    """Return the block of an engine: 8, 16 or 32 on CPUs, measured once and kept on disk; 16 on GPUs.
+def cache_path(engine: str, version: str, folder: Path | None, *, what: str = "") -> Path:
+    """Return the file for an engine of a version on this machine; folder None = the user's."""
+    machine = describe_machine()
+    gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
+    name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"
+    base = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "search"
+    return base / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
 
-    Args:
-        engine: name of an engine that is available.
-        version: of its library.
-        cache: folder of times; None = that of the user.
-    """
+
+def channel_block(engine: str, *, version: str, cache: Path | None = None) -> int:
+    """Return the block of an engine: 8, 16 or 32 on CPUs, measured once and kept on disk; 16 on GPUs."""
     if engine.startswith(_GPUS):
         return GPU_BLOCK
     path = cache_path(engine, version, cache, what="block")
@@ -49,7 +54,7 @@ def channel_block(engine: str, *, version: str, cache: Path | None = None) -> in
 
 
 def block_of(times: Mapping[int, float]) -> int:
-    """Return the block that times of networks of 64, 72, 80 and 96 channels show; 8 where they show nothing.
+    """Return the block that times by number of channels show; 8 where they show nothing.
 
     >>> block_of({64: 1.0, 72: 1.44, 80: 1.43, 96: 1.97}), block_of({64: 1.0, 72: 1.2, 80: 1.4, 96: 1.9})
     (16, 8)
@@ -63,7 +68,7 @@ def block_of(times: Mapping[int, float]) -> int:
 
 
 def _times(engine: str) -> dict[int, float]:
-    """Time of a network of pointwise convolutions by its number of channels, on one thread."""
+    """Time of pointwise convolutions by channels, on one thread."""
     example = torch.zeros(1, 3, _SIDE, _SIDE)
     with tempfile.TemporaryDirectory(prefix="compress-block-") as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

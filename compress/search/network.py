@@ -1,8 +1,8 @@
-"""A configuration applied to a network: channels removed, blocks left out; a pure function of the two."""
+"""A configuration applied to a network: channels removed, blocks left out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,9 @@ _LEARNING_RATE = 1e-3
 
 
 def apply(structure: Structure, configuration: Configuration, scores: Scores | None = None) -> fx.GraphModule:
-    """Return the network that a configuration describes, in evaluation mode; where nothing goes it computes the same.
+    """Return a configuration's float network, in evaluation mode, without formats and sparsity.
 
-    Formats and sparsity are not applied: the result is a float network, which `quantize` and `sparsify` take.
-
-    Args:
-        structure: of the float network.
-        configuration: elements that it does not name stay as they are.
-        scores: the channels of the highest scores stay; None keeps the first ones (the weights are loaded afterwards).
+    Channels of the highest scores stay; without scores the first ones. What the configuration does not name stays.
 
     Raises:
         SearchError: more channels are to be kept than there are, or none.
@@ -69,19 +64,11 @@ def reconstruct(
     *,
     steps: int,
 ) -> fx.GraphModule:
-    """Measure BatchNorm's statistics again and train for a few steps on the float network's outputs, in place.
+    """Measure BatchNorm's statistics again and train on the float network's outputs, in place.
 
-    The loss is the squared error of the outputs, and of the output of every BatchNorm that is left at the channels that
-    are left, each over the power of its target (layer-wise reconstruction, as in AdaRound and BRECQ, of all layers
-    at once). No labels are read.
-
-    Args:
-        small: of `apply`.
-        structure: of the float network.
-        configuration: that `small` was made with.
-        scores: that `small` was made with.
-        batches: pictures, preprocessed.
-        steps: of Adam; 0 leaves the weights alone.
+    The loss is the squared error of the outputs, and of every BatchNorm's left channels, each over the power of its
+    target (layer-wise reconstruction, as in AdaRound and BRECQ, of all layers at once). Configuration and scores are
+    those that `small` was made with; batches are preprocessed images; `steps` are Adam's.
     """
     recalibrate_batchnorm(small, batches)
     if not steps:
@@ -109,7 +96,7 @@ def reconstruct(
 
 
 def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]) -> dict[str, Tensor]:
-    """Positions of the channels that are left in the output of each BatchNorm of `small`."""
+    """Positions of the left channels in each BatchNorm's output."""
     paths = {path for path, module in small.named_modules() if isinstance(module, _NORMS)}
     return {
         path: kept_positions(axis, removed)
@@ -119,10 +106,10 @@ def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]
 
 
 def _observed(model: nn.Module, images: Tensor, paths: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The outputs of a network and of some of its modules."""
+    """The outputs of a network and some modules."""
     seen: dict[str, Tensor] = {}
 
-    def keep(path: str) -> Any:
+    def keep(path: str) -> Callable[..., None]:
         return lambda module, inputs, output: seen.__setitem__(path, output.clone())  # what follows may be in place
 
     handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
@@ -138,12 +125,7 @@ def _error(value: Tensor, target: Tensor) -> Tensor:
 
 
 def distance(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Squared error of outputs over the variance of the reference, averaged over output tensors; 0 = the same.
-
-    Args:
-        outputs: output tensors of a network.
-        reference: those of the float network for the same images.
-    """
+    """Squared error over the reference's variance, averaged over output tensors."""
     shares = []
     for value, target in zip(outputs, reference, strict=True):
         target = target.double()

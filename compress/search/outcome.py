@@ -1,4 +1,4 @@
-"""The outcome of a search: its bound, the points of a front that are fine-tuned in turn, and the choice among them."""
+"""The bound of a search, the points fine-tuned in turn, and the choice among them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ class Attempt:
     Attributes:
         label: of the point that it began as.
         folder: its own run folder, with a report.
-        variant: which of its networks is the best on the engine.
-        file: of that network.
+        variant: the best of its networks on the engine.
         ms: median time of a run.
-        ratio: its time over that of the float network, timed in turn.
+        ratio: over the float network's time, in turn.
         score: the task's metric on the engine, whole evaluation split.
         drop: points lost against the float network on the engine.
-        unquiet: why the ratio is not to be reported; "" = it is. Bounds are judged by it all the same, as it comes from
-            the faster turns.
+        unquiet: why the ratio is not to be reported; "" = it is. Bounds are judged by it all the same.
     """
 
     label: str
@@ -42,19 +40,13 @@ class Attempt:
     unquiet: str = ""
 
     def ratio_text(self, digits: int = 3) -> str:
-        """Return the ratio in words, which it has none of where the machine was busy."""
+        """Return the ratio in words, none of a busy machine."""
         return NOT_MEASURED if self.unquiet else f"{self.ratio:.{digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The bound of a search: one of the two is given.
-
-    Attributes:
-        latency: largest share of the float network's time.
-        max_drop: most points of the metric that may be lost.
-        unit: of the metric in reports.
-    """
+    """The bound of a search: largest share of the float network's time, or most points of the metric lost."""
 
     latency: float | None = None
     max_drop: float | None = None
@@ -79,14 +71,10 @@ class Outcome:
     """The result of a search with its fine-tuned networks.
 
     Attributes:
-        bound: that was asked for.
-        front: of the search.
-        metric: of the task.
         scores: the metric on the engine before fine-tuning, by label of the point; `float` among them.
         attempts: points that were fine-tuned, in their order.
-        chosen: the best of those that keep the bound; None if none does.
+        chosen: the best that keeps the bound, or None.
         images: of the evaluation split that `scores` were measured on.
-        folder: the run folder.
     """
 
     bound: Bound
@@ -104,7 +92,7 @@ class Outcome:
 
     @property
     def point(self) -> Point:
-        """The point that the chosen network began as; without one, the fastest of the front."""
+        """The chosen network's point; without one, the front's fastest."""
         return self.labels[self.chosen.label] if self.chosen is not None else self.front.front[0]
 
     @property
@@ -130,7 +118,7 @@ class Outcome:
         )
 
     def _beside(self, made: Attempt) -> str:
-        """Beside the chosen network: others that were fine-tuned and keep the bound, else the best uniform choice."""
+        """Others that keep the bound, else the best uniform choice."""
         others = [other for other in self.attempts if other is not made and self.bound.keeps(other)]
         if others:
             rows = [f"{x.label} has {self.metric.text(x.score)} at {x.ratio_text(2)}" for x in others]
@@ -146,7 +134,7 @@ class Outcome:
 
 
 def _kind(made: Attempt) -> str:
-    """The point that a network began as, and what was made of it: `width 0.5, int8; qat`, `width 0.5, float`."""
+    """A network's point and variant: `width 0.5, int8; qat`."""
     return made.label if made.variant == str(Variant.FLOAT) else f"{made.label}; {made.variant}"
 
 
@@ -160,8 +148,8 @@ _LIKELY = 0.5
 def order(front: Front, bound: Bound) -> list[Point]:
     """Return the points to fine-tune, the most promising first.
 
-    By latency these are the points within the bound: the most accurate one, the best uniform choice, and the others. By
-    drop it is the middle of the front, and `after` halves what is left of it.
+    By latency: those within the bound, the most accurate and the best uniform one first. By drop: the middle of the
+    front, of which `after` halves what is left.
 
     Raises:
         SearchError: no candidate was measured.
@@ -189,7 +177,7 @@ def _uniform(points: Sequence[Point], latency: float) -> Point | None:
 
 
 def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -> list[Point]:
-    """Return the points that are still worth fine-tuning after one of them was measured, the next first."""
+    """Return the points still worth fine-tuning, the next first."""
     if bound.latency is not None:
         if bound.keeps(made):
             return [] if point.is_baseline else [p for p in waiting if p.is_baseline][:1]
@@ -207,7 +195,7 @@ def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -
 
 
 def best(attempts: Sequence[Attempt], bound: Bound) -> Attempt | None:
-    """Return the most accurate of those that keep a latency, or the fastest of those that keep a drop; None = none."""
+    """Return the most accurate attempt within a latency, or the fastest within a drop."""
     kept = [made for made in attempts if bound.keeps(made)]
     if bound.latency is not None:
         return min(kept, key=lambda made: (made.drop, made.ratio), default=None)

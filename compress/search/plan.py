@@ -1,4 +1,4 @@
-"""The plan of a search on disk: the two models, so that workers and a resumed search measure nothing twice."""
+"""The plan of a search on disk: the two models, which are measured once."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Ti
     """Return the models of the search in a folder; None if there is none.
 
     Raises:
-        SearchError: there must be one and is none; there is one and `resume` was not asked for; it is of another
-            network, space or engine; or it is damaged.
+        SearchError: it is needed and missing, present without `resume`, of another search, or damaged.
     """
     path = folder / PLAN
     if not path.is_file():
@@ -63,7 +62,7 @@ def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Ti
 
 
 def read_block(folder: Path) -> int | None:
-    """The block of channels of the search in a folder, whose machine found it; None if there is no search."""
+    """The block of channels of a folder's search, or None."""
     path = folder / PLAN
     try:
         return int(read_json(path)["block"]) if path.is_file() else None
@@ -72,7 +71,7 @@ def read_block(folder: Path) -> int | None:
 
 
 def identity(lab: Lab) -> str:
-    """A text that differs between searches whose trials cannot be compared."""
+    """A text that differs between searches of incomparable trials."""
     digest = hashlib.sha256()
     for name, tensor in sorted(lab.structure.graph.state_dict().items()):
         digest.update(name.encode())
@@ -91,6 +90,5 @@ def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
         model=fit(list(samples.values()), block=lab.block),
         check=check(seen["predicted"], seen["measured"]),
         samples=samples,
-        smallest=float(tree["smallest"]),
         cached=int(tree["cached"]),
     )

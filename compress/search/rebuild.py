@@ -1,4 +1,4 @@
-"""A network of a search as a recipe's model: built by the original's name, made smaller, then loaded."""
+"""A network of a search as a recipe's model: built, made smaller, loaded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ def network(
     configuration: Mapping[str, str],
     task: str = "classification",
 ) -> nn.Module:
-    """Return the network that a configuration leaves of another one; which channels these are, the weights say.
+    """Return the network that a configuration leaves of `model`, a `ModelSpec` without weights.
 
-    Args:
-        num_classes: of the data.
-        model: `ModelSpec` of the whole network, without weights.
-        image: channels, height and width of an input.
-        configuration: elements and choices.
-        task: of the recipe.
+    `image` is channels, height and width of an input.
     """
     whole = build_model(ModelSpec(**{**model, "weights": None}), num_classes=num_classes, task=task)
     example = torch.randn(2, *image, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""From a trained network to a Pareto front of smaller ones, each measured on the engine."""
+"""From a trained network to a measured Pareto front of smaller ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from compress.search.structure import analyse
 from compress.search.timing import Timed, time_more, time_space
 from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
 from compress.support.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
 """The target whose placement rules an engine follows; TensorRT for all others."""
@@ -65,25 +68,25 @@ def search(
 ) -> Front:
     """Search over precision, 2:4 sparsity, width and depth; every point of the result was measured on the engine.
 
-    An integer program over a latency model and an accuracy model gives the first configurations, NSGA-II goes on from
-    them. Nothing is trained but a few steps of reconstruction: fine-tune `front.network(front.chosen)` afterwards.
+    An integer program over a latency model and an accuracy model gives the first configurations, NSGA-II goes on.
+    Fine-tune `front.network(front.chosen)` afterwards.
 
     Args:
         model: trained float network; not changed.
-        example_inputs: inputs that it is traced with.
-        batches: pictures of the training split, or (pictures, targets), of which the pictures are used.
+        example_inputs: traced with.
+        batches: images of the training split, or (images, targets), whose targets are not used.
         engine: `openvino`, `onnxruntime`, `cuda`, ...
-        latency: choose the most accurate network that takes at most this share of the float network's time.
-        max_drop: choose the fastest network of those that give at most so many percent of the pictures held back
-            another class than the float network. With neither, nothing is chosen.
+        latency: choose the most accurate network within this share of the float network's time.
+        max_drop: choose the fastest network that gives at most so many percent of held-out images another class. With
+            neither, nothing is chosen.
         spec: space and effort.
-        quantization: of what is not float; its target becomes the engine's own.
+        quantization: its target becomes the engine's own.
         out: folder of the plan and, without a storage, of the trials.
-        storage: where trials are kept, for several workers: a URL of Optuna's, or a file; None = a file in `out`.
-        cache: folder of latencies; None = that of the user.
-        role: `worker` takes part in the trials of a search that was begun in `out`, and does nothing else.
+        storage: of trials, for several workers: a URL of Optuna's, or a file; None = a file in `out`.
+        cache: folder of latencies; None = the user's.
+        role: `worker` only takes part in the trials of a search that was begun in `out`.
         resume: go on with the search in `out`.
-        progress: is advanced during long work.
+        progress: advanced during long work.
 
     Raises:
         SearchError: the bound is no bound, or cannot be met (names the best found); nothing can be chosen; or `out`
@@ -100,10 +103,9 @@ def search(
     version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)
     block = read_block(Path(out)) or channel_block(engine, version=version, cache=cache)
     lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization, block=block)
+    lab = replace(lab, version=version, cache=cache)
     bound = {"latency": latency, "max_drop": max_drop}
-    return _measured_front(
-        lab, Path(out), bound, version=version, storage=storage, cache=cache, role=role, resume=resume, progress=bars
-    )
+    return _measured_front(lab, Path(out), bound, storage=storage, role=role, resume=resume, progress=bars)
 
 
 def _measured_front(
@@ -111,30 +113,32 @@ def _measured_front(
     folder: Path,
     bound: Mapping[str, float | None],
     *,
-    version: str,
     storage: str | None,
-    cache: Path | None,
     role: Role,
     resume: bool,
     progress: Progress,
 ) -> Front:
-    """Make both models or read them, run the trials, and choose."""
+    """Make or read both models, run the trials, and choose."""
     begun, latency = time.monotonic(), bound["latency"]
     folder.mkdir(parents=True, exist_ok=True)
     known = read_plan(folder, lab, needed=role == "worker", resume=resume or role == "worker")
     reference = export(lab, apply(lab.structure, {}), folder / f"{REFERENCE}-{os.getpid()}.onnx")
     try:
         if known is None:
-            timed = time_space(lab, reference, version=version, cache=cache, progress=progress)
+            timed = time_space(lab, reference, progress=progress)
             _check_reachable(timed, latency)
             accuracy = rate_choices(lab, progress=progress)
-            more = partial(time_more, lab, reference=reference, version=version, cache=cache, progress=progress)
-            known = corrected(timed, lambda now: _first(lab, now, accuracy, latency), more, latency), accuracy
+            more = partial(time_more, lab, reference=reference, progress=progress)
+            wanted = lambda now: list(_optimal(lab, now, accuracy, latency).values())  # noqa: E731
+            known = corrected(timed, wanted, more, latency), accuracy
             write_plan(folder, lab, *known)
         starts = _starts(lab, *known, latency) if role == "all" else {}
         study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
         if role == "all" and latency is not None:
-            _keep_bound(lab, *known, study, reference, latency=latency, progress=progress)
+            timed, accuracy = known
+            best = partial(best_within, lab.space, accuracy.distance, _predict(lab, timed))
+            evaluate = partial(measure, lab, reference=reference)
+            go_on(study, lab.space, best, json.loads(timed.fastest), evaluate, latency=latency, progress=progress)
         points = _points(lab, *known, study, reference)
     finally:
         reference.unlink(missing_ok=True)
@@ -161,8 +165,8 @@ def _refine(
     *,
     begun: float,
     progress: Progress,
-) -> Any:
-    """Queue the starts, if there are any, and take part in the trials until there are enough; return the study."""
+) -> Study:
+    """Queue starts, and take part in the trials until there are enough."""
     spec = lab.spec
     seed = spec.seed if starts else spec.seed + os.getpid()  # workers draw other configurations
     study = open_study(storage, STUDY, seed=seed, population=max(len(starts), 8))
@@ -173,34 +177,13 @@ def _refine(
     return study
 
 
-def _keep_bound(
-    lab: Lab,
-    timed: Timed,
-    accuracy: AccuracyModel,
-    study: Any,
-    reference: Path,
-    *,
-    latency: float,
-    progress: Progress,
-) -> None:
-    go_on(
-        study,
-        lab.space,
-        partial(best_within, lab.space, accuracy.distance, _predict(lab, timed)),
-        json.loads(min(timed.samples, key=lambda key: timed.samples[key].time)),
-        partial(measure, lab, reference=reference),
-        latency=latency,
-        progress=progress,
-    )
-
-
 def check_request(
     engine: str, *, latency: float | None = None, max_drop: float | None = None, spec: SearchSpec | None = None
 ) -> str:
-    """Refuse a search that cannot be made, before any work; return the version of the engine's library.
+    """Refuse a search that cannot be made; return the version of the engine's library.
 
     Raises:
-        SearchError: a bound that is none, two bounds, a specification out of range, or Optuna is not installed.
+        SearchError: a wrong bound or specification, two bounds, or no Optuna.
         EngineError: an unknown engine.
         EngineUnavailableError: an engine that is not on this machine.
     """
@@ -253,7 +236,7 @@ def _lab(
 
 
 def _pictures(model: nn.Module, batches: Batches, count: int) -> Tensor:
-    """The first pictures of batches, in one tensor on the model's device."""
+    """The first images of batches, on the model's device."""
     parts: list[Tensor] = []
     for batch in batches:
         inputs = model_inputs(model, batch)
@@ -272,7 +255,7 @@ def _pictures(model: nn.Module, batches: Batches, count: int) -> Tensor:
 
 
 def _check_reachable(timed: Timed, latency: float | None) -> None:
-    """Refuse a bound that the smallest network of the space misses, before the pictures are looked at."""
+    """Refuse a bound that the smallest network misses."""
     if latency is not None and timed.smallest > latency:
         raise SearchError(
             f"latency {latency:g} cannot be met: the fastest network that was timed, the smallest of the space among "
@@ -296,7 +279,7 @@ def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | No
 
 
 def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
-    """The best configurations by the models for several budgets, those near the bound first; half of the trials."""
+    """The models' best configurations for several budgets, near the bound first."""
     predict, found = _predict(lab, timed), dict[str, Configuration]()
     near = [] if latency is None else [share * latency for share in NEAR]
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
@@ -306,16 +289,12 @@ def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | N
     return dict(list(found.items())[: max(lab.spec.trials // 2, 1)])
 
 
-def _first(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> list[Configuration]:
-    return list(_optimal(lab, timed, accuracy, latency).values())
-
-
 def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
     return lambda configuration: timed.model.predict(lab.costs.of(configuration))
 
 
-def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:
-    """The float network, which is the unit of time and the origin of the distance, and all that was measured."""
+def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, reference: Path) -> tuple[Point, ...]:
+    """All that was measured, after the float network."""
     with engines_of(lab, {REFERENCE: reference}) as engines:
         whole = time_engines(lab, engines)[REFERENCE].p50_ms
     as_it_is = Figures(ms=whole, ratio=1.0, distance=0.0, agreement=1.0)
@@ -337,5 +316,4 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, referen
 
 
 def _as_is(lab: Lab, configuration: Configuration) -> bool:
-    """Return True if a configuration leaves the float network as it is."""
     return lab.costs.of(configuration) == lab.costs.of({})

@@ -1,4 +1,4 @@
-"""The space of configurations: for each element of a network (a width, a block's format, a block) its choices."""
+"""The space of configurations: the choices of each element of a network."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ class Space:
 def make_space(structure: Structure, spec: SearchSpec, engine: str, *, block: int = 8) -> Space:
     """Return the choices that a specification allows for a network on an engine.
 
-    Args:
-        structure: of the float network.
-        spec: what may be chosen.
-        engine: its name.
-        block: channels that it computes at a time; widths are multiples of it unless the specification names another.
+    Widths are multiples of `block` unless the specification names another.
 
     Raises:
         SearchError: nothing can be chosen.
@@ -106,7 +102,7 @@ def sparse_layers(structure: Structure, configuration: Configuration) -> list[st
 
 
 def part(configuration: Configuration, kind: str) -> dict[str, str]:
-    """The choices of one kind of element, by the name that follows the kind."""
+    """The choices of one kind of element, by name."""
     prefix = f"{kind} "
     return {
         element.removeprefix(prefix): choice for element, choice in configuration.items() if element.startswith(prefix)

@@ -74,7 +74,7 @@ def check_search_spec(spec: SearchSpec) -> None:
 
 
 def search_contradictions(spec: SearchSpec) -> Iterator[str]:
-    """Yield a line for each contradiction between values that are in range by themselves."""
+    """Yield each contradiction between values in range."""
     if not spec.formats:
         yield "search.formats is empty: name at least one of float, int8, int4"
     for key in ("widths", "formats"):

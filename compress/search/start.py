@@ -1,4 +1,4 @@
-"""Where a search starts: the best configurations by the models, of an integer program for each budget of time."""
+"""The best configurations by the models, from an integer program for each budget of time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Otherwise:
         element: such as `width layer1.0.conv1`.
         chosen: its choice.
         choice: the other one.
-        time: by how much the network would be slower (or faster, below 0), in times of the float network.
-        distance: by how much its error would grow (or shrink).
+        time: change in times of the float network.
+        distance: change of its error.
     """
 
     element: str
@@ -35,14 +35,7 @@ class Otherwise:
 def best_within(
     space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float
 ) -> Configuration | None:
-    """Return the configuration of the least sum of distances within a budget of predicted time; None = there is none.
-
-    Args:
-        space: of configurations.
-        distances: of each choice that differs from the others of its element.
-        predict: time of a configuration.
-        budget: in the unit of `predict`.
-    """
+    """Return the configuration of the least sum of distances within a budget of predicted time, or None."""
     current: dict[str, str] = space.largest()
     best: tuple[float, dict[str, str]] | None = None
     limit = budget
@@ -72,7 +65,7 @@ def best_within(
 def _filled(
     distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float, chosen: dict[str, str]
 ) -> Configuration:
-    """Change one choice after the other for a better one while the time allows it, the largest gain first."""
+    """Change choices for better ones while time allows, largest gain first."""
     while True:
         gains = sorted(
             (
@@ -96,7 +89,7 @@ def _sum(distances: Mapping[str, Mapping[str, float]], configuration: Configurat
 
 
 def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool = False) -> Configuration:
-    """A uniform configuration, as one would try without a search: one share of the channels, one format, 2:4 or not."""
+    """One share of the channels, one format, 2:4 or not, everywhere."""
     chosen: dict[str, str] = {}
     for element, choices in space.elements.items():
         kind = element.partition(" ")[0]
@@ -115,7 +108,7 @@ def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool
 def otherwise(
     space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, chosen: Configuration
 ) -> tuple[Otherwise, ...]:
-    """The neighbouring choices of every element of a configuration, and what they would have changed."""
+    """The neighbouring choices of every element, and their effects."""
     now = predict(chosen)
     rows: list[Otherwise] = []
     for element, choices in space.elements.items():

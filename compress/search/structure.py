@@ -1,4 +1,4 @@
-"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of layers of one format."""
+"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of one format."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class WidthGroup:
 
     Attributes:
         name: the first layer that produces them.
-        classes: the channels, as classes of `Structure.axes`.
-        producers: layers that produce them.
+        classes: of `Structure.axes`.
     """
 
     name: str
@@ -46,8 +45,7 @@ class Structure:
     """A traced float network and all that may be taken from it.
 
     Attributes:
-        graph: the network, in evaluation mode; not to be changed.
-        inputs: example inputs that it was traced with.
+        graph: in evaluation mode; not to be changed.
         axes: every axis of its tensors along channels.
         groups: of channels, by name.
         blocks: residual blocks that may be left out, by name.
@@ -67,11 +65,7 @@ class Structure:
 
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
-    """Trace a float network and find what may be taken from it.
-
-    Args:
-        model: float32 network; not changed. It is copied, so that later changes of it do not matter.
-        example_inputs: a batch of at least one image, on the model's device.
+    """Trace a copy of a float32 network and find what may be taken from it.
 
     Raises:
         ModelError: the model cannot be traced.
@@ -98,7 +92,7 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
 
 
 def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a network; layers that it computes by functions become modules, such as timm's BatchNormAct2d."""
+    """Trace a network; layers computed by functions become modules."""
     reference = Reference.of(model, inputs)
     graph = trace(model, inputs).eval()
     drop_assertions(graph)
@@ -109,7 +103,7 @@ def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
 
 
 def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
-    """How many positions of each axis belong to each group ("" = no group), by tensor and role."""
+    """Positions of each axis in each group ("" = none), by tensor and role."""
     owner = {number: name for name, group in structure.groups.items() for number in group.classes}
     return {
         (axis.path, axis.role): Counter(owner.get(number, "") for number in axis.classes.tolist())
@@ -120,7 +114,7 @@ def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
 def _groups(
     graph: fx.GraphModule, channels: Channels, axes: Sequence[Axis]
 ) -> tuple[dict[str, WidthGroup], dict[str, str]]:
-    """Groups whose channels may be removed, and why others may not."""
+    """Groups that may be removed, and why others may not."""
     pinned = channels.pinned()
     uses = list(channels.uses.values())
     held: dict[int, set[int]] = {}
@@ -146,7 +140,7 @@ def _groups(
 
 
 def _without_failing(structure: Structure) -> Structure:
-    """Drop groups without half of which the network does not run: its forward uses sizes as constants."""
+    """Drop groups whose sizes the network's forward uses as constants."""
     if not structure.groups or not _failure(structure, list(structure.groups.values())):
         return structure
     reasons = {name: _failure(structure, [group]) for name, group in structure.groups.items()}
@@ -155,7 +149,7 @@ def _without_failing(structure: Structure) -> Structure:
 
 
 def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
-    """Why the network does not run without half of some groups; "" if it does."""
+    """Why the network fails without half of some groups, or ""."""
     removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
     small = remove_channels(structure.graph, structure.axes, removed)
     try:

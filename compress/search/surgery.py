@@ -1,4 +1,4 @@
-"""Removes channels from a traced network: every tensor along them becomes shorter, every layer's numbers follow."""
+"""Removes channels from a traced network: every tensor along them becomes shorter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYERS = (*_CONVOLUTIONS, *_NORMS, nn.Linear, nn.PReLU)
 
 
 def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
-    """Why channels with these uses cannot be removed; "" if they can."""
+    """Why channels with these uses cannot be removed, or ""."""
     for use in uses:
         path, _, name = use.path.rpartition(".")
         try:
@@ -36,14 +36,7 @@ def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a tensor along channels.
-
-    Attributes:
-        path: of the parameter or buffer.
-        axis: of the tensor.
-        role: as of `Use`.
-        classes: the channel at each position.
-    """
+    """An axis of a tensor along channels: `role` as of `Use`, `classes` the channel at each position."""
 
     path: str
     axis: int
@@ -52,7 +45,7 @@ class Axis:
 
 
 def axes_of(channels: Channels) -> tuple[Axis, ...]:
-    """Return every axis along channels with the classes along it, found once because that takes long."""
+    """Return every axis along channels with its classes."""
     return tuple(
         Axis(path=use.path, axis=use.axis, role=use.role, classes=channels.classes(use.numbers))
         for use in channels.uses.values()
@@ -60,13 +53,7 @@ def axes_of(channels: Channels) -> tuple[Axis, ...]:
 
 
 def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequence[int]) -> fx.GraphModule:
-    """Return a copy of a network without these channels.
-
-    Args:
-        graph: the network that the channels were found in.
-        axes: of its tensors.
-        removed: classes of channels, of groups that may shrink.
-    """
+    """Return a copy of a network without the classes `removed`, of groups that may shrink."""
     small = copy.deepcopy(graph)
     changed: dict[str, nn.Module] = {}
     for axis in axes:

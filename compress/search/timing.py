@@ -1,4 +1,4 @@
-"""The latency model of a network on an engine: it times whole networks until it predicts those that it has not seen."""
+"""Times whole networks until a latency model predicts those that it has not seen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from compress.errors import CompressError, EngineError
 from compress.files import read_json, write_json
 from compress.measure.layer_times import measure_engine_layers
-from compress.search.cache import cache_path
 from compress.search.costs import LayerCost
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, Sample, check, fit
+from compress.search.multiple import cache_path
 from compress.search.network import apply
 from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, key_of
 from compress.support.progress import Progress
@@ -36,40 +36,41 @@ class Timed:
 
     Attributes:
         model: fitted to all networks that were timed.
-        check: of the model before the last networks were added to it, on those.
-        samples: the networks, by key of their configuration.
-        smallest: time of the fastest one over the float network's.
+        check: of the model before the last networks were added, on those.
+        samples: by key of their configuration.
         cached: number of networks whose times were on disk.
     """
 
     model: LatencyModel
     check: Check
     samples: Mapping[str, Sample]
-    smallest: float
     cached: int
 
+    @property
+    def fastest(self) -> str:
+        """Key of the network of the least time."""
+        return min(self.samples, key=lambda key: self.samples[key].time)
+
+    @property
+    def smallest(self) -> float:
+        """Least time over the float network's."""
+        return self.samples[self.fastest].time
+
     def without(self, costs: tuple[LayerCost, ...]) -> LatencyModel:
-        """The model of all networks but those of these costs, so that its prediction for them is one."""
+        """The model of all networks but those of these costs."""
         others = [sample for sample in self.samples.values() if sample.costs != costs]
         return self.model if len(others) in {0, len(self.samples)} else fit(others, block=self.model.block)
 
 
-def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, progress: Progress) -> Timed:
-    """Time networks of a space, fit a model, and check it on others, until it is good or `_ROUNDS` are over.
-
-    Args:
-        lab: everything needed.
-        reference: file of the float network.
-        version: of the engine's library.
-        cache: folder of times; None = that of the user.
-        progress: is advanced by every network.
+def time_space(lab: Lab, reference: Path, *, progress: Progress) -> Timed:
+    """Time networks, fit a model, and check it on others, until it is good or `_ROUNDS` are over.
 
     Raises:
         CompressError: no network can be timed.
     """
     generator = random.Random(lab.spec.seed)
     held_out = max(2, lab.spec.networks // 3)
-    store = _Store(cache_path(lab.engine, version, cache))
+    store = _Store(cache_path(lab.engine, lab.version, lab.cache))
     known = {**_corners(lab), **_random(lab, generator, max(lab.spec.networks - len(_corners(lab)), 0))}
     progress.start(TASK, len(known) + held_out)
     samples = _samples(lab, list(known.values()), reference, store, progress)
@@ -89,26 +90,15 @@ def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, p
         model=fit(list(samples.values()), block=lab.block),
         check=seen,
         samples=samples,
-        smallest=min(sample.time for sample in samples.values()),
         cached=store.hits,
     )
 
 
 def time_more(
-    lab: Lab,
-    timed: Timed,
-    configurations: Sequence[Configuration],
-    reference: Path,
-    *,
-    version: str,
-    cache: Path | None,
-    progress: Progress,
+    lab: Lab, timed: Timed, configurations: Sequence[Configuration], reference: Path, *, progress: Progress
 ) -> Timed:
-    """Time further networks, and correct the model by them.
-
-    A search asks for those that it would begin with: the best by a model are those whose time it takes for too short.
-    """
-    store = _Store(cache_path(lab.engine, version, cache))
+    """Time further networks, and correct the model by them."""
+    store = _Store(cache_path(lab.engine, lab.version, lab.cache))
     progress.start(TASK, len(configurations))
     samples = dict(timed.samples)
     with contextlib.suppress(CompressError):  # a trial will say why they cannot be built
@@ -118,13 +108,12 @@ def time_more(
         timed,
         model=fit(list(samples.values()), block=lab.block),
         samples=samples,
-        smallest=min(sample.time for sample in samples.values()),
         cached=timed.cached + store.hits,
     )
 
 
 def signature(lab: Lab, configuration: Configuration) -> str:
-    """A text that differs between networks whose layers differ in shape, format or order, or that are run otherwise."""
+    """A text that differs between networks of different layers, formats, order or runs."""
     spec = lab.spec
     facts = [spec.batch_size, spec.threads, spec.precision, lab.quantization.target]
     rows = [[asdict(cost) for cost in lab.costs.of(c)] for c in ({}, configuration)]
@@ -159,7 +148,7 @@ class _Store:
 def _samples(
     lab: Lab, configurations: Sequence[Configuration], reference: Path, store: _Store, progress: Progress
 ) -> dict[str, Sample]:
-    """Times of networks, from disk or measured now; one that the engine refuses is left out, unless it refuses all."""
+    """Times of networks, from disk or now; refused ones are left out, unless all are."""
     found: dict[str, Sample] = {}
     refused: list[CompressError] = []
     for configuration in configurations:
@@ -180,7 +169,7 @@ def _samples(
 
 
 def _measured(lab: Lab, configuration: Configuration, reference: Path) -> tuple[float, dict[str, float]]:
-    """Time of a network and of its layers, in times of the float network."""
+    """Time of a network and of its layers over the float network's."""
     with tempfile.TemporaryDirectory(prefix="compress-timing-") as folder:
         network = with_formats(lab, apply(lab.structure, configuration, lab.scores), configuration, quick=True)
         path = export(lab, network, Path(folder) / f"{_ONE}.onnx")
@@ -191,7 +180,7 @@ def _measured(lab: Lab, configuration: Configuration, reference: Path) -> tuple[
 
 
 def _layer_shares(lab: Lab, path: Path) -> dict[str, float]:
-    """Share of the time of a run that each layer takes, where the engine reports it."""
+    """Each layer's share of a run, where the engine reports it."""
     spec, paths = lab.spec, [row.path for row in lab.structure.layers]
     if lab.engine == "onnxruntime":
         return {}  # the model was validated on it with times of whole networks alone
@@ -211,7 +200,7 @@ def _layer_shares(lab: Lab, path: Path) -> dict[str, float]:
 
 
 def _corners(lab: Lab) -> dict[str, Configuration]:
-    """Each format everywhere at the largest and at the smallest widths, and the smallest network of all."""
+    """Each format everywhere at the largest and smallest widths, and the smallest network."""
     elements = lab.space.elements
     names = dict.fromkeys(c for e, choices in elements.items() if e.startswith(FORMAT) for c in choices)
 
@@ -225,7 +214,7 @@ def _corners(lab: Lab) -> dict[str, Configuration]:
 
 
 def _random(lab: Lab, generator: random.Random, count: int) -> dict[str, Configuration]:
-    """Networks spread from large to small: each has a level of its own, around which its choices vary."""
+    """Networks spread from large to small, each varied around its own level."""
     found: dict[str, Configuration] = {}
     for number in range(count):
         level, formats = (number + generator.random()) / count, generator.choice((0.0, 0.5, 1.0))

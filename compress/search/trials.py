@@ -1,4 +1,4 @@
-"""The refinement: trials of NSGA-II over configurations, each built and measured, in as many processes as one likes."""
+"""Trials of NSGA-II over configurations, each built and measured, in any number of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from compress.errors import CompressError, SearchError
 from compress.search.lab import Figures
@@ -18,6 +19,10 @@ from compress.support.process import is_alive
 from compress.support.progress import Progress
 from compress.version import install_hint
 
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
 TASK = "trials"
 _LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
 _LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
@@ -25,8 +30,8 @@ _PATIENCE_S = 0.5
 _LEAST = 3  # trials that are made even after the deadline: without one, the earlier work would have no result
 
 
-def optuna() -> Any:
-    """Import Optuna, which is optional; no other file imports it.
+def optuna() -> ModuleType:
+    """Import Optuna, which is optional.
 
     Raises:
         SearchError: it is not installed; names the command.
@@ -39,16 +44,11 @@ def optuna() -> Any:
     return optuna
 
 
-def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Any:
-    """Open the study of a search, and create it where there is none.
+def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Study:
+    """Open the study of a search; `create` makes one.
 
-    Args:
-        storage: a URL that Optuna knows (`sqlite:///...`, `mysql://...`, `postgresql://...`), or a file that several
-            processes append to.
-        name: of the study.
-        seed: of this worker.
-        population: configurations of a generation of NSGA-II.
-        create: False refuses a study that is not there.
+    The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the seed is
+    this worker's.
 
     Raises:
         SearchError: the storage cannot be opened, or there is no study.
@@ -75,8 +75,8 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
         raise SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}") from error
 
 
-def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) -> None:
-    """Queue configurations to be tried first, by label; those that the study has already are left out."""
+def add_starts(study: Study, space: Space, starts: Mapping[str, Configuration]) -> None:
+    """Queue configurations by label, except those the study has."""
     known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
     for label, configuration in starts.items():
         whole = {**space.largest(), **configuration}
@@ -86,7 +86,7 @@ def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) ->
 
 
 def run_trials(
-    study: Any,
+    study: Study,
     space: Space,
     evaluate: Callable[[Configuration], Figures],
     *,
@@ -94,16 +94,10 @@ def run_trials(
     deadline: float | None,
     progress: Progress,
 ) -> None:
-    """Run trials in this process until the study has `count` that ended; other processes may do the same.
+    """Run trials until the study has `count` that ended, of all processes.
 
-    Args:
-        study: of `open_study`.
-        space: of configurations.
-        evaluate: builds and measures a configuration.
-        count: trials that ended, of all processes.
-        deadline: of `time.monotonic`; no trial but the first three begins later. The queued starts of other processes
-            are not waited for.
-        progress: is advanced by every trial that ends.
+    After `deadline` (of `time.monotonic`) only the first three trials begin; other processes' starts are not waited
+    for.
     """
     seen, since = len(ended(study)), dict[int, float]()
     progress.start(TASK, count, done=min(seen, count))
@@ -122,7 +116,7 @@ def run_trials(
     progress.finish(TASK)
 
 
-def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
+def _run_one(study: Study, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
     known = {
         key_of(configuration_of(trial)): trial.user_attrs[_FIGURES]
         for trial in study.get_trials(deepcopy=False)
@@ -149,13 +143,10 @@ def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figur
         return
 
 
-def reclaim(study: Any, since: dict[int, float]) -> int:
-    """Give the configurations of trials whose worker is gone back to the queue; return how many.
+def reclaim(study: Study, since: dict[int, float]) -> int:
+    """Queue the trials of lost workers again; return how many.
 
-    Args:
-        study: of `open_study`.
-        since: takes when this process first saw each trial run, on its own clock: those of two hosts differ, and may go
-            back.
+    `since` takes when this process first saw each trial run, on its own clock.
     """
     state = optuna().trial.TrialState
     durations = [trial.duration.total_seconds() for trial in ended(study) if trial.duration is not None]
@@ -178,8 +169,8 @@ def reclaim(study: Any, since: dict[int, float]) -> int:
     return count
 
 
-def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
-    """(label, configuration, figures) of every trial that was measured, in their order, each configuration once."""
+def results(study: Study) -> list[tuple[str, dict[str, str], Figures]]:
+    """(label, configuration, figures) of measured trials, in order, each configuration once."""
     found: dict[str, tuple[str, dict[str, str], Figures]] = {}
     for trial in study.get_trials(deepcopy=False):
         if _FIGURES not in trial.user_attrs:
@@ -194,8 +185,8 @@ def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
     return list(found.values())
 
 
-def failures(study: Any) -> dict[str, str]:
-    """Reasons of trials that could not be built or run, by label."""
+def failures(study: Study) -> dict[str, str]:
+    """Reasons of failed trials, by label."""
     return {
         trial.user_attrs.get(_LABEL) or f"trial {trial.number}": trial.user_attrs[_ERROR]
         for trial in study.get_trials(deepcopy=False)
@@ -203,8 +194,8 @@ def failures(study: Any) -> dict[str, str]:
     }
 
 
-def ended(study: Any) -> Sequence[Any]:
-    """Trials that were measured, or refused with a reason; those that a lost worker left do not count."""
+def ended(study: Study) -> Sequence[FrozenTrial]:
+    """Trials that were measured, or refused with a reason."""
     return [
         trial
         for trial in study.get_trials(deepcopy=False)
@@ -212,11 +203,11 @@ def ended(study: Any) -> Sequence[Any]:
     ]
 
 
-def configuration_of(trial: Any) -> dict[str, str]:
-    """The configuration of a trial, also of one that waits in the queue."""
+def configuration_of(trial: FrozenTrial) -> dict[str, str]:
+    """The configuration of a trial, also of a queued one."""
     return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
 
 
-def _running(study: Any) -> list[Any]:
+def _running(study: Study) -> list[FrozenTrial]:
     state = optuna().trial.TrialState
     return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))

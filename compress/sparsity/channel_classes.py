@@ -1,13 +1,4 @@
-"""Classes of channels: which channels of which tensors must move together, and which may trade places.
-
-Every channel of every tensor has a number. Where an operation ties two channels (an addition, a BatchNorm, a depthwise
-convolution), their numbers join one class. A permutation moves a class as a whole: the rows of its producers, the
-vectors of its norms and the columns of its consumers.
-
-Two classes may trade places if nothing in the network distinguishes them: they occur in the same tensors, equally
-often, and in the same blocks of the same weights. `interchangeable` groups classes by that signature, so residual sums,
-concatenations at any offset, splits, channel shuffles and grouped convolutions need no rules of their own.
-"""
+"""Classes of channels: which channels of which tensors move together, and which nothing distinguishes."""
 
 from __future__ import annotations
 
@@ -24,12 +15,9 @@ class Use:
     """An axis of a parameter or buffer that runs along channels.
 
     Attributes:
-        path: path of the tensor in the model, such as `layer1.0.conv1.weight`.
-        axis: the axis that runs along the channels.
-        rows: (first, end) on axis 0 for which this holds; a grouped convolution has other columns for each group. None
-            = all rows.
-        role: `in` = columns of a layer that consumes the channels, `out` = rows of the layer that produces them,
-            `vector` = one value for each channel.
+        path: path of the tensor in the model.
+        rows: (first, end) on axis 0 for which this holds, as in grouped convolutions; None = all rows.
+        role: `in` = columns of a consumer, `out` = rows of a producer, `vector` = one value for each channel.
         numbers: (length of the axis,) int64, the channel's number at each position.
     """
 
@@ -46,9 +34,9 @@ class Channels:
 
     Attributes:
         tied: the numbers as a disjoint set; a subset is a class.
-        names: name of each class, its smallest number, by the representative of its subset.
+        names: name of each class by the representative of its subset.
         reasons: why a number may not move.
-        uses: axes of parameters and buffers, by the tensor's id, axis and rows.
+        uses: axes of tensors, by the tensor's id, axis and rows.
         marks: numbers that occur together in one place.
     """
 
@@ -59,7 +47,7 @@ class Channels:
     marks: list[Tensor] = field(default_factory=list)
 
     def fresh(self, count: int, *, reason: str | None = None) -> Tensor:
-        """`count` new numbers, each a class of its own; with a reason they may not move."""
+        """Return new numbers, each a class of its own; with a reason they may not move."""
         first = len(self.names)
         numbers = torch.arange(first, first + count)
         for number in range(first, first + count):
@@ -84,20 +72,20 @@ class Channels:
         return torch.tensor([self.find(x) for x in unique.tolist()], dtype=torch.int64)[inverse]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Make each channel of `left` one class with the channel at that place of `right`."""
+        """Make the channels at the same place of both one class."""
         for a, b in torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0).tolist():
             name = min(self.find(a), self.find(b))
             self.tied.merge(a, b)
             self.names[self.tied[a]] = name
 
     def mark(self, numbers: Tensor) -> None:
-        """Note that these channels occur together in one place, which distinguishes them from all others."""
+        """Distinguish these channels, which occur together, from all others."""
         self.marks.append(numbers.flatten())
 
     def use(
         self, tensor: Tensor, path: str, axis: int, numbers: Tensor, *, role: str, rows: tuple[int, int] | None = None
     ) -> None:
-        """Note that the tensor's axis runs along these channels; a tensor that is used twice ties both uses."""
+        """Note that the axis runs along these channels; two uses of a tensor are tied."""
         key = (id(tensor), axis, rows)
         if key in self.uses:
             self.tie(self.uses[key].numbers, numbers)
@@ -112,7 +100,7 @@ class Channels:
         return pinned
 
     def interchangeable(self) -> list[list[int]]:
-        """Groups of classes that nothing distinguishes, in the order of their numbers."""
+        """Groups of classes with the same tensors, equally often, in the same blocks of the same weights."""
         signatures: dict[int, list[tuple[int, int]]] = {}
         for place, numbers in enumerate(self._places()):
             unique, counts = self.classes(numbers).unique(return_counts=True)
@@ -132,8 +120,7 @@ def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
     """Index that moves channels along an axis: position p takes its value from index[p].
 
     Args:
-        classes: (length,) the class at each position. A class at several positions (a flattened picture) receives
-            them in order.
+        classes: (length,) the class at each position; one at several positions receives them in order.
         moves: the class whose content a class receives, a bijection of its keys; other classes stay.
     """
     places: dict[int, list[int]] = {}

@@ -1,13 +1,4 @@
-"""Channel permutation of a whole network: groups from its graph, an order for each, applied to all their tensors.
-
-The permuted network computes the same as before; only the order of channels inside differs, and with it which input
-channels share a group of an n:m mask. The order of a group is searched over all layers that consume it together, each
-layer's magnitudes divided by their mean, so that one layer's scale does not decide for all.
-
-Channels that cannot be followed in the graph keep their order and are reported; a layer that consumes a group at an
-offset which is no multiple of m, or mixed with others, is permuted along but does not guide the search. At the end the
-outputs are compared; if the network computes something else, the permutation is undone and refused.
-"""
+"""Channel permutation of a network that computes the same: groups from its graph, and an order for each."""
 
 from __future__ import annotations
 
@@ -17,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +17,7 @@ from compress.errors import ModelError, SparsityError
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
 from compress.sparsity.channel_classes import Channels, Use, permute_index
-from compress.sparsity.eligibility import chosen_layers, eligibility
+from compress.sparsity.eligibility import chosen_layers, eligibility, weight_of
 from compress.sparsity.groups import channels_of
 from compress.sparsity.permutation_search import Permutation, kept_by_order, search_permutation
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
@@ -42,9 +32,8 @@ class PermutedLayer:
     """Effect of the permutation on a layer.
 
     Attributes:
-        layer: module path.
         channels: number of its input channels.
-        searched: number of them in groups whose order was searched for this layer (and perhaps others).
+        searched: number of them whose order was searched for this layer (and perhaps others).
         before, after: share of the weight's magnitude that the pattern keeps.
         reason: why the rest was not searched; "" if all were.
     """
@@ -64,7 +53,6 @@ class PermutationReport:
     Attributes:
         rows: one for every layer that the pattern masks; empty if refused.
         groups: number of groups that were searched.
-        seconds: total time.
         refused: why nothing was permuted; "" if the network was permuted.
     """
 
@@ -76,12 +64,7 @@ class PermutationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """Channels that may trade places.
-
-    Attributes:
-        classes: the channels.
-        consumers: first column that holds them in each layer to be masked, by path.
-    """
+    """Channels that may trade places, and the first column that holds them in each layer to be masked."""
 
     classes: list[int]
     consumers: dict[str, int]
@@ -93,14 +76,14 @@ def permute_channels(
     """Reorder channels, in place, so that the pattern keeps more; the model computes the same.
 
     Args:
-        model: a dense float model; its parameters keep their identity, so optimizers stay valid.
+        model: dense and float; its parameters keep their identity, so optimizers stay valid.
         spec: pattern n:m, rules, `permute_seconds` and `seed`.
         example_inputs: a small batch, on the model's device.
         progress: is advanced at each group, with the share of the gap that its order closes.
 
     Raises:
-        SparsityError: the model is masked or quantized already, its graph cannot be traced, or the permuted model
-            would compute something else (the permutation is then undone).
+        SparsityError: the model is masked or quantized, cannot be traced, or would compute something else when
+            permuted (which is then undone).
     """
     progress = progress or NoProgress()
     start = time.perf_counter()
@@ -115,7 +98,7 @@ def permute_channels(
         raise SparsityError(f"channels cannot be permuted: {error}") from error
     inputs = as_inputs(example_inputs)
     channels = channels_of(graph_module, inputs)
-    weights = {path: cast(Tensor, module.weight).detach() for path, module in layers.items()}
+    weights = {path: weight_of(module).detach() for path, module in layers.items()}
     uses = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
     _pin_constants(channels, model)
     groups = _groups(channels, {path: uses[path] for path in layers if path in uses}, pattern.m)
@@ -138,10 +121,7 @@ def permute_channels(
 def _search(
     groups: list[_Group], weights: dict[str, Tensor], pattern: Pattern, *, seconds: float, seed: int, progress: Progress
 ) -> dict[int, int]:
-    """Search all groups within the time; return the class whose content each class receives.
-
-    Groups share the processor's cores as threads of one core each, because a round is too short to be divided.
-    """
+    """Search all groups in threads of one core; return the class whose content each class receives."""
     if not groups:
         return {}
     cores = torch.get_num_threads()
@@ -172,7 +152,7 @@ def _search(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Limit torch to so many threads, also in Python threads that start inside; restores the number afterwards."""
+    """Limit torch's threads, also in Python threads that start inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -182,7 +162,6 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse masked and quantized models, because masks and ranges belong to channels."""
     for path, module in model.named_modules():
         if parametrize.is_parametrized(module):
             raise SparsityError(f"{path or 'the model'} is parametrized already: permute channels before masking")
@@ -191,7 +170,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _pin_constants(channels: Channels, model: nn.Module) -> None:
-    """Pin channels that meet constants of the trace, which are no tensors of the model and cannot be permuted."""
+    """Pin channels that meet constants of the trace, which cannot be permuted."""
     own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     for key, use in list(channels.uses.items()):
         if use.path not in own:
@@ -200,7 +179,7 @@ def _pin_constants(channels: Channels, model: nn.Module) -> None:
 
 
 def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:
-    """Groups that at least one layer to be masked consumes at an offset that is a multiple of m."""
+    """Groups that a layer to be masked consumes at an offset that is a multiple of m."""
     pinned = channels.pinned()
     classes = {path: channels.classes(use.numbers).tolist() for path, use in uses.items()}
     places = {path: {number: i for i, number in reversed(list(enumerate(x)))} for path, x in classes.items()}
@@ -219,7 +198,7 @@ def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:
 
 
 def _columns(weight: Tensor, first: int, count: int) -> Tensor:
-    """(rows, count) magnitudes of a weight's input channels, divided by their mean."""
+    """(rows, count) magnitudes of input channels over their mean."""
     rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -229,7 +208,7 @@ def _cost(group: _Group, weights: dict[str, Tensor]) -> int:
 
 
 def _shares(weights: dict[str, Tensor], pattern: Pattern) -> dict[str, float]:
-    """Share of each weight's magnitude that the pattern keeps; these short operations are faster on one thread."""
+    """Share of each weight's magnitude that the pattern keeps, on one thread."""
     shares = {}
     with _threads(1):
         for path, weight in weights.items():
@@ -240,7 +219,6 @@ def _shares(weights: dict[str, Tensor], pattern: Pattern) -> dict[str, float]:
 
 
 def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
-    """Move channels: each class in `moves` receives the content of the class that it maps to."""
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
     with torch.no_grad():
         for use in channels.uses.values():
@@ -252,7 +230,7 @@ def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
 
 
 def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """Return True if both compute the same in evaluation mode, up to rounding."""
+    """Whether both compute the same in evaluation mode, up to rounding."""
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         left = flat_tensors(reference(*inputs))
         right = flat_tensors(run_with(copy.deepcopy(model).eval(), inputs))

@@ -1,10 +1,4 @@
-"""Channel pruning: whole channels are removed, so that every engine is faster without special kernels.
-
-Removing an output channel removes the input channel of every layer that consumes it and, through sums and
-concatenations, channels of other layers; the torch-pruning library finds these groups (DepGraph, Fang et al., arXiv
-2301.12900) and rates each by the L2 norm of all its weights. One ratio for all layers is chosen by bisection on copies
-of the model, so that the requested share of the macs is met as closely as whole channels allow.
-"""
+"""Channel pruning by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900), to a share of the macs."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import copy
 import importlib
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +17,7 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import check_module, trace
-from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
+from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weight_of, weighted_layers
 from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress
@@ -36,12 +30,7 @@ LARGEST = 0.95  # largest share of a layer's channels that is removed
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelRow:
-    """A layer before and after pruning.
-
-    Attributes:
-        layer: module path.
-        before, after: shapes of the weight.
-    """
+    """A layer's path, and the shape of its weight before and after pruning."""
 
     layer: str
     before: tuple[int, ...]
@@ -50,14 +39,7 @@ class ChannelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelReport:
-    """Result of channel pruning.
-
-    Attributes:
-        pattern: as in the spec.
-        rows: every convolution and linear layer.
-        macs_before, macs_after: macs for the batch of the example inputs.
-        parameters_before, parameters_after: number of elements.
-    """
+    """Result of channel pruning: every convolution and linear layer, macs of the example batch, and elements."""
 
     pattern: str
     rows: tuple[ChannelRow, ...]
@@ -78,22 +60,19 @@ def prune_channels(
 ) -> ChannelReport:
     """Remove channels until the share R of `channel:R` of the macs is removed; in place.
 
-    The parameters become new objects: make the optimizer afterwards. The outputs of the last layer stay, and those of
-    layers that a rule disables.
+    The parameters become new objects: make the optimizer afterwards. Outputs of the last layer and of layers that a
+    rule disables stay.
 
     Args:
-        model: a dense float model that runs on `example_inputs` and can be traced.
-        spec: pattern `channel:R`, rules and kernels; None = channel:0.5.
+        model: dense, float and traceable.
+        spec: None = channel:0.5.
         example_inputs: a small batch, on the model's device.
         progress: is advanced at each step of the bisection.
 
-    Returns:
-        Shapes and costs before and after; `removed` is the share reached, as near as whole channels allow.
-
     Raises:
         ModelError: `model` is no module.
-        SparsityError: the pattern is another one, the model is masked or quantized, torch-pruning is not installed or
-            cannot follow the model, or the macs cannot be reduced so far.
+        SparsityError: another pattern, a masked or quantized model, torch-pruning is not installed or cannot follow
+            the model, or the macs cannot be reduced so far.
 
     Examples:
         >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1))
@@ -124,7 +103,7 @@ def prune_channels(
 def _ratio(
     model: nn.Module, inputs: tuple[Tensor, ...], target: float, spec: SparsitySpec, progress: Progress
 ) -> float:
-    """Return the ratio of channels to remove that leaves the macs nearest to `target`."""
+    """Bisect for the ratio of channels that leaves the macs nearest to `target`."""
     macs = _macs(model, inputs)
     low, high, chosen, nearest = 0.0, LARGEST, 0.0, macs
     progress.start("prune channels", TRIALS)
@@ -147,7 +126,6 @@ def _ratio(
 
 
 def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:
-    """Return the pattern; refuse another kind of pattern, and a model that is masked or quantized."""
     pattern = check_sparsity_spec(spec)
     if pattern.kind != "channel":
         raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
@@ -190,8 +168,7 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
         )
 
 
-def _library() -> Any:
-    """Import the torch-pruning library, which is optional; no other file imports it."""
+def _library() -> ModuleType:
     try:
         return importlib.import_module("torch_pruning")
     except ImportError as error:
@@ -209,7 +186,7 @@ def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(cast(Tensor, layer.weight).shape) for path, layer in weighted_layers(model).items()}
+    return {path: tuple(weight_of(layer).shape) for path, layer in weighted_layers(model).items()}
 
 
 def _parameters(model: nn.Module) -> int:

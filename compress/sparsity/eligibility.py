@@ -1,10 +1,4 @@
-"""Decides before any training which layers are masked, with the reason for the others.
-
-Layers that cannot be masked (transposed convolutions, or m does not divide the channels) stay dense whatever the rules
-say. Layers that should not be masked are left out by default and masked if a rule of the spec enables them: the first
-layer (few input channels, and it loses much), the last (the classifier), grouped convolutions, and shapes without a
-sparse kernel.
-"""
+"""Decides before training which layers are masked, with the reason for the others."""
 
 from __future__ import annotations
 
@@ -47,15 +41,7 @@ _TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no s
 
 @dataclass(frozen=True, kw_only=True)
 class Eligibility:
-    """The decision for a layer.
-
-    Attributes:
-        layer: module path.
-        type: its class.
-        shape: shape of the weight.
-        eligible: True if it is masked.
-        reason: of the decision.
-    """
+    """The decision for a layer: its class, the shape of its weight, and why it is not masked or the speed to expect."""
 
     layer: str
     type: str
@@ -67,20 +53,19 @@ class Eligibility:
 def eligibility(
     model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs | None = None
 ) -> tuple[Eligibility, ...]:
-    """Decide for every convolution and linear layer of `model`, in order, if it is masked.
+    """Decide for every convolution and linear layer, in order, if it is masked.
 
-    Weights that are no layer's own follow, each with the reason why it stays dense: projections of attention,
-    weights of recurrent layers, and, with `example_inputs`, parameters that functions take as weights.
+    Weights that are no layer's own follow, each with the reason why it stays dense.
 
     Args:
         model: a float model, sparse already or not.
         spec: pattern, kernels and rules.
-        example_inputs: show the order of the layers and which of them run; None = the order in which the model
-            registers them.
+        example_inputs: show the order of layers, which of them run, and weights of functions; None = the order of
+            registration.
 
     Raises:
-        SparsityError: the spec is not acceptable, a rule matches no layer, or a rule enables a layer whose channels
-            the pattern does not divide.
+        SparsityError: the spec is not acceptable, a rule matches no layer, or enables one whose channels the pattern
+            does not divide.
     """
     pattern = check_sparsity_spec(spec)
     layers, others = weighted_layers(model), _other_weights(model)
@@ -106,7 +91,7 @@ def eligibility(
             Eligibility(
                 layer=path,
                 type=type(module).__name__.removeprefix("Parametrized"),
-                shape=tuple(_weight(module).shape),
+                shape=tuple(weight_of(module).shape),
                 eligible=reason is None,
                 reason=reason or _note(module, pattern),
             )
@@ -115,7 +100,7 @@ def eligibility(
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """Class of the module by the path of each weight that it multiplies with, and that is no layer's `weight`."""
+    """Class of the module by the path of each weight that is no layer's `weight`."""
     return {
         f"{path}.{name}".lstrip("."): type(module).__name__
         for path, module in model.named_modules()
@@ -126,7 +111,6 @@ def _other_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _dense_rows(model: nn.Module, spec: SparsitySpec, others: dict[str, str]) -> list[Eligibility]:
-    """Return the rows of weights that no mask is made for."""
     rows, parameters = [], dict(model.named_parameters(remove_duplicate=False))
     for path, kind in others.items():
         reason = f"a parameter of {kind}, not the `weight` of a layer, which is what masks are made for"
@@ -168,7 +152,7 @@ def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility,
 
 
 def weighted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions and linear layers by path, in the order in which the model registers them."""
+    """Convolutions and linear layers by path, in the order of registration."""
     return {path: module for path, module in model.named_modules() if module_kind(module) in WEIGHTED}
 
 
@@ -189,7 +173,7 @@ def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
 
 
 def large_enough(shape: tuple[int, ...]) -> bool:
-    """Return True if a 2:4 kernel may be faster for a weight of this shape (out, in, ...)."""
+    """Whether a 2:4 kernel may be faster for this shape (out, in, ...)."""
     return min(shape[0], math.prod(shape[1:])) >= NOTEWORTHY_CHANNELS
 
 
@@ -199,13 +183,13 @@ def left_dense(path: str, spec: SparsitySpec) -> bool:
 
 
 def _enabled(path: str, spec: SparsitySpec) -> bool | None:
-    """The verdict of the last matching rule; None if no rule matches."""
+    """The last matching rule's verdict; None if no rule matches."""
     verdicts = [rule.enable for rule in spec.rules if fnmatch.fnmatchcase(path, rule.match)]
     return verdicts[-1] if verdicts else None
 
 
 def _attention_parts(model: nn.Module) -> dict[str, str]:
-    """Path of the nn.MultiheadAttention around a module, by the module's path."""
+    """The nn.MultiheadAttention around a module, by the module's path."""
     return {
         f"{path}.{name}": path
         for path, module in model.named_modules()
@@ -216,7 +200,7 @@ def _attention_parts(model: nn.Module) -> dict[str, str]:
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """Paths of the modules that hold a parameter, by the parameter's id."""
+    """Modules that hold a parameter, by the parameter's id."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -226,15 +210,15 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _tied(path: str, module: nn.Module, holders: dict[int, list[str]]) -> str | None:
-    """Reason to leave a layer dense whose weight another layer shares, because its zeros would be in both."""
+    """Reason to leave a layer dense whose weight another layer shares."""
     parametrized = parametrize.is_parametrized(module, "weight")
-    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [_weight(module)]
+    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [weight_of(module)]
     others = sorted({other for parameter in own for other in holders.get(id(parameter), ()) if other != path})
     return f"its weight is that of {', '.join(others)} too, which would use the zeros unmasked" if others else None
 
 
 def _indivisible(module: nn.Module, pattern: Pattern) -> str | None:
-    channels = _weight(module).shape[1]
+    channels = weight_of(module).shape[1]
     if pattern.kind != "nm" or channels % pattern.m == 0:
         return None
     each = "" if getattr(module, "groups", 1) == 1 else " a group"
@@ -246,7 +230,7 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
         return f"the {place} layer is left dense unless a rule enables it"
     if getattr(module, "groups", 1) > 1:
         return f"a convolution of {module.groups} groups: no sparse kernel takes it"
-    out, channels = _weight(module).shape[:2]
+    out, channels = weight_of(module).shape[:2]
     fits = channels % TENSORRT_IN == 0 and out % TENSORRT_OUT == 0
     if fits or spec.kernels == "any" or (pattern.n, pattern.m) != (2, 4):
         return None
@@ -258,7 +242,7 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
 
 def _note(module: nn.Module, pattern: Pattern) -> str:
     """Speed to expect of a layer that is masked."""
-    weight = _weight(module)
+    weight = weight_of(module)
     if pattern.kind != "nm":
         return "no engine is faster for zeros anywhere"
     if (pattern.n, pattern.m) != (2, 4):
@@ -268,8 +252,8 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
     return "large enough to gain"
 
 
-def _weight(module: nn.Module) -> Tensor:
-    """The weight; a parametrized one is not computed, unless it is made of several tensors as in weight_norm."""
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight; a parametrized one is not computed, unless of several tensors as in weight_norm."""
     if parametrize.is_parametrized(module, "weight"):
         chain = cast(Any, module.parametrizations)["weight"]
         return cast(Tensor, chain.original if chain.is_tensor else module.weight)
@@ -279,12 +263,12 @@ def _weight(module: nn.Module) -> Tensor:
 def run_order(
     model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs, others: dict[str, str] | None = None
 ) -> list[str]:
-    """Paths of `layers` in the order in which they run on the example inputs, in evaluation mode.
+    """Paths of `layers` in the order in which they run, in evaluation mode.
 
-    Parameters of two dimensions or more that functions take as weights, and no layer has, are added to `others`.
+    Parameters of two or more axes that functions take as weights are added to `others`.
 
     Raises:
-        SparsityError: the model fails on them.
+        SparsityError: the model fails on the inputs.
     """
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
@@ -307,7 +291,7 @@ def run_order(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; restores the mode of each module afterwards."""
+    """Put the model in evaluation mode; restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

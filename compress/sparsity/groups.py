@@ -1,10 +1,4 @@
-"""Finds the channels of a network that belong together: its graph is run once, with channel numbers beside the values.
-
-The numbers of a tensor are a small tensor with as many axes, of size 1 where they do not vary: (1, C, 1, 1) after a
-convolution. Elementwise operations tie numbers; operations that move elements (concat, split, reshape, channel shuffle,
-...) are run on the numbers, so that every offset and stride comes out right. An operation that cannot be followed pins
-the channels that it consumes, with its reason.
-"""
+"""Channels of a network that belong together: its graph is run once, with channel numbers beside the values."""
 
 from __future__ import annotations
 
@@ -29,12 +23,7 @@ Numbers = Tensor | tuple[Any, ...] | None
 
 
 def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
-    """Follow the channels of a traced graph, in evaluation mode.
-
-    Args:
-        graph_module: from `compress.graph.trace`.
-        inputs: the inputs of the trace; their values do not matter.
-    """
+    """Follow the channels of a traced graph, in evaluation mode; the values of the inputs do not matter."""
     follower = _Follower(graph_module)
     with torch.no_grad():
         follower.run(*inputs)
@@ -42,12 +31,10 @@ def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Cha
 
 
 class _Follower(fx.Interpreter):
-    """Runs a graph and finds the channel numbers of every node.
+    """Runs a graph and finds the channel numbers of every node, or why it has none.
 
-    Attributes:
-        channels: the classes of the numbers found so far.
-        numbers: of each node.
-        why: the reason why a node has no numbers, if it is not that its value has no channels.
+    Numbers have as many axes as the value, of size 1 where they do not vary. Elementwise operations tie them,
+    operations that move elements are run on them, others pin the channels that they consume.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -93,14 +80,14 @@ class _Follower(fx.Interpreter):
         return numbers if isinstance(numbers, Tensor) else None
 
     def _vector(self, node: fx.Node, axis: int) -> Tensor | None:
-        """The numbers of a node's first argument if they vary along this axis alone, else None."""
+        """Numbers of the first argument if they vary along this axis alone."""
         numbers = self._first(node)
         if numbers is None:
             return None
         return numbers if _varies(numbers) <= {axis % numbers.ndim} and numbers.ndim > axis else None
 
     def _full(self, value: Any, numbers: Numbers) -> Any:
-        """Numbers as large as the value, in float64, because every operation that moves elements supports it."""
+        """Numbers as large as the value, in float64, which every moving operation supports."""
         if isinstance(value, Tensor):
             if not isinstance(numbers, Tensor):
                 numbers = self.channels.fresh(1, reason="a value that is no channel").view([1] * value.ndim)
@@ -111,7 +98,6 @@ class _Follower(fx.Interpreter):
         return value
 
     def _inherit(self, node: fx.Node, *, otherwise: str = "") -> None:
-        """Take over the reason of an input without numbers, or `otherwise`."""
         reason = next((self.why[a] for a in node.all_input_nodes if a in self.why), otherwise)
         if reason:
             self.why[node] = reason
@@ -136,7 +122,7 @@ class _Follower(fx.Interpreter):
     # Rules: operations without parameters.
 
     def _constant(self, node: fx.Node, value: Any) -> Numbers:
-        """A parameter outside of a layer: one value for each channel if all its axes but one have size 1."""
+        """A parameter outside of a layer: one value for each channel if only one axis exceeds 1."""
         axes = [axis for axis, size in enumerate(value.shape) if size > 1] if isinstance(value, Tensor) else []
         if len(axes) != 1:
             if axes:
@@ -204,7 +190,7 @@ class _Follower(fx.Interpreter):
     # Rules: layers.
 
     def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int) -> bool:
-        """Note a module's vectors along the channels of its input; return False if they do not fit."""
+        """Note vectors along the input's channels; False if they do not fit."""
         module = node_module(node)
         for name in names:
             tensor = getattr(module, name, None)
@@ -259,7 +245,7 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _module_vectors_by_row(self, node: fx.Node) -> bool:
-        """Note weight and bias of a depthwise convolution, which has one filter for each channel."""
+        """Note weight and bias of a depthwise convolution."""
         module, numbers = node_module(node), self._vector(node, 1)
         if numbers is None:
             return False
@@ -271,7 +257,7 @@ class _Follower(fx.Interpreter):
         return True
 
     def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
-        """A layer with new channels: the columns of its weight consume channels, the rows produce them."""
+        """A layer with new channels: columns consume them, rows produce them."""
         module = node_module(node)
         weight = cast(nn.Parameter, module.weight)
         read = self._vector(node, axis)
@@ -315,12 +301,12 @@ def _varies(numbers: Tensor) -> set[int]:
 
 
 def _align(numbers: Numbers, ndim: int) -> Tensor | None:
-    """Numbers with as many axes as the result, aligned as in broadcasting."""
+    """Numbers with the result's axes, as in broadcasting."""
     return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
 
 
 def _compact(value: Any) -> Numbers:
-    """Convert full float numbers to small integers: axes along which nothing varies get size 1."""
+    """Full numbers as small integers: axes without variation get size 1."""
     if isinstance(value, (tuple, list)):
         return tuple(_compact(item) for item in value)
     if not isinstance(value, Tensor):

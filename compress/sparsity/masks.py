@@ -1,10 +1,7 @@
 """Masks: boolean tensors of a weight's shape, True where the weight stays. All functions are pure.
 
-An N:M mask keeps n values of every m that follow each other along the *input channels* (axis 1 of a convolution's
-(K, C, R, S) and of a linear layer's (out, in) weight), each group at one kernel position. NVIDIA's sparse tensor cores
-read a weight in that order (Mishra et al., arXiv 2104.08378), so the same mask is valid for any layout of the file. In
-each group the n largest scores stay, which is the best of all C(m, n) choices since groups do not overlap; of equal
-scores the lower channel stays, so that a mask is a function of its weight alone.
+An n:m mask keeps n of every m consecutive *input channels* (axis 1), each group at one kernel position, as NVIDIA's
+sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378).
 """
 
 from __future__ import annotations
@@ -20,16 +17,13 @@ from compress.sparsity.spec import Pattern
 
 
 def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> Tensor:
-    """Keep the n best of every m consecutive input channels.
+    """Keep the n best of every m consecutive input channels; of equal scores the lower channel.
 
     Args:
         weight: (out, in, ...) of any floating type.
         n: values kept of every m, 1 to m - 1.
         m: divides the input channels.
         scores: rank of the elements, of the weight's shape; None = magnitudes.
-
-    Returns:
-        Boolean mask of the weight's shape and device, True = kept.
 
     Raises:
         SparsityError: n and m do not fit each other or the weight, or a score is NaN or infinite.
@@ -55,15 +49,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
 
 
 def unstructured_mask(weight: Tensor, ratio: float, *, scores: Tensor | None = None) -> Tensor:
-    """Remove the share `ratio` of the weight's elements that has the smallest scores, anywhere in the weight.
-
-    Args:
-        weight: any shape.
-        ratio: share removed, rounded to whole elements.
-        scores: rank of the elements; None = magnitudes.
-
-    Returns:
-        Boolean mask of the weight's shape, True = kept.
+    """Remove the share `ratio`, rounded to whole elements, with the smallest scores (None = magnitudes).
 
     Raises:
         SparsityError: ratio is not between 0 and 1, or a score is NaN or infinite.
@@ -80,7 +66,7 @@ def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = No
     """Mask of `weight` by an n:m or unstructured pattern.
 
     Raises:
-        SparsityError: as `nm_mask` and `unstructured_mask`, or a channel pattern, which has no mask.
+        SparsityError: as `nm_mask` and `unstructured_mask`, or a channel pattern.
     """
     if pattern.kind == "nm":
         return nm_mask(weight, pattern.n, pattern.m, scores=scores)
@@ -90,16 +76,7 @@ def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = No
 
 
 def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:
-    """A step on the way to `mask`: it removes only the share `level` of its elements, smallest magnitudes first.
-
-    Args:
-        weight: of the mask's shape.
-        mask: the final mask.
-        level: 0 removes nothing, 1 is `mask` itself.
-
-    Returns:
-        Boolean mask, True = kept.
-    """
+    """A step on the way to `mask`: it removes only the share `level` of its elements, smallest magnitudes first."""
     masked = int(mask.numel() - mask.sum())
     spared = masked - round(level * masked)
     order = weight.detach().abs().masked_fill(mask, -1.0).flatten().sort(descending=True, stable=True).indices
@@ -109,23 +86,20 @@ def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
-    """Share of the weight's L1 norm that the mask keeps; 1 for a weight of zeros."""
+    """Share of the weight's L1 norm that stays; 1 for zeros."""
     magnitudes = weight.detach().abs().double()
     total = magnitudes.sum().item()
     return (magnitudes * mask).sum().item() / total if total else 1.0
 
 
 def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) -> int:
-    """Count the groups of m consecutive values along `axis` that hold more than n non-zeros.
+    """Count the groups of m consecutive values along `axis` that hold more than n non-zeros; 0 = the pattern holds.
 
     Args:
-        weight: an array of any type, such as an ONNX initializer; an integer one must have zero point 0.
+        weight: of any type; an integer one must have zero point 0.
         n: values that a group may hold.
         m: size of a group.
-        axis: axis of the input channels: 1 for Conv, and for Gemm with transB; 0 for MatMul's right operand.
-
-    Returns:
-        Number of violations; 0 = the pattern holds.
+        axis: of the input channels: 1 for Conv, and Gemm with transB; 0 for MatMul's right operand.
 
     Raises:
         SparsityError: the axis does not exist or m does not divide it.

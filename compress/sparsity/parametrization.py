@@ -1,14 +1,4 @@
-"""Masks on a model: a parametrization of `weight` that works in every training loop, copy and checkpoint.
-
-`module.weight` becomes original * mask; the trained parameter, the same object as before, is
-`module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no
-gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`), the gradient
-passes to all elements, as if nothing were masked. A mask that is itself learned (`LearnedMask`) gets a gradient of its
-own.
-
-A masked model deep-copies (EMA), pickles and compiles. Its state dict names the parts of `weight` differently than a
-dense model's; loading one into the other is refused with advice.
-"""
+"""Masks on a model: a parametrization of `weight` that deep-copies, pickles and compiles."""
 
 from __future__ import annotations
 
@@ -29,11 +19,11 @@ _PREFIX = "parametrizations.weight."
 
 
 class NMMask(nn.Module):
-    """The mask of one weight.
+    """The mask of one weight, which becomes original * mask.
 
     Attributes:
         mask: boolean buffer of the weight's shape, True = kept.
-        pattern: pattern of the mask, such as `2:4`; "" if it is not known.
+        pattern: such as `2:4`; "" if it is not known.
         straight_through: True passes the gradient to masked elements too.
     """
 
@@ -54,7 +44,7 @@ class NMMask(nn.Module):
         return masked + torch.where(self.mask, 0.0, weight - weight.detach()) if self.straight_through else masked
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The value to store when `module.weight` is assigned, which is all of it."""
+        """Store all of an assigned weight."""
         return weight
 
     def extra_repr(self) -> str:
@@ -79,8 +69,7 @@ class LearnedMask(NMMask):
     """An n:m mask whose choice is trained (`selection`), by `MaskSchedule`.
 
     Attributes:
-        probe: parameter of the weight's shape that is zero in every forward pass, and whose gradient is that of the
-            loss with respect to the mask. Whatever an optimizer makes of it, the schedule sets it to zero.
+        probe: parameter that is zero in every forward pass, and whose gradient is the mask's; the schedule zeroes it.
         choices: (C, m), all masks of a group.
         logits, mean, square, shares: see `Selection`; (groups, C).
     """
@@ -92,7 +81,6 @@ class LearnedMask(NMMask):
     shares: Tensor
 
     def __init__(self, mask: Tensor, *, pattern: str, generator: torch.Generator) -> None:
-        """Begin with a mask, which the logits prefer; `generator` is of the CPU."""
         super().__init__(mask, pattern=pattern)
         known = parse_pattern(pattern)
         choices, groups = patterns(known.n, known.m, mask.device), as_groups(mask, known.m)
@@ -125,15 +113,14 @@ def apply_masks(
     """Mask layers of a dense model, in place; the parameters stay the same objects.
 
     Args:
-        model: any model; `layer.weight` must be a plain parameter.
+        model: `layer.weight` must be a plain parameter.
         masks: path of a layer -> boolean mask of its weight's shape.
-        pattern: pattern of the masks, which `print(model)` shows.
+        pattern: shown by `print(model)`.
         straight_through: as in `NMMask`.
         learned: seed of the first logits of masks that are trained; None = masks that are given.
 
     Raises:
-        SparsityError: a layer is unknown, or masked or otherwise parametrized already, or a mask has another shape or
-            type. Nothing is changed then.
+        SparsityError: a layer is unknown or parametrized already, or a mask does not fit. Nothing is changed then.
     """
     modules = dict(model.named_modules())
     for path, mask in masks.items():
@@ -153,13 +140,7 @@ def apply_masks(
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLayer:
-    """A layer whose weight is masked.
-
-    Attributes:
-        module: the layer.
-        part: its mask module.
-        original: the trained parameter.
-    """
+    """A layer, its mask module, and the trained parameter."""
 
     module: nn.Module
     part: NMMask
@@ -185,8 +166,8 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     """Bake the masks in: weights become plain parameters, zero where masked; in place.
 
-    The parameters stay the same objects, and deep copies of the model keep their masks. Further training would change
-    the zeros: hold them with `apply_masks(model, masks)`, for example after quantizers were inserted.
+    The parameters stay the same objects. Further training would change the zeros: hold them with `apply_masks(model,
+    masks)`.
 
     Returns:
         The masks, by layer path.

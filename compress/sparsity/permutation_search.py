@@ -1,21 +1,6 @@
-"""Searches an order of a matrix's columns in which an N:M mask keeps more magnitude.
+"""Searches an order of a matrix's columns in which an n:m mask keeps more magnitude, by simulated annealing.
 
-An N:M mask cuts the columns into stripes of m and keeps n values of every row of a stripe. Which columns share a
-stripe is free as long as the network is permuted to match, and a good order spreads each row's large values over the
-stripes (Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021).
-
-The search is simulated annealing over swaps of two columns. Each round pairs the stripes at random and rates all m * m
-swaps of every pair at once; pairs share no stripe, so their gains add up exactly and all pairs may swap. With its
-column i replaced by a column x, a stripe keeps, summed over the rows,
-
-    base_i + sum_r max(theta_i(r), x(r)),
-
-where theta_i is the n-th largest of the stripe's other columns and base_i the sum of the n - 1 larger ones. As
-max(a, b) = (a + b + |a - b|) / 2, all swaps of a pair are one m-by-m L1 distance matrix (`torch.cdist`), nothing of
-the size m * m * rows is ever stored, and theta is recomputed only for stripes that changed. A pair takes a swap (or
-none) with a probability proportional to exp(gain / temperature). The temperature falls to zero over the given time, and
-deterministic sweeps then end in an order that no single swap improves. More time means slower cooling, and on average a
-better order; results/ compares it with searching whole groups of stripes.
+The task is that of Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -38,10 +23,8 @@ class Permutation:
 
     Attributes:
         order: (columns,) int64; column j of the permuted matrix is column order[j] of the given one.
-        before, after: sum of the magnitudes that n:m keeps in the given and in the found order.
-        bound: sum of the largest magnitudes of every row, as many as n:m keeps; no order can keep more.
-        rounds: rounds of the search.
-        seconds: time that the search took.
+        before, after: sum of the magnitudes that n:m keeps.
+        bound: sum of every row's largest magnitudes; no order can keep more.
     """
 
     order: Tensor
@@ -53,7 +36,7 @@ class Permutation:
 
     @property
     def gap_closed(self) -> float:
-        """Share of the gap between `before` and `bound` that the found order closes."""
+        """Share of the gap from `before` to `bound` that is closed."""
         gap = self.bound - self.before
         return (self.after - self.before) / gap if gap > 0 else 0.0
 
@@ -61,19 +44,16 @@ class Permutation:
 def search_permutation(
     matrix: Tensor, n: int, m: int, *, seconds: float, rounds: int | None = None, seed: int = 0
 ) -> Permutation:
-    """Search an order of the columns in which n:m keeps more magnitude.
+    """Search an order of the columns in which n:m keeps at least as much magnitude.
 
     Args:
         matrix: (rows, columns), on any device; the sign does not matter.
         n: values kept of every m, 1 to m - 1.
         m: divides the columns.
         seconds: time limit, over which the search cools down; at least one sweep is made.
-        rounds: cool down over this many rounds if they end sooner, which makes the result a function of the seed;
-            None = 16 times the cube of the number of stripes.
+        rounds: cool down over so many rounds if they end sooner, which makes the result a function of the seed; None =
+            16 times the cube of the number of stripes.
         seed: seed of the random pairs and swaps.
-
-    Returns:
-        An order that keeps at least as much as the given one.
 
     Raises:
         SparsityError: the shape does not fit the pattern, or values are NaN or infinite.
@@ -102,26 +82,30 @@ def search_permutation(
 
 
 def kept_by_order(matrix: Tensor, n: int, m: int, *, order: Tensor | None = None) -> float:
-    """Sum of the magnitudes that n:m keeps with the columns in `order` (None = in the given order)."""
+    """Magnitude that n:m keeps with the columns in `order` (None = as given)."""
     magnitudes = matrix.detach().abs() if order is None else matrix.detach().abs()[:, order]
     return _largest(magnitudes.unflatten(1, (-1, m)).movedim(2, 1), n).sum(dtype=torch.float64).item()
 
 
 def _kept_of_rows(magnitudes: Tensor, count: int) -> float:
-    """Sum of every row's `count` largest values: `count` times the smallest of them, and the excess of the others."""
+    """Sum of every row's `count` largest values."""
     least = magnitudes.kthvalue(magnitudes.shape[1] - count + 1, dim=1, keepdim=True).values
     excess = (magnitudes - least).relu().sum(dtype=torch.float64)
     return (excess + count * least.sum(dtype=torch.float64)).item()
 
 
 class _Stripes:
-    """The columns in their present order, with the sums that rate a swap (see the top of this file).
+    """The columns in stripes of m, with the sums that rate a swap.
+
+    A stripe whose column i becomes x keeps base_i + sum_r max(theta_i(r), x(r)); theta_i is the n-th largest of its
+    other columns, base_i the sum of the n - 1 larger ones. max(a, b) = (a + b + |a - b|) / 2, so all swaps are one L1
+    distance.
 
     Attributes:
         columns: (columns, rows) magnitudes.
         index: (stripes, m) the columns of each stripe.
-        sums: (columns,) sums of the columns.
-        base, theta_sums: (stripes, m) base_i, and the sum of theta_i over the rows.
+        sums: (columns,).
+        base, theta_sums: (stripes, m) base_i, and theta_i summed over the rows.
         theta: (stripes, m, rows).
         kept: (stripes,) sum that each stripe keeps.
     """
@@ -139,7 +123,7 @@ class _Stripes:
         self.refresh(torch.arange(count, device=columns.device))
 
     def order(self) -> Tensor:
-        """(columns,) the present order, each stripe's columns ascending and stripes by their first column."""
+        """(columns,), each stripe ascending, stripes by their first column."""
         index = self.index.sort(1).values
         return index[index[:, 0].argsort()].flatten()
 
@@ -155,20 +139,20 @@ class _Stripes:
         self.base[stripes], self.kept[stripes] = base.sum(-1), total.sum(-1).squeeze(1)
 
     def gains(self, a: Tensor, b: Tensor) -> Tensor:
-        """(pairs, m, m) gain of swapping column i of stripe a with column j of stripe b."""
+        """(pairs, m, m) gain of swapping column i of a with j of b."""
         columns_a, columns_b = self.index[a], self.index[b]
         into_a = self._replaced(a, columns_b)
         into_b = self._replaced(b, columns_a).transpose(1, 2)
         return into_a + into_b - (self.kept[a] + self.kept[b])[:, None, None]
 
     def _replaced(self, stripes: Tensor, columns: Tensor) -> Tensor:
-        """(pairs, m, m) sum that the stripe keeps with its column i replaced by columns[:, j]."""
+        """(pairs, m, m) kept sum with column i replaced by columns[:, j]."""
         distance = torch.cdist(self.theta[stripes], self.columns[columns], p=1)
         pair_sums = self.theta_sums[stripes].unsqueeze(2) + self.sums[columns].unsqueeze(1)
         return self.base[stripes].unsqueeze(2) + (pair_sums + distance) / 2
 
     def move(self, a: Tensor, b: Tensor, gains: Tensor) -> int:
-        """Make each pair's best swap if its gain is above 0; return how many pairs swapped."""
+        """Make each pair's best swap if it gains; return how many."""
         m = self.index.shape[1]
         best = gains.flatten(1).max(1)
         moving = best.values > 0
@@ -181,7 +165,7 @@ class _Stripes:
 
 
 def _largest(stripes: Tensor, count: int) -> Tensor:
-    """(count, ...) the largest values along axis 1 in descending order: a bubble network of elementwise maxima."""
+    """(count, ...) largest along axis 1, descending, by a bubble network."""
     values = list(stripes.unbind(1))
     for done in range(count):
         for j in range(len(values) - 1, done, -1):
@@ -190,7 +174,7 @@ def _largest(stripes: Tensor, count: int) -> Tensor:
 
 
 def _anneal(stripes: _Stripes, generator: torch.Generator, most: int, *, start: float, seconds: float) -> int:
-    """Make rounds of random pairs while the temperature falls to zero over the time or the rounds; return how many."""
+    """Make rounds of random pairs while the temperature falls to zero; return how many."""
     count, device = len(stripes.index), stripes.index.device
     if count < 2:
         return 0
@@ -211,7 +195,7 @@ def _anneal(stripes: _Stripes, generator: torch.Generator, most: int, *, start: 
 
 
 def _sweep(stripes: _Stripes, *, start: float, seconds: float) -> int:
-    """Make rounds in which every stripe meets every other, until no swap gains or the time is up; return how many."""
+    """Let every stripe meet every other until no swap gains or time is up; return the rounds."""
     count, device = len(stripes.index), stripes.index.device
     if count < 2:
         return 0

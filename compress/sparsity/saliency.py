@@ -1,17 +1,6 @@
-"""Second-order saliency: removes the weights that change a layer's output least, and corrects the others.
+"""Second-order saliency: SparseGPT (Frantar and Alistarh, arXiv 2301.00774, section 3).
 
-A layer computes y = W x. Over calibration inputs the squared error of y is a quadratic form in the change of each row
-of W with the Hessian H = X X^T, known exactly from the inputs alone. Optimal Brain Surgeon (Hassibi and Stork, 1993)
-removes the weight with the smallest w^2 / [H^-1]_ii and corrects the rest. SparseGPT (Frantar and Alistarh, arXiv
-2301.00774, section 3) makes that affordable: it walks over the columns in one order for all rows, and each column
-corrects only those to its right, so that one Cholesky factor of H^-1 is enough for all steps.
-
-A convolution is a linear layer over unfolded patches. Its columns are walked with the input channels innermost,
-(r, s, c), so that an n:m group of input channels is contiguous.
-
-Cost: H has (in channels * kernel)^2 elements, 85 MB for a 3x3 convolution of 512 channels. Layers are measured in
-rounds that stay under a memory limit, in the order in which they run, so that later layers see what pruning the
-earlier ones did to their inputs.
+It follows Optimal Brain Surgeon (Hassibi and Stork, 1993).
 """
 
 from __future__ import annotations
@@ -27,6 +16,7 @@ from torch import Tensor, nn
 from compress.errors import SparsityError
 from compress.graph.batches import model_inputs
 from compress.graph.inputs import first_of, run_with
+from compress.sparsity.eligibility import weight_of
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
 from compress.support.progress import NoProgress, Progress
@@ -41,9 +31,8 @@ def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, dampi
     Args:
         weight: (out, in); for n:m the groups are m consecutive columns.
         hessian: (in, in), mean of x x^T over the inputs x.
-        pattern: `nm` or `unstructured`. An unstructured share is removed from every 128 columns, as in the paper.
-        damping: share of the mean diagonal that is added to the diagonal, so that inputs that are always zero count
-            little.
+        pattern: an unstructured share is removed from every 128 columns, as in the paper.
+        damping: share of the mean diagonal that is added to the diagonal.
 
     Returns:
         The updated weight, zero where masked, and the mask.
@@ -76,7 +65,7 @@ def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, dampi
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor U of H^-1 = U^T U; row i holds column i's corrections to the right, times U_ii."""
+    """Upper Cholesky factor U of H^-1 = U^T U."""
     damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
 
@@ -91,7 +80,7 @@ def prune_layers(
     damping: float,
     progress: Progress | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mask layers by their Hessians over calibration images.
+    """Mask layers by their Hessians over calibration images; the model is not changed.
 
     Args:
         model: holds the layers; it is not changed.
@@ -106,7 +95,7 @@ def prune_layers(
         (updated weight, mask) by path.
 
     Raises:
-        SparsityError: there are no batches, or some layers never ran, which are named.
+        SparsityError: there are no batches, or some layers never ran.
         DataError: a batch does not hold the model's inputs.
     """
     progress = progress or NoProgress()
@@ -130,7 +119,7 @@ def prune_layers(
             except SparsityError as error:
                 raise SparsityError(f"layer {path}: {error}") from error
             with torch.no_grad():
-                cast(Tensor, layer.weight).copy_(weight)
+                weight_of(layer).copy_(weight)
             results[path] = (weight, mask)
             progress.advance("hessian")
     progress.finish("hessian")
@@ -159,10 +148,6 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
 
 def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
     """Unfold a layer's input into the vectors that the rows of its weight multiply.
-
-    Args:
-        layer: convolution of any number of axes, groups, stride, padding and dilation, or linear layer.
-        x: its input.
 
     Returns:
         (groups, vectors, kernel * in channels / groups), input channels innermost as in `as_matrix`.
@@ -207,7 +192,7 @@ def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
     group: list[str] = []
     used = 0
     for path, layer in layers.items():
-        weight = cast(Tensor, layer.weight)
+        weight = weight_of(layer)
         size = 4 * getattr(layer, "groups", 1) * weight[0].numel() ** 2
         if group and used + size > MEMORY_BYTES:
             yield group
@@ -221,7 +206,7 @@ def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
 def _measure(
     model: nn.Module, layers: dict[str, nn.Module], inputs: list[tuple[Tensor, ...]], progress: Progress
 ) -> dict[str, Tensor]:
-    """(groups, d, d) mean of x x^T over all input vectors x of a layer, by its path."""
+    """(groups, d, d) mean of x x^T over a layer's input vectors, by path."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -248,7 +233,7 @@ def _measure(
 
 
 def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]:
-    weight = cast(Tensor, layer.weight).detach()
+    weight = weight_of(layer).detach()
     blocks = as_matrix(weight, len(hessian))
     pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
     updated, mask = (torch.stack(parts).flatten(0, 1) for parts in zip(*pairs, strict=True))

@@ -1,18 +1,11 @@
-"""Masks that change during training, and the optimizer's state for masked elements.
+"""Masks that change during training, as a function of the model's state and the step alone.
 
-A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` after `optimizer.step()`. A mask
-depends on the model's state and the number of the step alone, so a resumed run, and every process of a distributed one,
-has the same masks without communication.
-
-* `gradual`: the mask removes a growing share of the elements that the pattern removes, smallest magnitudes first,
-  1 - (1 - t)^3 of them at time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
-* `sr-ste`: the mask is recomputed from the dense weights at every update; the gradient reaches masked weights too, and
-  these decay to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The decay is applied after the
-  step, w -= lr * decay * w, as in AdamW: for plain SGD that equals the paper's term in the gradient, and neither loss
-  scaling nor gradient accumulation changes it.
-* `gumbel`: the choice of each n:m group is trained (`selection`), by the gradients of the step, which must still be
-  there: call `after_step` before `zero_grad`. At the end each group keeps its best pattern.
-* `one-shot`: the masks stay.
+* `gradual`: removes 1 - (1 - t)^3 of the pattern's elements at time t in [0, 1], smallest magnitudes first (Zhu and
+  Gupta, arXiv 1710.01878, equation 1).
+* `sr-ste`: recomputes the mask from dense weights; masked ones decay, w -= lr * decay * w after the step (Zhou
+  et al., arXiv 2102.04010, equation 9).
+* `gumbel`: trains the choice of each n:m group (`selection`) by the step's gradients: call `after_step` before
+  `zero_grad`.
 """
 
 from __future__ import annotations
@@ -38,7 +31,6 @@ class MaskSchedule:
 
     Args:
         model: masked by `sparsify` with the same spec; it may be wrapped (DistributedDataParallel, torch.compile).
-        spec: schedule, pattern, begin, end, update_steps and sr_ste_decay.
 
     Raises:
         SparsityError: the spec is not acceptable, or no layer of the model is masked.
@@ -63,11 +55,11 @@ class MaskSchedule:
             raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
 
     def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Update the masks; to be called after every optimizer step.
+        """Update the masks and mask the optimizer's state; to be called after every optimizer step.
 
         Args:
             step: optimizer steps done, 1 to total_steps.
-            total_steps: optimizer steps of the whole training.
+            total_steps: of the whole training.
             optimizer: made the step; its state is masked if masks change.
         """
         if self.spec.schedule == "one-shot":
@@ -88,19 +80,18 @@ class MaskSchedule:
                 mask_optimizer_state(optimizer, self.model)
 
     def _due(self, step: int, begin: float, end: float) -> bool:
-        """Return True if masks change at this step; the first step at or after the end makes them final."""
+        """Whether masks change; the first step at or after the end makes them final."""
         if not begin <= step < end + 1:
             return False
         return step >= end or step % self._every(end - begin) == 0
 
     def _every(self, steps: float) -> int:
-        """Return the steps between two changes, of which there are `steps` in all."""
+        """Steps between two changes, of which there are `steps`."""
         if self.spec.update_steps is not None:
             return self.spec.update_steps
         return max(1, round(steps / GRADUAL_UPDATES)) if self.spec.schedule == "gradual" else 1
 
     def _select(self, step: int, begin: float, end: float) -> None:
-        """Train the choice of every layer's masks and draw from it, or take the best at the end."""
         layers = masked_layers(self.model)
         learned = {path: layer.part for path, layer in layers.items() if isinstance(layer.part, LearnedMask)}
         if len(learned) < len(layers):
@@ -125,7 +116,6 @@ class MaskSchedule:
             part.probe.detach().zero_()
 
     def _change(self, time: float) -> None:
-        """Set the mask of every layer for this time in [0, 1]."""
         for layer in masked_layers(self.model).values():
             mask = pattern_mask(layer.original, self.pattern)
             if self.spec.schedule == "gradual":
@@ -135,7 +125,7 @@ class MaskSchedule:
 
 @torch.no_grad()
 def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
-    """Train the choice of a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
+    """Train a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
     part = cast(LearnedMask, layer.part)
     weight, gradient = (as_groups(x, part.choices.shape[1]) for x in (layer.original, cast(Tensor, part.probe.grad)))
     drawn = part.selection.advance(weight, gradient, part.choices, noise, now)
@@ -144,18 +134,12 @@ def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
 
 @torch.no_grad()
 def keep_best(part: LearnedMask) -> None:
-    """Set a learned mask to the most probable pattern of each group."""
+    """Set a learned mask to each group's most probable pattern."""
     part.mask.copy_(from_groups(part.choices[part.logits.argmax(1)] > 0, part.mask.shape))
 
 
 def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """Zero the optimizer's momentum and moments of masked elements.
-
-    Otherwise the momentum of a weight that has just been masked would go on changing its magnitude.
-
-    Returns:
-        Number of state tensors that were masked.
-    """
+    """Zero the optimizer's moments of masked elements; return the number of state tensors."""
     count = 0
     with torch.no_grad():
         for layer in masked_layers(model).values():
@@ -169,12 +153,7 @@ def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
 
 @torch.no_grad()
 def shrink_masked(layer: MaskedLayer, share: float | Tensor) -> None:
-    """Make the masked weights of a layer smaller by a share of their value, in place.
-
-    Args:
-        layer: its original weights are changed, those that the mask keeps not.
-        share: number, or tensor () on the layer's device, which a CUDA graph may replay with other values.
-    """
+    """Shrink a layer's masked weights by a share, in place; a tensor () may vary in a CUDA graph."""
     layer.original.mul_((1.0 - share * ~layer.mask).to(layer.original.dtype))
 
 

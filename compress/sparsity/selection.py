@@ -1,14 +1,4 @@
-"""Learned selection of n:m masks: which n of every m weights stay is trained (MaskLLM, Fang et al., arXiv 2409.17481).
-
-Each group of m weights has a logit for each of its C(m, n) patterns. A step draws a pattern by the Gumbel softmax
-
-    y = softmax((scale * logits + g) / temperature),  g = -log(-log(u)),  u uniform,
-
-and the logits follow the gradient of the loss with respect to the mask, which is that of the soft mask y @ patterns.
-Unlike the paper, whose weights are frozen, weights train too: the forward pass has the drawn pattern itself
-(straight-through), so that they meet no mixture of masks that the final network cannot have, and a weight that is not
-drawn keeps its value. All functions are pure; tensors are in the form (groups, m) or (groups, patterns).
-"""
+"""Learned selection of n:m masks by the Gumbel softmax (MaskLLM, Fang et al., arXiv 2409.17481); weights train too."""
 
 from __future__ import annotations
 
@@ -43,21 +33,21 @@ def patterns(n: int, m: int, device: torch.device | None = None) -> Tensor:
 
 
 def as_groups(weight: Tensor, m: int) -> Tensor:
-    """Return a weight (out, in, ...) as (groups, m): m consecutive input channels at one kernel position."""
+    """A weight (out, in, ...) as (groups, m): m consecutive input channels at one kernel position."""
     return weight.movedim(1, -1).reshape(-1, m)
 
 
 def from_groups(groups: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return (groups, m) in the form of the weight that `as_groups` took, (out, in, ...)."""
+    """The inverse of `as_groups`."""
     out, channels, *kernel = shape
     return groups.reshape(out, *kernel, channels).movedim(-1, 1)
 
 
 def first_logits(mask: Tensor, masks: Tensor, noise: Tensor) -> Tensor:
-    """Return logits that prefer a mask: the paper's prior, noise + strength * deviation * similarity.
+    """Logits (groups, C) that prefer a mask: the paper's prior, noise + strength * deviation * similarity.
 
     Args:
-        mask: (groups, m), the mask that is preferred.
+        mask: (groups, m).
         masks: (C, m), from `patterns`.
         noise: (groups, C), standard normal.
     """
@@ -66,11 +56,11 @@ def first_logits(mask: Tensor, masks: Tensor, noise: Tensor) -> Tensor:
 
 
 def gumbel_softmax(logits: Tensor, noise: Tensor, scale: float | Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the shares of the patterns in the soft mask, (groups, C); the largest is the one that is drawn.
+    """Shares of the patterns in the soft mask, softmax((scale * logits + noise) / temperature); all (groups, C).
 
     Args:
         logits: (groups, C).
-        noise: (groups, C), standard Gumbel.
+        noise: standard Gumbel.
         scale: of the logits: probabilities of the patterns are softmax(scale * logits).
         temperature: low ones bring the shares near to 0 and 1.
     """
@@ -78,7 +68,7 @@ def gumbel_softmax(logits: Tensor, noise: Tensor, scale: float | Tensor, tempera
 
 
 def logit_gradient(shares: Tensor, masks: Tensor, gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """Return the gradient of the logits, (groups, C), from that of the soft mask.
+    """Gradient of the logits, (groups, C), from that of the soft mask.
 
     Args:
         shares: (groups, C), from `gumbel_softmax`.
@@ -91,13 +81,13 @@ def logit_gradient(shares: Tensor, masks: Tensor, gradient: Tensor, factor: floa
 
 
 def gumbel_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Return standard Gumbel numbers, -log(-log(u)), of a generator of that device; None = torch's own."""
+    """Standard Gumbel numbers, -log(-log(u))."""
     return -torch.empty(shape, device=device).exponential_(generator=generator).log()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A time of the selection, from its begin (0) to its end (1); each value may be a tensor () instead.
+    """A time of the selection; each value may be a tensor () instead.
 
     Attributes:
         count: number of updates with this one, from 1.
@@ -114,18 +104,17 @@ class Moment:
 
     @classmethod
     def at(cls, share: float, *, count: int, updates: float) -> Moment:
-        """Return the values at a share of the selection, which has so many updates in all."""
+        """The values at a share (0 to 1) of so many updates."""
         temperature, scale = (first + share * (last - first) for first, last in (TEMPERATURE, SCALE))
         return cls(count=count, lr=TRAVEL / max(1.0, updates), scale=scale, temperature=temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """State of the selection in the groups of one or several weights, each (groups, C); `advance` changes it in place.
+    """State of the selection, each (groups, C); `advance` changes it in place.
 
     Attributes:
-        logits: of the patterns.
-        mean, square: Adam's moments of their gradients (Kingma and Ba, arXiv 1412.6980).
+        mean, square: Adam's moments of the logits' gradients (Kingma and Ba, arXiv 1412.6980).
         shares: of the patterns in the soft mask that was drawn last.
     """
 
@@ -135,18 +124,14 @@ class Selection:
     shares: Tensor
 
     def advance(self, weight: Tensor, gradient: Tensor, masks: Tensor, noise: Tensor, now: Moment) -> Tensor:
-        """Move the logits against their gradient and draw new patterns.
+        """Move the logits against their gradient; return the mask drawn, boolean (groups, m).
 
         Args:
             weight: (groups, m).
-            gradient: (groups, m), of the loss with respect to the mask; what is not finite (a step that loss scaling
-                skipped) counts as zero.
+            gradient: (groups, m), of the loss with respect to the mask; what is not finite counts as zero.
             masks: (C, m), from `patterns`.
             noise: (groups, C), standard Gumbel.
             now: settings.
-
-        Returns:
-            The mask that was drawn, boolean (groups, m).
         """
         drawn = masks[self.shares.argmax(1)]
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0) - 2 * REGULARIZATION * weight.square() * drawn

@@ -23,25 +23,14 @@ from compress.support.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsityRow:
-    """One convolution or linear layer.
+class SparsityRow(Eligibility):
+    """One convolution or linear layer, and what its mask keeps.
 
     Attributes:
-        layer: module path.
-        type: its class.
-        shape: shape of the weight.
-        eligible: True if it is masked.
-        reason: why it is not masked; if it is, the speed to expect.
-        density: share of the weight's elements that stay; 1 if it is dense.
-        kept_magnitude: share of the weight's L1 norm (before any update of the weights) that stays; None if it is
-            dense.
+        density: share of the weight's elements that stay.
+        kept_magnitude: share of the weight's L1 norm (before any update) that stays; None if it is dense.
     """
 
-    layer: str
-    type: str
-    shape: tuple[int, ...]
-    eligible: bool
-    reason: str
     density: float = 1.0
     kept_magnitude: float | None = None
 
@@ -51,9 +40,8 @@ class SparsityReport:
     """Result of `sparsify`.
 
     Attributes:
-        pattern: as in the spec.
         rows: every convolution and linear layer, in order; then weights of other modules, which stay dense.
-        permutation: channel permutation before masking; None if it was not asked for.
+        permutation: before masking; None if it was not asked for.
     """
 
     pattern: str
@@ -81,23 +69,20 @@ def sparsify(
     batches: Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> SparsityReport:
-    """Mask the eligible layers of `model`, in place.
+    """Mask the eligible layers of `model`, in place; `squash_masks` bakes the masks in.
 
-    With schedule `gradual` the masks begin as all ones, and `MaskSchedule` changes them; with `sr-ste` they begin as
-    the pattern's, and the gradient passes through them; with `gumbel` they begin as the pattern's and are drawn anew.
-    `squash_masks` bakes them in at the end.
+    Masks begin as all ones with schedule `gradual`, else as the pattern's; `MaskSchedule` changes them.
 
     Args:
-        model: a dense float model; for saliency `hessian` its weights are updated.
+        model: dense and float; saliency `hessian` updates its weights.
         spec: pattern, saliency, schedule and rules.
-        example_inputs: a small batch on the model's device: needed by `permute`; it also shows which layer is first
+        example_inputs: a small batch on the model's device: needed by `permute`; it also shows which layers are first
             and last, and which do not run.
         batches: calibration batches, as for `compress.quantize`: needed by saliency `hessian`.
         progress: is advanced by the permutation and the Hessians.
 
     Returns:
-        A row for every layer. If `permute` was asked for and the graph cannot be followed, `permutation.refused` says
-        why, and the masks are made without it.
+        A row for every layer. If the graph cannot be followed, `permutation.refused` says why.
 
     Raises:
         SparsityError: the spec or a rule is not acceptable, the model is masked already, no layer is eligible, or an
@@ -124,7 +109,11 @@ def sparsify(
     if spec.schedule == "gradual":
         masks = {path: torch.ones_like(mask) for path, mask in masks.items()}
     apply_masks(model, masks, pattern=str(pattern), **mask_options(spec))
-    rows = tuple(_row(row, masks.get(row.layer), kept.get(row.layer)) for row in checks)
+    density = {path: mask.double().mean().item() for path, mask in masks.items()}
+    rows = tuple(
+        SparsityRow(**vars(row), density=density.get(row.layer, 1.0), kept_magnitude=kept.get(row.layer))
+        for row in checks
+    )
     return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
 
 
@@ -134,19 +123,6 @@ def mask_options(spec: SparsitySpec) -> dict[str, Any]:
         "straight_through": spec.schedule == "sr-ste",
         "learned": spec.seed if spec.schedule == "gumbel" else None,
     }
-
-
-def _row(check: Eligibility, mask: Tensor | None, kept: float | None) -> SparsityRow:
-    """Return the row of a layer; `mask` is None for one that stays dense."""
-    return SparsityRow(
-        layer=check.layer,
-        type=check.type,
-        shape=check.shape,
-        eligible=check.eligible,
-        reason=check.reason,
-        density=1.0 if mask is None else _density(mask),
-        kept_magnitude=kept,
-    )
 
 
 def _check_given(
@@ -176,7 +152,7 @@ def _masks(
     batches: Iterable[Any] | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(masks, shares of the magnitude before pruning that stay), both by path; `hessian` sets the updated weights."""
+    """Masks, and shares of the magnitude that stay, by path; `hessian` sets the updated weights."""
     weights: dict[str, Tensor] = {path: layer.weight for path, layer in layers.items()}  # type: ignore[misc]
     if spec.saliency == "magnitude" or batches is None:
         masks = {path: _named(path, weight, pattern) for path, weight in weights.items()}
@@ -202,7 +178,3 @@ def _named(path: str, weight: Tensor, pattern: Pattern) -> Tensor:
         return pattern_mask(weight, pattern)
     except SparsityError as error:
         raise SparsityError(f"layer {path}: {error}") from error
-
-
-def _density(mask: Tensor) -> float:
-    return mask.double().mean().item()

@@ -140,7 +140,7 @@ def check_sparsity_spec(spec: SparsitySpec) -> Pattern:
 
 
 def sparsity_contradictions(spec: SparsitySpec) -> Iterator[str]:
-    """Yield a line for each contradiction between values that are in range by themselves."""
+    """Yield each contradiction between values in range."""
     try:
         pattern = parse_pattern(spec.pattern)
     except SparsityError as error:

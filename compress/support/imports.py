@@ -1,4 +1,4 @@
-"""Objects that a recipe names as `package.module:name`: functions and classes in a file of the user's."""
+"""Objects that a recipe names as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,10 @@ def is_import_path(name: str) -> bool:
 
 
 def imported(path: str, *, key: str, error: type[CompressError], what: str = "a function or class") -> Any:
-    """Return the callable object that `package.module:name` names.
-
-    Args:
-        path: of the object.
-        key: key of the recipe, for messages.
-        error: class of the error to raise.
-        what: description of what is expected, for messages.
+    """Return the callable object that `package.module:name` names; `key` and `what` are for messages.
 
     Raises:
-        CompressError: of class `error`: the module cannot be imported, or it has no such callable.
+        CompressError: of class `error`: the module cannot be imported, or has no such callable.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -52,10 +46,7 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
 
 
 def own_sources(paths: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of the source of each module that objects `package.module:name` are in, or that it imports.
-
-    Modules of installed packages and of Python itself are left out: their version is what identifies them.
-    """
+    """Return the SHA-256 of the source of each of the user's modules that these objects are in or import."""
     found: dict[str, str] = {}
     waiting = [path.partition(":")[0] for path in paths if is_import_path(path)]
     while waiting and len(found) < _MOST_SOURCES:
@@ -81,7 +72,7 @@ def _imported_by(node: ast.AST, name: str) -> list[str]:
 
 
 def _own_source(name: str) -> bytes | None:
-    """Return the source of a module of the user's; None if it has none, or belongs to Python or a package."""
+    """The source of a module of the user's, else None."""
     if name.partition(".")[0] in {"compress", *sys.stdlib_module_names}:
         return None
     try:

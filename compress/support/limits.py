@@ -1,8 +1,6 @@
-"""Upper bounds on what recipes, files and images may ask of the machine: each in this one place, with its reason.
+"""Upper bounds on what recipes, files and images may ask of the machine, far above any real use.
 
-They are far above what any real use needs. What they keep out is a slip of the keyboard or a hostile file that would
-take all memory, or never end, before anything else could refuse it. A message names the key or the file, what was got
-and the limit. Keys of recipes take theirs through `validation`; readers of files through `compress.files`.
+Recipe keys take theirs through `validation`, readers of files through `compress.files`.
 """
 
 from __future__ import annotations

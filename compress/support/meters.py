@@ -1,8 +1,4 @@
-"""Metrics of a task: a name, a unit, a direction, and a meter that accumulates them batch by batch.
-
-A meter has the interface of torchmetrics (`update`, `compute`, and `merge_state` for several processes), so that any
-metric of that library serves as it is.
-"""
+"""Metrics of a task: a name, a unit, a direction, and a meter with the interface of torchmetrics."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ _TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map5
 
 
 class Meter(Protocol):
-    """Accumulates a metric over batches; `merge_state(other)` is needed in trainings of several processes only."""
+    """Accumulates a metric over batches; several processes need `merge_state(other)`."""
 
     def update(self, outputs: Any, targets: Any, /) -> None:
-        """Add a batch: a model's outputs, as `TaskMetric.select` returns them, and the targets of the data."""
+        """Add outputs, as `TaskMetric.select` returns them, and targets."""
 
     def compute(self) -> Any:
-        """Return the metric of all batches so far: a number, or numbers by name."""
+        """Return the metric so far: a number, or numbers by name."""
 
 
 def whole(outputs: Any) -> Any:
@@ -45,11 +41,10 @@ class TaskMetric:
     Attributes:
         name: key of its value among the figures of a meter, such as `miou`.
         make: returns a new meter.
-        unit: `%` for shares from 0 to 1, which reports show in percent; any other unit is shown as it is.
+        unit: `%` for shares from 0 to 1, shown in percent; any other is shown as it is.
         direction: `higher` or `lower` values are better.
-        select: takes what a meter is given out of a model's or an engine's outputs.
-        classes: returns the decided class at each place of the selected outputs, such as their argmax, by which two
-            networks agree; None if there is no such class.
+        select: takes what a meter is given out of outputs.
+        classes: decided class at each place of the selected outputs, by which networks agree; or None.
     """
 
     name: str
@@ -73,13 +68,13 @@ class TaskMetric:
         return score_text(value, self.unit)
 
     def drop(self, reference: float, value: float) -> float:
-        """Return by how much `value` is worse than `reference`, in the unit of reports; negative if it is better."""
+        """Return how much worse `value` is, in the unit of reports."""
         worse = reference - value if self.direction == "higher" else value - reference
         return self.shown(worse)
 
     @property
     def amount(self) -> str:
-        """The unit of a drop: points, or the metric's own unit."""
+        """The unit of a drop."""
         return amount_of(self.unit)
 
     def figures(self, meter: Meter) -> Figures:
@@ -97,7 +92,7 @@ class TaskMetric:
 
 
 def amount_of(unit: str) -> str:
-    """Return what a difference of a metric is counted in: points of percent, else its unit."""
+    """Return the unit of a difference: points, or the metric's own."""
     return "points" if unit == "%" else unit
 
 
@@ -111,7 +106,7 @@ def metric_title(name: str) -> str:
 
 
 def shown(value: float, unit: str) -> float:
-    """Return a value in the unit of reports: shares in percent."""
+    """Return a value in the unit of reports."""
     return 100 * value if unit == "%" else value
 
 
@@ -126,7 +121,7 @@ def score_text(value: float | None, unit: str) -> str:
 
 @dataclass
 class MeanOf:
-    """Meter of a plain function: the mean of its values over batches, weighted by their sizes."""
+    """Mean of a function over batches, weighted by their sizes."""
 
     function: Callable[[Any, Any], Any]
     total: float = 0.0
@@ -151,11 +146,10 @@ def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetr
     """Return the metric that a user names.
 
     Args:
-        given: a `TaskMetric`; a meter, such as one of torchmetrics, which is copied for each use; a class or function
-            without arguments that makes one; or a function of (outputs, targets) that returns a number. Its attributes
-            `name`, `unit` and `direction` are those of the metric; without them it is named as the object, its unit is
-            `%`, and higher is better (torchmetrics' `higher_is_better` decides where it is set).
-        select: takes what the meter is given out of a model's outputs.
+        given: a `TaskMetric`; a meter, copied for each use; a class or function without arguments that makes one; or a
+            function of (outputs, targets) that returns a number. Its `name`, `unit` and `direction` are the metric's;
+            else the object's name, `%`, and higher (unless torchmetrics' `higher_is_better` is set).
+        select: takes what the meter is given out of outputs.
 
     Raises:
         DataError: `given` is none of these.
@@ -202,7 +196,7 @@ def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetr
 
 
 def _without_arguments(function: Callable[..., Any]) -> Any:
-    """Return what a function makes without arguments; None if it needs some, as a metric of (outputs, targets) does."""
+    """What a function makes without arguments; None if it needs some."""
     code = getattr(function, "__code__", None)
     needed = 0 if code is None else code.co_argcount - len(getattr(function, "__defaults__", None) or ())
     if needed:
@@ -217,7 +211,7 @@ def _without_arguments(function: Callable[..., Any]) -> Any:
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a measured value as a number.
+    """Return a value as a number.
 
     Raises:
         DataError: it is none, or NaN.

@@ -1,8 +1,10 @@
-"""Processes of this machine: whether one is there, and the cores that this one may use."""
+"""Facts of this machine: its processor, its load, its processes, and the cores that this one may use."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 from pathlib import Path
 
 
@@ -11,8 +13,27 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def read_fact(path: str) -> str:
+    """Return the text of a file of the system; "" if it has none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def processor_name() -> str:
+    """Return the processor's name as the system gives it."""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", read_fact("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Return the load of the last minute; None if the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    """Whether a process runs; one that ended unwaited does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""The listener that long work reports its progress to; callers pass one, and the command line draws it."""
+"""The listener that long work reports its progress to."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """Listener of long work. `task` names a bar; `fields` are figures to show beside it."""
+    """Listener of long work; `fields` are figures beside the bar of `task`."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Begin a task of `total` units, of which `done` are finished already (a resumed run)."""
+        """Begin a task of `total` units, `done` already finished."""
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """Finish `amount` units; `fields` holds the newest figures, such as loss=0.31."""
+        """Finish `amount` units, with the newest figures."""
 
     def finish(self, task: str) -> None:
         """End the task."""
 
     def note(self, text: str) -> None:
-        """Show a line of its own, such as the figures of an epoch."""
+        """Show a line of its own."""
 
 
 class NoProgress:

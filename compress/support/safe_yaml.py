@@ -1,8 +1,4 @@
-"""YAML as recipes are written in it: safe, with the numbers of YAML 1.2, and within limits that no recipe reaches.
-
-Aliases make a text of a hundred bytes stand for a billion values, or for one that holds itself, and keys may be lists
-or dates. The tree of nodes is looked at before any value is made.
-"""
+"""YAML as recipes are written in it: safe, with numbers of YAML 1.2, within limits that no recipe reaches."""
 
 from __future__ import annotations
 
@@ -15,10 +11,7 @@ from compress.support.limits import DEPTH, DIGITS, RECIPE_BYTES, RECIPE_VALUES
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the numbers of YAML 1.2.
-
-    YAML 1.1 asks for 1.0e-3 where people write 1e-3, and reads 2:4 as 124, to the base of 60.
-    """
+    """Safe YAML: 1e-3 is a number, as in YAML 1.2, and 2:4 is none."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012, as in its base class
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
@@ -39,8 +32,7 @@ def load_yaml(text: str) -> Any:
     """Return the value of a YAML text; None for an empty one.
 
     Raises:
-        ValueError: it is not YAML, or is beyond a limit, holds itself, or has keys that occur twice or are no text; a
-            text for a message.
+        ValueError: no YAML, beyond a limit, one that holds itself, or keys that occur twice or are no text.
     """
     if len(text) > RECIPE_BYTES:
         raise ValueError(f"it has {len(text):,} characters, and at most {RECIPE_BYTES:,} are read")
@@ -64,7 +56,7 @@ def load_yaml(text: str) -> Any:
 
 
 def _values(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Number of values that a node stands for; `known` holds those of nodes that were counted, 0 while they are."""
+    """Number of values of a node; `known` holds counted nodes, 0 while counting."""
     line = f"line {node.start_mark.line + 1}: "
     if depth > DEPTH:
         raise ValueError(f"{line}nested more than {DEPTH} deep")
@@ -88,7 +80,6 @@ def _values(node: yaml.Node, known: dict[int, int], depth: int) -> int:
 
 
 def _check_key(key: yaml.Node, seen: set[str]) -> None:
-    """Refuse a key that is no plain text, or that was seen before in the same mapping."""
     line = f"line {key.start_mark.line + 1}: "
     if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
         shown = key.value if isinstance(key, yaml.ScalarNode) else type(key).__name__.removesuffix("Node").lower()

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them, for the terminal, for reports and for figures."""
+"""Numbers and names as people read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENGINES = {
 
 
 def plain(text: str) -> str:
-    """`text` on one line, without the control and direction characters that break or disguise a page."""
+    """`text` on one line, without control and direction characters."""
     kinds = ((c, unicodedata.category(c)) for c in str(text))
     return "".join(
         c if kind == "Zs" else " " if c.isspace() else c for c, kind in kinds if c.isspace() or kind[0] != "C"
@@ -133,5 +133,5 @@ def image_size_text(size: int | Sequence[int]) -> str:
 
 
 def finite(value: float | None) -> TypeGuard[float]:
-    """Return True if there is a number, and it is not infinite."""
+    """Whether there is a number that is not infinite."""
     return value is not None and math.isfinite(value)

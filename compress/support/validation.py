@@ -1,8 +1,4 @@
-"""The check that a dataclass holds what its fields declare, with one line for each value that it refuses.
-
-A range is declared with its field, as pydantic's `Field` in `Annotated`; `parse` reads a section of a recipe with
-it, `validate` checks a dataclass that was made in Python, and `range_words` puts it into the reference of recipe keys.
-"""
+"""The check that a dataclass holds what its fields declare, pydantic's `Field` in `Annotated`."""
 
 from __future__ import annotations
 
@@ -46,16 +42,12 @@ _CONTAINERS = {tuple: "a list", list: "a list", dict: "a mapping", Mapping: "a m
 
 
 def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[str]]:
-    """Make a dataclass, and all dataclasses in it, from a tree of mappings, lists and plain values.
+    """Make a dataclass, and all in it, from a tree that can be JSON.
 
-    Args:
-        cls: the dataclass.
-        tree: it must be possible to write it as JSON.
-        where: path to put before each location in a message, such as `train`.
+    `where` is put before each location in a message, such as `train`.
 
     Returns:
-        The dataclass and no lines, or None and a line for each value that is refused: its location, what was got and
-        what is allowed.
+        The dataclass and no lines, or None and a line for each refused value: location, what was got and is allowed.
     """
     text = json.dumps({"document": tree}, default=_plain, ensure_ascii=False)
     try:
@@ -71,12 +63,7 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
 
 
 def switched(hint: Any, tree: Any) -> Any:
-    """Return a tree from YAML with `on` and `off` where a key takes these words: YAML 1.1 reads them as true and false.
-
-    Args:
-        hint: the declared type of the tree.
-        tree: mappings, lists and plain values.
-    """
+    """Return a tree with `on` and `off` where its type takes these words, which YAML 1.1 reads as true and false."""
     if isinstance(tree, bool):
         words = [word for member in members(hint) if get_origin(member) is Literal for word in get_args(member)]
         word = "on" if tree else "off"
@@ -96,17 +83,12 @@ def validate(
     error: type[CompressError],
     rules: Callable[[T], Iterable[str]] = lambda _: (),
 ) -> None:
-    """Refuse a dataclass whose values are not those that its fields declare, or that contradict each other.
+    """Refuse a dataclass whose values are not as its fields declare, or contradict each other.
 
-    Args:
-        spec: the dataclass.
-        cls: its class, or a base of it.
-        section: name of its recipe section, for messages.
-        error: class of the error to raise.
-        rules: yields a line for each contradiction between values that are in range.
+    `rules` yields a line for each contradiction between values in range.
 
     Raises:
-        CompressError: of class `error`; names each key, what was got and what is allowed.
+        CompressError: of class `error`; names each key in `section`, what was got and what is allowed.
     """
     if not isinstance(spec, cls):
         raise error(f"{section} is {spec!r}: it must be a compress.{cls.__name__}, such as {cls.__name__}()")
@@ -142,28 +124,27 @@ def _number(value: float) -> str:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; any other type is its only alternative."""
+    """Return a union's alternatives; any other type is its only one."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def keys_of(section: type) -> str:
-    """Return the names of a dataclass's fields, as messages list them."""
+    """Return the names of a dataclass's fields."""
     return ", ".join(field.name for field in dataclasses.fields(cast(Any, section)))
 
 
 @functools.cache
 def _document(cls: type) -> type[BaseModel]:
-    """A model around a dataclass; pydantic takes no configuration for a dataclass itself."""
+    """A pydantic model around a dataclass."""
     return create_model(f"{cls.__name__}Document", __config__=_STRICT, document=(cls, ...))
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON does not know: numbers of numpy and torch to Python's, all others to text."""
+    """Numbers of numpy and torch as Python's, others as text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else repr(value)
 
 
 def _shown(got: Any) -> str:
-    """Return a value as a message shows it; the middle of a long one is left out."""
     text = repr(got)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"
 
@@ -215,7 +196,7 @@ def type_words(hint: Any) -> str:
 
 
 def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Return a location without pydantic's names for the alternatives of a union, such as `int`."""
+    """A location without pydantic's names for alternatives."""
     kept: list[str | int] = []
     for part in location:
         alternatives = [m for m in members(_declared(cls, kept)) if m is not type(None)] if kept else []
@@ -226,7 +207,7 @@ def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str 
 
 
 def _declared(cls: Any, location: Sequence[str | int]) -> Any:
-    """The type, constraints included, that is declared at a location of a tree."""
+    """The declared type at a location, with constraints."""
     hint: Any = cls
     for part in location:
         if isinstance(part, int):

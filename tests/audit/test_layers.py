@@ -11,8 +11,7 @@ import compress
 from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.audit.layers import EngineTensor, macs, operation
-from compress.audit.nvidia_inspector import parse_inspector
-from compress.audit.nvidia_log import parse_build_log
+from compress.audit.nvidia import parse_build_log, parse_inspector
 from compress.errors import AuditError
 
 RECORDED = Path(__file__).parent / "nvidia"

@@ -13,8 +13,7 @@ import compress
 from compress.audit.engine import audit_listing
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
-from compress.audit.onnx_shapes import NodeOutput, onnx_shapes
-from compress.audit.rows import with_rows
+from compress.audit.rows import NodeOutput, onnx_shapes, with_rows
 from compress.cli.app import app
 from compress.records import EngineRow
 

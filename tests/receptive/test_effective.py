@@ -17,8 +17,8 @@ from compress.receptive import (
     erf_drift,
 )
 from compress.receptive.images import probe_images
-from compress.receptive.layers import layers_to_show
 from compress.receptive.metrics import second_moment, uniform_profile, uniform_sigma
+from compress.receptive.probe import layers_to_show
 
 ONES = ErfOptions(upstream="ones")
 

@@ -56,7 +56,7 @@ def test_a_model_is_corrected_until_a_network_that_it_asks_for_keeps_the_bound()
 
     def timed_of(samples):
         nothing = check([], [])
-        return Timed(model=fit(list(samples.values())), check=nothing, samples=samples, smallest=0.1, cached=0)
+        return Timed(model=fit(list(samples.values())), check=nothing, samples=samples, cached=0)
 
     def wanted(timed):
         predict = lambda c: timed.model.predict(COSTS.of(c))  # noqa: E731

@@ -102,7 +102,7 @@ def test_a_candidate_is_predicted_without_its_own_time():
     chosen = networks(12, 0)
     samples = {str(i): Sample(costs=COSTS.of(c), time=known_time(COSTS.of(c))) for i, c in enumerate(chosen)}
     samples["0"] = replace(samples["0"], time=10 * samples["0"].time)
-    timed = Timed(model=fit(list(samples.values())), check=check([], []), samples=samples, smallest=0.1, cached=0)
+    timed = Timed(model=fit(list(samples.values())), check=check([], []), samples=samples, cached=0)
     costs = COSTS.of(chosen[0])
     assert timed.without(costs).predict(costs) < 2 * known_time(costs) < timed.model.predict(costs)
     assert timed.without(COSTS.of(networks(1, 5)[0])) is timed.model

@@ -18,7 +18,7 @@ from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
 from compress.audit.engine import audit_listing
-from compress.audit.nvidia_log import parse_build_log
+from compress.audit.nvidia import parse_build_log
 from compress.audit.onnx import audit_onnx, audit_sparsity
 from compress.audit.requirement import unmet_by_audit
 from compress.engines.tensorrt.build import build_tensorrt

@@ -1,0 +1,281 @@
+"""Parses the layers of an engine from TensorRT's build log, a line a layer, or from its inspector's JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from compress.audit.layers import EngineLayer, EngineListing, EngineTensor, type_name
+from compress.errors import AuditError
+from compress.files import parse_json
+
+UNKNOWN = "?"
+_STUB = "__myelin_CASK_STUB"
+_READ = frozenset(
+    "Name LayerType ParameterType Inputs Outputs Constants TacticName Metadata Weights OutMaps HasSparseWeights "  # noqa: SIM905
+    "AllowSparse StreamId".split()
+)
+_CONTROL = "l2_cache_"
+"""Start of the names of cache controls, which some layers list among their inputs."""
+
+_AGAIN = "build the engine with profiling verbosity DETAILED (trtexec --profilingVerbosity=detailed) and export again"
+
+_TENSOR_KEY = r"(?:Name|Location|Dimensions|Strides|StrideOrder|Datatype|Format/Datatype|Format)"
+_TENSOR_ITEM = re.compile(rf"({_TENSOR_KEY}): (.*?)(?=, {_TENSOR_KEY}: |$)")
+# A line may be long and hostile: `str.partition` and one pass take it apart, in time that grows with its length alone.
+
+
+def parse_build_log(text: str) -> EngineListing:
+    """Read the layers of the last engine in a verbose build log.
+
+    Raises:
+        AuditError: the log lists no layer; the message says how to build so that it does.
+    """
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.split()[-1:] == ["Layers:"]]
+    block = lines[starts[-1] + 1 :] if starts else []
+    layers = [engine_layer(keys) for line in block if (keys := _keys(line)) is not None]
+    if not layers:
+        others = sum("LayerType: " in line for line in lines)
+        raise AuditError(
+            f"the build log lists no engine layer ({len(lines)} lines, {others} of them with a layer in another form); "
+            "it must be verbose, with profiling verbosity DETAILED; `python -m compress build onnx` keeps such a log"
+        )
+    inputs, outputs = _names_of_log(block, layers)
+    return EngineListing(
+        source="build log",
+        layers=without_constants(layers, {*inputs, *outputs}),
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def _keys(line: str) -> dict[str, Any] | None:
+    """Return the keys of a layer's line; None for any other line."""
+    name, found, rest = line.partition("Name: ")[2].partition(", LayerType: ")
+    kind, begun, rest = rest.partition(", Inputs: [")
+    ends = [at for mark in ("], Constants: [", "], Outputs: [") if (at := rest.find(mark)) >= 0]
+    if not found or not begun or not re.fullmatch(r"\w+", kind) or not ends:
+        return None
+    inputs, rest = rest[: min(ends)], rest[min(ends) + 3 :]
+    constants, inner, after = rest.removeprefix("Constants: [").partition("], Outputs: [")
+    if not rest.startswith("Constants: ["):
+        constants, after = "", rest.removeprefix("Outputs: [")
+    elif not inner:
+        return None
+    outputs, closed, after = ("", "]", after[1:]) if after.startswith("]") else after.partition("}]")
+    if not closed or (after and not after.startswith(", ")):
+        return None
+    others, _, metadata = after.partition(", Metadata:")
+    row: dict[str, Any] = {key: _value(value) for key, value in _items(others.removeprefix(", "))}
+    blocks = {"Inputs": inputs, "Constants": constants, "Outputs": outputs}
+    return (
+        row
+        | {key: [_tensor_of_log(text) for text in _blocks(value)] for key, value in blocks.items()}
+        | {"Name": name, "LayerType": kind, "Metadata": metadata.removeprefix(" ") or None}
+    )
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the insides of `{ Name: ...}, { Name: ...}`."""
+    parts = text.strip().removeprefix("{").removesuffix("}").split("}, {")
+    return [part.strip() for part in parts if part.strip().startswith("Name: ")]
+
+
+def _tensor_of_log(text: str) -> dict[str, Any]:
+    return {name: _value(value) for name, value in _TENSOR_ITEM.findall(text)}
+
+
+def _items(text: str) -> Iterator[tuple[str, str]]:
+    """Yield key and value of `key: value, key: {...}, key: [...]`."""
+    depth = begun = 0
+    for at, letter in enumerate(f"{text}, "):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth <= 0 and text[at + 1 : at + 2] in ("", " "):
+            key, found, value = text[begun:at].strip().partition(": ")
+            if found and key.isidentifier():
+                yield key, value
+            begun = at + 1
+
+
+def _value(text: str) -> Any:
+    """Return the number, list or object that a text holds; else the text."""
+    if not re.match(r"[\[{\d-]", text):
+        return text
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
+
+
+def _names_of_log(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the network's inputs and outputs, from `I/O Tensors` or `Bindings:`."""
+    io = [line.partition("Name: ")[2].partition(", IOMode: ") for line in block if ", IOMode: " in line]
+    if io:
+        inputs, outputs = (
+            tuple(name for name, _, after in io if after.startswith(f"{mode}, DataType: "))
+            for mode in ("Input", "Output")
+        )
+        return inputs, outputs
+    at = next((i for i, line in enumerate(block) if line.rstrip().endswith("Bindings:")), len(block))
+    known = {tensor.name for layer in layers for tensor in (*layer.inputs, *layer.outputs)}
+    return split_bindings([line.strip() for line in block[at + 1 :] if line.strip() in known], layers)
+
+
+def parse_inspector(text: str) -> EngineListing:
+    """Read the inspector's JSON of one engine, built with profiling verbosity DETAILED.
+
+    Raises:
+        AuditError: the text is not JSON, not the inspector's, or holds names of layers only.
+    """
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise AuditError(
+            f"the layer information cannot be read ({error}); give the file that --exportLayerInfo wrote"
+        ) from None
+    rows = document.get("Layers") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise AuditError("the JSON has no list `Layers`; give the file of EngineInspector or trtexec --exportLayerInfo")
+    if any(not isinstance(layer, dict) for layer in rows):
+        raise AuditError(f"the JSON holds the names of {len(rows)} layers and no more; {_AGAIN}")
+    if not any("Inputs" in layer or "Outputs" in layer for layer in rows):
+        raise AuditError(f"none of the {len(rows)} layers in the JSON has inputs or outputs; {_AGAIN}")
+    chosen, others = first_profile(rows)
+    notes = omissions(chosen)
+    if others:
+        notes += (f"the engine has several optimization profiles: {others} layers of the later ones are left out",)
+    layers = [engine_layer(layer) for layer in chosen]
+    inputs, outputs = _names_of_json(document, layers)
+    new_form = "I/O Tensors" in document or any("Datatype" in t or "DataType" in t for t in _all_tensors(chosen))
+    return EngineListing(
+        source=f"inspector JSON ({'11.x' if new_form else '10.x'} form)",
+        layers=without_constants(layers, {*inputs, *outputs}),
+        inputs=inputs,
+        outputs=outputs,
+        notes=notes,
+    )
+
+
+def _all_tensors(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    found = [t for layer in layers for key in ("Inputs", "Outputs") for t in layer.get(key) or ()]
+    return [tensor for tensor in found if isinstance(tensor, dict)]
+
+
+def _names_of_json(
+    document: Mapping[str, Any], layers: Sequence[EngineLayer]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the network's inputs and outputs, from `I/O Tensors` or `Bindings`."""
+    named = [t for t in document.get("I/O Tensors") or () if isinstance(t, dict) and "Name" in t]
+    if named:
+        by_mode = {
+            mode: tuple(str(t["Name"]) for t in named if str(t.get("IOMode")).lower() == mode)
+            for mode in ("input", "output")
+        }
+        return by_mode["input"], by_mode["output"]
+    return split_bindings([str(name) for name in document.get("Bindings") or ()], layers)
+
+
+def engine_layer(row: Mapping[str, Any]) -> EngineLayer:
+    """Make a layer from its keys and values."""
+    weights = row.get("Weights")
+    weights = weights if isinstance(weights, Mapping) else {}
+    sparse = row.get("HasSparseWeights", row.get("AllowSparse"))
+    tactic = str(row.get("TacticName") or "").strip()
+    return EngineLayer(
+        name=str(row.get("Name", UNKNOWN)),
+        kind=str(row.get("LayerType") or row.get("ParameterType") or UNKNOWN),
+        onnx_nodes=onnx_nodes(str(row.get("Metadata") or "")),
+        inputs=_tensors(row.get("Inputs")),
+        outputs=_tensors(row.get("Outputs")),
+        constants=_tensors(row.get("Constants")),
+        tactic="" if tactic == _STUB else tactic,
+        weight_elements=_count(weights.get("Count")),
+        weight_type=type_name(str(weights["Type"])) if "Type" in weights else "",
+        out_channels=_count(row.get("OutMaps")),
+        sparse_weights=None if sparse is None else bool(sparse),
+        more={key: value for key, value in row.items() if key not in _READ},
+    )
+
+
+def onnx_nodes(metadata: str) -> tuple[str, ...]:
+    r"""Return the ONNX nodes that a layer's metadata name, each once.
+
+    >>> onnx_nodes("[ONNX Layer: /conv1/Conv]\x1e[ONNX Layer: a [b]]__gemm_from_conv1x1")
+    ('/conv1/Conv', 'a [b]')
+    """
+    parts = metadata.split("[ONNX Layer: ")[1:]
+    return tuple(dict.fromkeys(part.rpartition("]")[0] for part in parts))
+
+
+def omissions(layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Count the layers that lack a key, for each key that an audit needs, as sentences."""
+    notes = []
+    for key in ("Name", "LayerType", "Inputs", "Outputs"):
+        count = sum(key not in layer and not (key == "LayerType" and "ParameterType" in layer) for layer in layers)
+        if count:
+            notes.append(f"{count} of {len(layers)} layers are listed without their {key}")
+    return tuple(notes)
+
+
+def first_profile(layers: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the layers of the first profile, and the number of others, whose names end in `[profile N]`."""
+    own = [layer for layer in layers if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
+    return own, len(layers) - len(own)
+
+
+def without_constants(layers: Sequence[EngineLayer], borders: Collection[str]) -> tuple[EngineLayer, ...]:
+    """Move weights and biases that are listed among a layer's inputs, as by TensorRT 10, to its constants.
+
+    Without `borders`, the network's inputs and outputs, the layers are returned unchanged.
+    """
+    if not borders:
+        return tuple(layers)
+    known = {*borders, *(tensor.name for layer in layers for tensor in layer.outputs)}
+    return tuple(
+        replace(
+            layer,
+            inputs=tuple(tensor for tensor in layer.inputs if tensor.name in known),
+            constants=(*layer.constants, *(tensor for tensor in layer.inputs if tensor.name not in known)),
+        )
+        for layer in layers
+    )
+
+
+def split_bindings(names: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (inputs, outputs) of the network: the bindings that a layer writes are outputs."""
+    written = {tensor.name for layer in layers for tensor in layer.outputs}
+    return tuple(n for n in names if n not in written), tuple(n for n in names if n in written)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _tensors(items: Any) -> tuple[EngineTensor, ...]:
+    found = [_tensor(item) for item in items or () if isinstance(item, Mapping)]
+    return tuple(tensor for tensor in found if not tensor.name.startswith(_CONTROL))
+
+
+def _tensor(item: Mapping[str, Any]) -> EngineTensor:
+    together = item.get("Format/Datatype", item.get("Format/DataType"))
+    dtype = together if together is not None else item.get("Datatype", item.get("DataType", ""))
+    layout = together if together is not None else item.get("Format", "")
+    shape = _sizes(item.get("Dimensions"))
+    return EngineTensor(
+        name=str(item.get("Name", UNKNOWN)),
+        dtype=type_name(str(dtype)),
+        shape=shape or (),
+        format=str(layout),
+        strides=_sizes(item.get("Strides")) or (),
+        rows=None if shape is None else 1,
+    )
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    """Return dimensions; None if they are not a list of whole numbers."""
+    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
+        return None
+    return tuple(value)
