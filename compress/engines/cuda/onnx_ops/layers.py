@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import Attributes, Inputs, Operation, given, needed, numbers
+from compress.engines.cuda.onnx_ops.table import Attributes, Operation, numbers
 from compress.errors import EngineError
 
 
@@ -43,8 +43,7 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _conv(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _conv(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rank = x.dim() - 2
     if rank not in _CONVOLUTIONS:
         raise EngineError(f"a convolution over {rank} axes is not supported; they may have 1, 2 or 3")
@@ -60,8 +59,7 @@ def _conv(attributes: Attributes, inputs: Inputs) -> Tensor:
     )
 
 
-def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _conv_transpose(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rank = x.dim() - 2
     if attributes.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in attributes or rank not in _TRANSPOSED:
         raise EngineError("a ConvTranspose with auto_pad or output_shape is not supported; export it with pads")
@@ -85,24 +83,22 @@ def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
     return y
 
 
-def _gemm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    a, b, c = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     a = a.t() if attributes.get("transA", 0) else a
     b = b.t() if attributes.get("transB", 0) else b
     y = attributes.get("alpha", 1.0) * (a @ b.to(a.dtype))
     return y if c is None else y + attributes.get("beta", 1.0) * c.to(a.dtype)
 
 
-def _matmul(attributes: Attributes, inputs: Inputs) -> Tensor:
-    a, b = needed(inputs, 0), needed(inputs, 1)
+def _matmul(attributes: Attributes, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != b.dtype:
         lower = a.dtype if a.element_size() <= b.element_size() else b.dtype
         a, b = a.to(lower), b.to(lower)
     return a @ b
 
 
-def _einsum(attributes: Attributes, inputs: Inputs) -> Tensor:
-    return torch.einsum(attributes["equation"], *(needed(inputs, i) for i in range(len(inputs))))
+def _einsum(attributes: Attributes, *inputs: Tensor) -> Tensor:
+    return torch.einsum(attributes["equation"], *inputs)
 
 
 def _pool_window(attributes: Attributes) -> tuple[list[int], list[int], list[int], bool]:
@@ -116,8 +112,7 @@ _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def _max_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _max_pool(attributes: Attributes, x: Tensor) -> Tensor:
     kernel, strides, dilations, ceil_mode = _pool_window(attributes)
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     pads = window_pads(attributes, x.shape[2:], kernel)
@@ -128,8 +123,7 @@ def _max_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
     return _MAX_POOLS[len(kernel)](x, kernel, strides, padding, dilations, ceil_mode)
 
 
-def _average_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _average_pool(attributes: Attributes, x: Tensor) -> Tensor:
     kernel, strides, dilations, ceil_mode = _pool_window(attributes)
     counts = bool(attributes.get("count_include_pad", 0))
     pads = window_pads(attributes, x.shape[2:], kernel)
@@ -146,34 +140,29 @@ def _average_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
     return total / share
 
 
-def _global_average(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _global_average(attributes: Attributes, x: Tensor) -> Tensor:
     dims = list(range(2, x.dim()))
     return x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-def _global_max(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _global_max(attributes: Attributes, x: Tensor) -> Tensor:
     return x.amax(list(range(2, x.dim())), keepdim=True)
 
 
-def _layer_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), given(inputs, 1), given(inputs, 2)
+def _layer_norm(attributes: Attributes, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     axis = int(attributes.get("axis", -1)) % x.dim()
     sizes = list(x.shape[axis:])
     w, b = (None if t is None else t.to(x.dtype).expand(sizes) for t in (weight, bias))
     return F.layer_norm(x, sizes, w, b, float(attributes.get("epsilon", 1e-5)))
 
 
-def _instance_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = (needed(inputs, i) for i in range(3))
+def _instance_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(
         x, weight=weight.to(x.dtype), bias=bias.to(x.dtype), eps=float(attributes.get("epsilon", 1e-5))
     )
 
 
-def _group_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = (needed(inputs, i) for i in range(3))
+def _group_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     groups, eps = int(attributes["num_groups"]), float(attributes.get("epsilon", 1e-5))
     if weight.numel() == x.shape[1]:
         return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
@@ -183,8 +172,9 @@ def _group_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
     )
 
 
-def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias, mean, variance = (needed(inputs, i) for i in range(5))
+def _batch_norm(
+    attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> Tensor:
     if attributes.get("training_mode", 0):
         raise EngineError("a BatchNormalization in training mode is not supported; export the model in eval mode")
     eps = float(attributes.get("epsilon", 1e-5))
@@ -194,9 +184,9 @@ def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
     return x * factor.to(x.dtype).reshape(shape) + offset.to(x.dtype).reshape(shape)
 
 
-def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _lrn(attributes: Attributes, x: Tensor) -> Tensor:
     return F.local_response_norm(
-        needed(inputs, 0),
+        x,
         int(attributes["size"]),
         float(attributes.get("alpha", 1e-4)),
         float(attributes.get("beta", 0.75)),
@@ -204,10 +194,10 @@ def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
     )
 
 
-def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -> list[int]:
+def _resize_sizes(
+    attributes: Attributes, scales: Sequence[float], sizes: Sequence[int], shape: Sequence[int]
+) -> list[int]:
     """Sizes of all axes of the result of a Resize."""
-    sizes = [int(n) for n in numbers(given(inputs, 3), of="the sizes of a Resize")]
-    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
     axes = [int(n) % len(shape) for n in attributes.get("axes", range(len(shape)))]
     found = list(shape)
     for i, axis in enumerate(axes):
@@ -215,9 +205,15 @@ def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -
     return found
 
 
-def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    sizes = resize_sizes(attributes, inputs, x.shape)
+def _resize(
+    attributes: Attributes,
+    x: Tensor,
+    roi: Tensor | None = None,
+    factors: Tensor | None = None,
+    target: Tensor | None = None,
+) -> Tensor:
+    scales = [float(n) for n in numbers(factors, of="the scales of a Resize")]
+    sizes = _resize_sizes(attributes, scales, numbers(target, of="the sizes of a Resize"), x.shape)
     mode = attributes.get("mode", "nearest")
     places = attributes.get("coordinate_transformation_mode", "half_pixel")
     if sizes[:2] != list(x.shape[:2]) or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -226,7 +222,6 @@ def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
         if not _is_plain_nearest(attributes, places, x.shape, sizes):
             raise EngineError(f"a nearest Resize with {places!r} coordinates is not supported; run 'onnxruntime'")
         return _nearest(x, sizes)
-    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
     whole = not scales or all(n * scale == m for n, scale, m in zip(x.shape, scales, sizes, strict=False))
     plain = places in {"half_pixel", "pytorch_half_pixel", "align_corners"} and not attributes.get("antialias", 0)
     plain = plain and whole and (places == "half_pixel" or 1 not in sizes[2:])

@@ -19,6 +19,7 @@ from compress.engines.cuda.onnx_ops import apply
 from compress.engines.cuda.onnx_ops.shapes import pads_of
 from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
+from compress.export.onnx_graph import opset_of
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
@@ -203,7 +204,7 @@ def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_s
 
 
 def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
-    softmax_axis = 1 if _opset(proto) < 13 else -1
+    softmax_axis = 1 if opset_of(proto) < 13 else -1
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     for node in proto.graph.node:
         if node.domain not in _DOMAINS:
@@ -232,10 +233,6 @@ def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
             attributes=attributes,
             origins=(name,),
         )
-
-
-def _opset(proto: onnx.ModelProto) -> int:
-    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 
 def _attribute(attribute: onnx.AttributeProto, node: onnx.NodeProto, path: Path | str) -> Any:

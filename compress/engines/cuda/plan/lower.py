@@ -197,7 +197,7 @@ def _average_pool(view: View, node: Node) -> Found | None:
 
 def _over_image(view: View, node: Node) -> bool:
     """True if a mean is taken over height and width."""
-    axes = axes_of(node.attributes, (None, view.graph.constants.get(node.given(1))))
+    axes = axes_of(node.attributes, view.graph.constants.get(node.given(1)))
     return sorted(axis % 4 for axis in axes) == [2, 3]
 
 
