@@ -10,33 +10,14 @@ from torch import Tensor
 
 from compress.engines.cuda.onnx_ops.table import Attributes, Operation, numbers
 from compress.errors import EngineError
+from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
 
 
-def window_pads(attributes: Attributes, size: Sequence[int], kernel: Sequence[int]) -> list[tuple[int, int]]:
-    """(before, after) of each spatial axis of a convolution or pool, from `pads` or `auto_pad`.
-
-    - `size`: of the image, without batch and channels.
-    """
-    rank = len(size)
-    automatic = attributes.get("auto_pad", "NOTSET")
-    if automatic in ("NOTSET", "VALID", ""):
-        pads = list(attributes.get("pads", [0] * 2 * rank)) if automatic != "VALID" else [0] * 2 * rank
-        return [(int(pads[i]), int(pads[rank + i])) for i in range(rank)]
-    strides = list(attributes.get("strides", [1] * rank))
-    dilations = list(attributes.get("dilations", [1] * rank))
-    found = []
-    for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
-        total = max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
-        small = total // 2
-        found.append((small, total - small) if automatic == "SAME_UPPER" else (total - small, small))
-    return found
-
-
-def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> tuple[Tensor, list[int]]:
+def _padded(x: Tensor, window: Window) -> tuple[Tensor, Sequence[int]]:
     """(`x` padded where the two ends of an axis differ, the padding that is left to the operation)."""
-    if all(before == after for before, after in pads):
-        return x, [before for before, _ in pads]
-    return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value), [0] * len(pads)
+    if window.padding is not None:
+        return x, window.padding
+    return F.pad(x, window.sides), [0] * len(window.pads)
 
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -47,14 +28,15 @@ def _conv(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None
     rank = x.dim() - 2
     if rank not in _CONVOLUTIONS:
         raise EngineError(f"a convolution over {rank} axes is not supported; they may have 1, 2 or 3")
-    x, padding = _padded(x, window_pads(attributes, x.shape[2:], weight.shape[2:]))
+    window = read_window(attributes, x.shape[2:], weight.shape[2:])
+    x, padding = _padded(x, window)
     return _CONVOLUTIONS[rank](
         x,
         weight.to(x.dtype),
         None if bias is None else bias.to(x.dtype),
-        list(attributes.get("strides", [1] * rank)),
+        window.strides,
         padding,
-        list(attributes.get("dilations", [1] * rank)),
+        window.dilations,
         int(attributes.get("group", 1)),
     )
 
@@ -101,43 +83,27 @@ def _einsum(attributes: Attributes, *inputs: Tensor) -> Tensor:
     return torch.einsum(attributes["equation"], *inputs)
 
 
-def _pool_window(attributes: Attributes) -> tuple[list[int], list[int], list[int], bool]:
-    kernel = [int(n) for n in attributes["kernel_shape"]]
-    strides = [int(n) for n in attributes.get("strides", [1] * len(kernel))]
-    dilations = [int(n) for n in attributes.get("dilations", [1] * len(kernel))]
-    return kernel, strides, dilations, bool(attributes.get("ceil_mode", 0))
-
-
-_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
 def _max_pool(attributes: Attributes, x: Tensor) -> Tensor:
-    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
-    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    pads = window_pads(attributes, x.shape[2:], kernel)
-    if any(2 * max(pair) > k for pair, k in zip(pads, kernel, strict=True)):  # more than torch takes
-        x, padding = F.pad(x, [n for pair in reversed(pads) for n in pair], value=lowest), [0] * len(kernel)
-    else:
-        x, padding = _padded(x, pads, lowest)
-    return _MAX_POOLS[len(kernel)](x, kernel, strides, padding, dilations, ceil_mode)
+    window = read_window(attributes, x.shape[2:])
+    padding = window.pool_padding
+    if padding is None:
+        lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        x, padding = F.pad(x, window.sides, value=lowest), (0,) * len(window.pads)
+    pool = MAX_POOLS[len(window.kernel)]
+    return pool(x, window.kernel, window.strides, padding, window.dilations, window.ceil)
 
 
 def _average_pool(attributes: Attributes, x: Tensor) -> Tensor:
-    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
-    counts = bool(attributes.get("count_include_pad", 0))
-    pads = window_pads(attributes, x.shape[2:], kernel)
-    if any(d != 1 for d in dilations):
+    window = read_window(attributes, x.shape[2:])
+    if set(window.dilations) != {1}:
         raise EngineError("an AveragePool with dilation is not supported; run the file with 'onnxruntime'")
-    if all(before == after and 2 * before <= k for (before, after), k in zip(pads, kernel, strict=True)):
-        padding = [before for before, _ in pads]
-        return _AVERAGE_POOLS[len(kernel)](x, kernel, strides, padding, ceil_mode, counts)
-    flat = [n for pair in reversed(pads) for n in pair]
-    total = _AVERAGE_POOLS[len(kernel)](F.pad(x, flat), kernel, strides, 0, ceil_mode)
+    counts, pool = bool(attributes.get("count_include_pad", 0)), AVERAGE_POOLS[len(window.kernel)]
+    if window.pool_padding is not None:
+        return pool(x, window.kernel, window.strides, window.pool_padding, window.ceil, counts)
+    total = pool(F.pad(x, window.sides), window.kernel, window.strides, 0, window.ceil)
     if counts:
         return total
-    share = _AVERAGE_POOLS[len(kernel)](F.pad(torch.ones_like(x), flat), kernel, strides, 0, ceil_mode)
-    return total / share
+    return total / pool(F.pad(torch.ones_like(x), window.sides), window.kernel, window.strides, 0, window.ceil)
 
 
 def _global_average(attributes: Attributes, x: Tensor) -> Tensor:
@@ -225,10 +191,10 @@ def _resize(
     whole = not scales or all(n * scale == m for n, scale, m in zip(x.shape, scales, sizes, strict=False))
     plain = places in {"half_pixel", "pytorch_half_pixel", "align_corners"} and not attributes.get("antialias", 0)
     plain = plain and whole and (places == "half_pixel" or 1 not in sizes[2:])
-    names = {"linear": {3: "linear", 4: "bilinear", 5: "trilinear"}, "cubic": {4: "bicubic"}}.get(mode, {})
-    if not plain or x.dim() not in names or attributes.get("cubic_coeff_a", -0.75) != -0.75:
+    names = INTERPOLATIONS.get(mode, {})
+    if not plain or x.dim() - 2 not in names or attributes.get("cubic_coeff_a", -0.75) != -0.75:
         raise EngineError(f"a Resize of mode {mode!r} with {places!r} coordinates is not supported; run 'onnxruntime'")
-    return F.interpolate(x, sizes[2:], mode=names[x.dim()], align_corners=places == "align_corners")
+    return F.interpolate(x, sizes[2:], mode=names[x.dim() - 2], align_corners=places == "align_corners")
 
 
 def _is_plain_nearest(attributes: Attributes, places: str, shape: Sequence[int], sizes: Sequence[int]) -> bool:
