@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Operation, axes_of
+from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Operation, alike, axes_of, mean_of
 from compress.errors import EngineError
 
 
@@ -18,19 +18,11 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Operation:
 
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    return lambda attributes, x, y: function(*_alike(x, y))
-
-
-def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
-    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
-        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
-        return x.to(lower), y.to(lower)
-    return x, y
+    return lambda attributes, x, y: function(*alike(x, y))
 
 
 def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    return lambda attributes, *inputs: functools.reduce(lambda x, y: function(*_alike(x, y)), inputs)
+    return lambda attributes, *inputs: functools.reduce(lambda x, y: function(*alike(x, y)), inputs)
 
 
 def _divide(x: Tensor, y: Tensor) -> Tensor:
@@ -58,7 +50,7 @@ def _gelu(attributes: Attributes, x: Tensor) -> Tensor:
 
 
 def _prelu(attributes: Attributes, x: Tensor, slope: Tensor) -> Tensor:
-    x, slope = _alike(x, slope)
+    x, slope = alike(x, slope)
     return torch.where(x < 0, x * slope, x)
 
 
@@ -78,7 +70,7 @@ def _cast(attributes: Attributes, x: Tensor) -> Tensor:
 
 
 def _where(attributes: Attributes, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return torch.where(condition.bool(), *_alike(x, y))
+    return torch.where(condition.bool(), *alike(x, y))
 
 
 def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operation:
@@ -95,10 +87,6 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     for axis in sorted((a % x.dim() for a in axes), reverse=True):
         x = x.prod(axis, keepdim=keep)
     return x
-
-
-def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 def _arg(function: Callable[..., Tensor]) -> Operation:
@@ -197,7 +185,7 @@ OPERATIONS: dict[str, Operation] = {
     "Sum": _variadic(torch.add),
     "Softmax": _softmax(lambda x, axis: F.softmax(x, axis)),
     "LogSoftmax": _softmax(lambda x, axis: F.log_softmax(x, axis)),
-    "ReduceMean": _reduce(_mean),
+    "ReduceMean": _reduce(mean_of),
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keepdim=keep)),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import Attributes, Operation, numbers
+from compress.engines.cuda.onnx_ops.table import Attributes, Operation, alike, mean_of, numbers
 from compress.errors import EngineError
 from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
 
@@ -72,13 +72,6 @@ def _gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Tensor | None = None)
     return y if c is None else y + attributes.get("beta", 1.0) * c.to(a.dtype)
 
 
-def _matmul(attributes: Attributes, a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype != b.dtype:
-        lower = a.dtype if a.element_size() <= b.element_size() else b.dtype
-        a, b = a.to(lower), b.to(lower)
-    return a @ b
-
-
 def _einsum(attributes: Attributes, *inputs: Tensor) -> Tensor:
     return torch.einsum(attributes["equation"], *inputs)
 
@@ -106,15 +99,6 @@ def _average_pool(attributes: Attributes, x: Tensor) -> Tensor:
     return total / pool(F.pad(torch.ones_like(x), window.sides), window.kernel, window.strides, 0, window.ceil)
 
 
-def _global_average(attributes: Attributes, x: Tensor) -> Tensor:
-    dims = list(range(2, x.dim()))
-    return x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
-def _global_max(attributes: Attributes, x: Tensor) -> Tensor:
-    return x.amax(list(range(2, x.dim())), keepdim=True)
-
-
 def _layer_norm(attributes: Attributes, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     axis = int(attributes.get("axis", -1)) % x.dim()
     sizes = list(x.shape[axis:])
@@ -130,12 +114,9 @@ def _instance_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tens
 
 def _group_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     groups, eps = int(attributes["num_groups"]), float(attributes.get("epsilon", 1e-5))
-    if weight.numel() == x.shape[1]:
-        return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
-    each = x.shape[1] // groups
-    return F.group_norm(
-        x, groups, weight.to(x.dtype).repeat_interleave(each), bias.to(x.dtype).repeat_interleave(each), eps
-    )
+    if weight.numel() != x.shape[1]:  # factors of groups, before opset 21
+        weight, bias = (v.repeat_interleave(x.shape[1] // groups) for v in (weight, bias))
+    return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def _batch_norm(
@@ -222,12 +203,12 @@ OPERATIONS: dict[str, Operation] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "Gemm": _gemm,
-    "MatMul": _matmul,
+    "MatMul": lambda a, x, y: torch.matmul(*alike(x, y)),
     "Einsum": _einsum,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
-    "GlobalAveragePool": _global_average,
-    "GlobalMaxPool": _global_max,
+    "GlobalAveragePool": lambda a, x: mean_of(x, list(range(2, x.dim())), True),
+    "GlobalMaxPool": lambda a, x: x.amax(list(range(2, x.dim())), keepdim=True),
     "LayerNormalization": _layer_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,

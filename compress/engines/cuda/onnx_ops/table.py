@@ -55,3 +55,16 @@ def axes_of(attributes: Attributes, axes: Tensor | None) -> list[int]:
     if "axes" in attributes:
         return [int(axis) for axis in attributes["axes"]]
     return [int(axis) for axis in numbers(axes, of="an operator's axes")]
+
+
+def alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
+    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
+        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
+        return x.to(lower), y.to(lower)
+    return x, y
+
+
+def mean_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    """A mean that is summed in float32 at least."""
+    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
