@@ -26,7 +26,7 @@ LAYERS = [
     {"support"},
     {"files"},
     {"kernels"},
-    {"graph"},
+    {"graph", "onnx_graph"},
     {"quantization", "sparsity", "receptive", "roofline_model", "data", "detection"},
     {"models", "qat_fusion", "interop"},
     {"tasks"},

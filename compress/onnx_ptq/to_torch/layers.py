@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compress.errors import QuantizationError
 from compress.export.onnx_graph import attribute
+from compress.onnx_graph.window import Window, attributes_of, read_window
 from compress.onnx_ptq.compounds import Compound
 from compress.onnx_ptq.to_torch.builder import Builder, Place
 
@@ -26,16 +27,19 @@ _INSTANCE: dict[int, Callable[..., Any]] = {3: nn.InstanceNorm1d, 4: nn.Instance
 def convolution(b: Builder, node: onnx.NodeProto) -> Any:
     """Convert Conv, with a padding of its own where its sides differ."""
     weight, x = constant(b, node.input[1]), b.tensor(node.input[0])
-    kernel = weight.shape[2:]
-    pads, strides, dilations = window(b, node, kernel)
-    sides = list(zip(pads[: len(kernel)], pads[len(kernel) :], strict=True))
-    padding = tuple(low for low, _ in sides)
-    if any(low != high for low, high in sides):
-        x = b.call(F.pad, x, [size for side in reversed(sides) for size in side])
-        padding = (0,) * len(kernel)
-    groups = attribute(node, "group", 1)
-    module = _CONVOLUTIONS[len(kernel)](
-        weight.shape[1] * groups, weight.shape[0], kernel, strides, padding, dilations, groups, bias=_has(node, 2)
+    form, groups = window(b, node, weight.shape[2:]), attribute(node, "group", 1)
+    padding = form.padding
+    if padding is None:
+        x, padding = b.call(F.pad, x, form.sides), (0,) * len(form.pads)
+    module = _CONVOLUTIONS[len(form.kernel)](
+        weight.shape[1] * groups,
+        weight.shape[0],
+        form.kernel,
+        form.strides,
+        padding,
+        form.dilations,
+        groups,
+        bias=_has(node, 2),
     )
     return b.layer(node, _filled(module, weight, _optional(b, node, 2)), x)
 
@@ -43,15 +47,16 @@ def convolution(b: Builder, node: onnx.NodeProto) -> Any:
 def transposed(b: Builder, node: onnx.NodeProto) -> Any:
     """Convert ConvTranspose."""
     weight = constant(b, node.input[1])
-    kernel, groups = weight.shape[2:], attribute(node, "group", 1)
-    pads, strides, dilations = window(b, node, kernel)
-    half = pads[: len(kernel)]
-    if half != pads[len(kernel) :] or attribute(node, "output_shape", None):
+    mode = attribute(node, "auto_pad", b"NOTSET").decode()
+    if mode not in {"NOTSET", "VALID"}:
+        raise QuantizationError(f"its auto_pad is {mode}")
+    form, groups = window(b, node, weight.shape[2:]), attribute(node, "group", 1)
+    if form.padding is None or attribute(node, "output_shape", None):
         raise QuantizationError("its padding differs from side to side")
-    extra = attribute(node, "output_padding", [0] * len(kernel))
-    module = _TRANSPOSED[len(kernel)](
-        weight.shape[0], weight.shape[1] * groups, kernel, strides, tuple(half), tuple(extra), groups,
-        bias=_has(node, 2), dilation=dilations,
+    extra = attribute(node, "output_padding", [0] * len(form.kernel))
+    module = _TRANSPOSED[len(form.kernel)](
+        weight.shape[0], weight.shape[1] * groups, form.kernel, form.strides, form.padding, tuple(extra), groups,
+        bias=_has(node, 2), dilation=form.dilations,
     )  # fmt: skip
     return b.layer(node, _filled(module, weight, _optional(b, node, 2)), b.tensor(node.input[0]))
 
@@ -175,27 +180,9 @@ def prelu(b: Builder, node: onnx.NodeProto) -> Any:
     return b.layer(node, module, b.tensor(node.input[0]))
 
 
-def window(
-    b: Builder, node: onnx.NodeProto, kernel: Sequence[int]
-) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """Return pads (begins, then ends), strides and dilations of a window, `auto_pad` resolved by the input's shape."""
-    rank = len(kernel)
-    strides = tuple(attribute(node, "strides", [1] * rank))
-    dilations = tuple(attribute(node, "dilations", [1] * rank))
-    mode = attribute(node, "auto_pad", b"NOTSET").decode()
-    if mode == "VALID":
-        return [0] * (2 * rank), strides, dilations
-    if mode == "NOTSET":
-        return [int(size) for size in attribute(node, "pads", [0] * (2 * rank))], strides, dilations
-    if node.op_type == "ConvTranspose":
-        raise QuantizationError(f"its auto_pad is {mode}")
-    sizes = b.shapes[node.input[0]][2:]
-    total = [
-        max(0, (-(-size // s) - 1) * s + (k - 1) * d + 1 - size)
-        for size, s, k, d in zip(sizes, strides, kernel, dilations, strict=True)
-    ]
-    low = [t // 2 if mode == "SAME_UPPER" else t - t // 2 for t in total]
-    return [*low, *(t - before for t, before in zip(total, low, strict=True))], strides, dilations
+def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None) -> Window:
+    """Return the window of a convolution of a kernel, or of a pool."""
+    return read_window(attributes_of(node), b.shapes.get(node.input[0], ())[2:], kernel)
 
 
 def constant(b: Builder, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from onnx import TensorProto
 
 from compress.errors import QuantizationError
 from compress.export.onnx_graph import attribute
+from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS
 from compress.onnx_ptq.parts import Span
 from compress.onnx_ptq.to_torch.builder import Builder, Size, axes_of
 from compress.onnx_ptq.to_torch.layers import window
@@ -23,8 +24,6 @@ Converter = Callable[[Builder, onnx.NodeProto], Any]
 
 _TYPES = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32, TensorProto.BOOL: torch.bool}
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
-_MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE_POOLS: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _GLOBAL: dict[str, dict[int, Callable[..., Any]]] = {
     "GlobalAveragePool": {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d},
     "GlobalMaxPool": {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d},
@@ -99,22 +98,18 @@ def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Any:
 
 
 def _pool(b: Builder, node: onnx.NodeProto) -> Any:
-    kernel = tuple(attribute(node, "kernel_shape", []))
-    pads, strides, dilations = window(b, node, kernel)
-    half, ceil = pads[: len(kernel)], bool(attribute(node, "ceil_mode", 0))
-    x = b.tensor(node.input[0])
-    uneven = half != pads[len(kernel) :] or any(2 * p > k for p, k in zip(half, kernel, strict=True))
-    sides = [size for low, high in reversed(list(zip(half, pads[len(kernel) :], strict=True))) for size in (low, high)]
-    if node.op_type == "MaxPool":
-        if uneven:
-            x, half = b.call(F.pad, x, sides, "constant", float("-inf")), [0] * len(kernel)
-        return b.call(_MAX_POOLS[len(kernel)], x, kernel, strides, tuple(half), dilations, ceil)
-    counted = bool(attribute(node, "count_include_pad", 0))
-    if (uneven and (not counted or ceil)) or set(dilations) != {1}:
+    form, x = window(b, node), b.tensor(node.input[0])
+    padding, counted = form.pool_padding, bool(attribute(node, "count_include_pad", 0))
+    highest = node.op_type == "MaxPool"
+    if not highest and ((padding is None and (not counted or form.ceil)) or set(form.dilations) != {1}):
         raise QuantizationError("its padding differs from side to side, or it is dilated")
-    if uneven:
-        x, half = b.call(F.pad, x, sides), [0] * len(kernel)
-    return b.call(_AVERAGE_POOLS[len(kernel)], x, kernel, strides, tuple(half), ceil, counted)
+    if padding is None:
+        x = b.call(F.pad, x, form.sides, *(("constant", float("-inf")) if highest else ()))
+        padding = (0,) * len(form.pads)
+    if highest:
+        pool = MAX_POOLS[len(form.kernel)]
+        return b.call(pool, x, form.kernel, form.strides, padding, form.dilations, form.ceil)
+    return b.call(AVERAGE_POOLS[len(form.kernel)], x, form.kernel, form.strides, padding, form.ceil, counted)
 
 
 def _resize(b: Builder, node: onnx.NodeProto) -> Any:
@@ -130,7 +125,7 @@ def _resize(b: Builder, node: onnx.NodeProto) -> Any:
     whole = all(new % old == 0 for old, new in zip(shape[2:], size, strict=True))
     if mode == "nearest" and ((where == "asymmetric" and rounded == "floor") or (whole and where == "half_pixel")):
         return b.call(F.interpolate, x, size=size, mode="nearest")
-    modes = {"linear": {1: "linear", 2: "bilinear", 3: "trilinear"}, "cubic": {2: "bicubic"}}.get(mode, {})
+    modes = INTERPOLATIONS.get(mode, {})
     if len(size) in modes and where in {"half_pixel", "pytorch_half_pixel", "align_corners"}:
         corners = where == "align_corners"
         return b.call(F.interpolate, x, size=size, mode=modes[len(size)], align_corners=corners)

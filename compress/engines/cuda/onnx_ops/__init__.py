@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import arithmetic, layers, shapes
-from compress.engines.cuda.onnx_ops.table import Attributes, Operation
+from compress.engines.cuda.onnx_ops.table import Attributes, Operation, given
 from compress.errors import EngineError, near_misses
 
 OPERATIONS: dict[str, Operation] = {**arithmetic.OPERATIONS, **layers.OPERATIONS, **shapes.OPERATIONS}
@@ -41,6 +43,13 @@ def is_read_by_the_host(kind: str, index: int, value: Tensor) -> bool:
     return index in ((1,) if kind.startswith("Reduce") else _READ_BY_THE_HOST.get(kind, ()))
 
 
+@functools.cache
+def _inputs_needed(operation: Operation) -> int:
+    """The number of inputs without which an operation cannot run."""
+    _, *inputs = inspect.signature(operation).parameters.values()
+    return sum(x.default is x.empty and x.kind is not x.VAR_POSITIONAL for x in inputs)
+
+
 def apply(kind: str, attributes: Attributes, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Run one ONNX operation, such as `Softmax`; an input that is left out is None.
 
@@ -52,5 +61,8 @@ def apply(kind: str, attributes: Attributes, inputs: Sequence[Tensor | None]) ->
         raise EngineError(
             f"the operator {kind} is not supported{near_misses(kind, OPERATIONS)}; run the file with 'onnxruntime'"
         )
-    result = operation(attributes, tuple(inputs))
+    for index in range(_inputs_needed(operation)):
+        if given(inputs, index) is None:
+            raise EngineError(f"input {index} of an operator is missing: the file is not a valid ONNX model")
+    result = operation(attributes, *inputs)
     return result if isinstance(result, tuple) else (result,)

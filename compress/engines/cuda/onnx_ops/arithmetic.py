@@ -9,30 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Inputs, Operation, axes_of, given, needed
+from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Operation, alike, axes_of, mean_of
 from compress.errors import EngineError
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Operation:
-    return lambda attributes, inputs: function(needed(inputs, 0))
+    return lambda attributes, x, *others: function(x)
 
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    return lambda attributes, inputs: function(*_alike(needed(inputs, 0), needed(inputs, 1)))
-
-
-def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
-    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
-        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
-        return x.to(lower), y.to(lower)
-    return x, y
+    return lambda attributes, x, y: function(*alike(x, y))
 
 
 def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    return lambda attributes, inputs: functools.reduce(
-        lambda x, y: function(*_alike(x, y)), [needed(inputs, i) for i in range(len(inputs))]
-    )
+    return lambda attributes, *inputs: functools.reduce(lambda x, y: function(*alike(x, y)), inputs)
 
 
 def _divide(x: Tensor, y: Tensor) -> Tensor:
@@ -40,58 +30,52 @@ def _divide(x: Tensor, y: Tensor) -> Tensor:
     return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
 
 
-def _modulo(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _modulo(attributes: Attributes, x: Tensor, y: Tensor) -> Tensor:
     function = torch.fmod if attributes.get("fmod", 0) else torch.remainder
-    return function(needed(inputs, 0), needed(inputs, 1))
+    return function(x, y)
 
 
-def _clip(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _clip(attributes: Attributes, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     bounds = [attributes.get("min"), attributes.get("max")]
-    for i in (1, 2):
-        bound = given(inputs, i)
+    for i, bound in enumerate((low, high)):
         if bound is not None:
-            bounds[i - 1] = bound.item() if not bound.is_meta else None
+            bounds[i] = bound.item() if not bound.is_meta else None
             if bound.is_meta and not x.is_meta:
                 raise EngineError("the bounds of a Clip are computed from the network's input: they must be constants")
     return x if bounds == [None, None] else torch.clamp(x, *bounds)
 
 
-def _gelu(attributes: Attributes, inputs: Inputs) -> Tensor:
-    return F.gelu(needed(inputs, 0), approximate=attributes.get("approximate", "none"))
+def _gelu(attributes: Attributes, x: Tensor) -> Tensor:
+    return F.gelu(x, approximate=attributes.get("approximate", "none"))
 
 
-def _prelu(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, slope = _alike(needed(inputs, 0), needed(inputs, 1))
+def _prelu(attributes: Attributes, x: Tensor, slope: Tensor) -> Tensor:
+    x, slope = alike(x, slope)
     return torch.where(x < 0, x * slope, x)
 
 
-def _hard_sigmoid(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _hard_sigmoid(attributes: Attributes, x: Tensor) -> Tensor:
     return torch.clamp(attributes.get("alpha", 0.2) * x + attributes.get("beta", 0.5), 0, 1)
 
 
 def _softmax(function: Callable[[Tensor, int], Tensor]) -> Operation:
-    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
-        return function(needed(inputs, 0), int(attributes.get("axis", -1)))
-
-    return run
+    return lambda attributes, x: function(x, int(attributes.get("axis", -1)))
 
 
-def _cast(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _cast(attributes: Attributes, x: Tensor) -> Tensor:
     number = int(attributes["to"])
     if number not in DTYPES:
         raise EngineError(f"Cast to ONNX type {number} is not supported; the types are {sorted(DTYPES)}")
-    return needed(inputs, 0).to(DTYPES[number])
+    return x.to(DTYPES[number])
 
 
-def _where(attributes: Attributes, inputs: Inputs) -> Tensor:
-    return torch.where(needed(inputs, 0).bool(), *_alike(needed(inputs, 1), needed(inputs, 2)))
+def _where(attributes: Attributes, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(condition.bool(), *alike(x, y))
 
 
 def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operation:
-    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
-        x, axes = needed(inputs, 0), axes_of(attributes, inputs)
+    def run(attributes: Attributes, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        axes = axes_of(attributes, chosen)
         if not axes and attributes.get("noop_with_empty_axes", 0):
             return x
         return function(x, axes or list(range(x.dim())), bool(attributes.get("keepdims", 1)))
@@ -105,41 +89,37 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
 def _arg(function: Callable[..., Tensor]) -> Operation:
-    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
+    def run(attributes: Attributes, x: Tensor) -> Tensor:
         if attributes.get("select_last_index", 0):
             raise EngineError(
                 "ArgMax and ArgMin with select_last_index are not supported; run the file with 'onnxruntime'"
             )
-        return function(needed(inputs, 0), int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1)))
+        return function(x, int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1)))
 
     return run
 
 
-def _cumulative_sum(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _cumulative_sum(attributes: Attributes, x: Tensor, axis: Tensor) -> Tensor:
     if attributes.get("exclusive", 0) or attributes.get("reverse", 0):
         raise EngineError("CumSum that is exclusive or reversed is not supported; run the file with 'onnxruntime'")
-    return needed(inputs, 0).cumsum(int(needed(inputs, 1).item()))
+    return x.cumsum(int(axis.item()))
 
 
-def _top_k(attributes: Attributes, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _top_k(attributes: Attributes, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Stable order: of equal values the first comes first."""
-    axis, count = int(attributes.get("axis", -1)), int(needed(inputs, 1).item())
+    axis, count = int(attributes.get("axis", -1)), int(k.item())
     largest = bool(attributes.get("largest", 1))
-    values, places = torch.sort(needed(inputs, 0), dim=axis, descending=largest, stable=True)
+    values, places = torch.sort(x, dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, count), places.narrow(axis, 0, count)
 
 
-def _selu(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _selu(attributes: Attributes, x: Tensor) -> Tensor:
     alpha, gamma = (
         attributes.get("alpha", 1.67326319217681884765625),
         attributes.get("gamma", 1.05070102214813232421875),
     )
-    return gamma * F.elu(needed(inputs, 0), alpha)
+    return gamma * F.elu(x, alpha)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -179,9 +159,9 @@ OPERATIONS: dict[str, Operation] = {
     "Gelu": _gelu,
     "PRelu": _prelu,
     "HardSigmoid": _hard_sigmoid,
-    "LeakyRelu": lambda a, i: F.leaky_relu(needed(i, 0), a.get("alpha", 0.01)),
-    "Elu": lambda a, i: F.elu(needed(i, 0), a.get("alpha", 1.0)),
-    "Celu": lambda a, i: F.celu(needed(i, 0), a.get("alpha", 1.0)),
+    "LeakyRelu": lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)),
+    "Elu": lambda a, x: F.elu(x, a.get("alpha", 1.0)),
+    "Celu": lambda a, x: F.celu(x, a.get("alpha", 1.0)),
     "Selu": _selu,
     "Clip": _clip,
     "Cast": _cast,
@@ -191,7 +171,7 @@ OPERATIONS: dict[str, Operation] = {
     "Mul": _binary(torch.mul),
     "Div": _binary(_divide),
     "Mod": _modulo,
-    "Pow": lambda a, i: torch.pow(needed(i, 0), needed(i, 1)).to(needed(i, 0).dtype),
+    "Pow": lambda a, x, y: torch.pow(x, y).to(x.dtype),
     "And": _binary(torch.logical_and),
     "Or": _binary(torch.logical_or),
     "Xor": _binary(torch.logical_xor),
@@ -205,7 +185,7 @@ OPERATIONS: dict[str, Operation] = {
     "Sum": _variadic(torch.add),
     "Softmax": _softmax(lambda x, axis: F.softmax(x, axis)),
     "LogSoftmax": _softmax(lambda x, axis: F.log_softmax(x, axis)),
-    "ReduceMean": _reduce(_mean),
+    "ReduceMean": _reduce(mean_of),
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keepdim=keep)),

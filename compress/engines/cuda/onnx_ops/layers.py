@@ -8,60 +8,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import Attributes, Inputs, Operation, given, needed, numbers
+from compress.engines.cuda.onnx_ops.table import Attributes, Operation, alike, mean_of, numbers
 from compress.errors import EngineError
+from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
 
 
-def window_pads(attributes: Attributes, size: Sequence[int], kernel: Sequence[int]) -> list[tuple[int, int]]:
-    """(before, after) of each spatial axis of a convolution or pool, from `pads` or `auto_pad`.
-
-    - `size`: of the image, without batch and channels.
-    """
-    rank = len(size)
-    automatic = attributes.get("auto_pad", "NOTSET")
-    if automatic in ("NOTSET", "VALID", ""):
-        pads = list(attributes.get("pads", [0] * 2 * rank)) if automatic != "VALID" else [0] * 2 * rank
-        return [(int(pads[i]), int(pads[rank + i])) for i in range(rank)]
-    strides = list(attributes.get("strides", [1] * rank))
-    dilations = list(attributes.get("dilations", [1] * rank))
-    found = []
-    for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
-        total = max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
-        small = total // 2
-        found.append((small, total - small) if automatic == "SAME_UPPER" else (total - small, small))
-    return found
-
-
-def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> tuple[Tensor, list[int]]:
+def _padded(x: Tensor, window: Window) -> tuple[Tensor, Sequence[int]]:
     """(`x` padded where the two ends of an axis differ, the padding that is left to the operation)."""
-    if all(before == after for before, after in pads):
-        return x, [before for before, _ in pads]
-    return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value), [0] * len(pads)
+    if window.padding is not None:
+        return x, window.padding
+    return F.pad(x, window.sides), [0] * len(window.pads)
 
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _conv(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _conv(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rank = x.dim() - 2
     if rank not in _CONVOLUTIONS:
         raise EngineError(f"a convolution over {rank} axes is not supported; they may have 1, 2 or 3")
-    x, padding = _padded(x, window_pads(attributes, x.shape[2:], weight.shape[2:]))
+    window = read_window(attributes, x.shape[2:], weight.shape[2:])
+    x, padding = _padded(x, window)
     return _CONVOLUTIONS[rank](
         x,
         weight.to(x.dtype),
         None if bias is None else bias.to(x.dtype),
-        list(attributes.get("strides", [1] * rank)),
+        window.strides,
         padding,
-        list(attributes.get("dilations", [1] * rank)),
+        window.dilations,
         int(attributes.get("group", 1)),
     )
 
 
-def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _conv_transpose(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rank = x.dim() - 2
     if attributes.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in attributes or rank not in _TRANSPOSED:
         raise EngineError("a ConvTranspose with auto_pad or output_shape is not supported; export it with pads")
@@ -85,106 +65,63 @@ def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
     return y
 
 
-def _gemm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    a, b, c = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+def _gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     a = a.t() if attributes.get("transA", 0) else a
     b = b.t() if attributes.get("transB", 0) else b
     y = attributes.get("alpha", 1.0) * (a @ b.to(a.dtype))
     return y if c is None else y + attributes.get("beta", 1.0) * c.to(a.dtype)
 
 
-def _matmul(attributes: Attributes, inputs: Inputs) -> Tensor:
-    a, b = needed(inputs, 0), needed(inputs, 1)
-    if a.dtype != b.dtype:
-        lower = a.dtype if a.element_size() <= b.element_size() else b.dtype
-        a, b = a.to(lower), b.to(lower)
-    return a @ b
+def _einsum(attributes: Attributes, *inputs: Tensor) -> Tensor:
+    return torch.einsum(attributes["equation"], *inputs)
 
 
-def _einsum(attributes: Attributes, inputs: Inputs) -> Tensor:
-    return torch.einsum(attributes["equation"], *(needed(inputs, i) for i in range(len(inputs))))
+def _max_pool(attributes: Attributes, x: Tensor) -> Tensor:
+    window = read_window(attributes, x.shape[2:])
+    padding = window.pool_padding
+    if padding is None:
+        lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        x, padding = F.pad(x, window.sides, value=lowest), (0,) * len(window.pads)
+    pool = MAX_POOLS[len(window.kernel)]
+    return pool(x, window.kernel, window.strides, padding, window.dilations, window.ceil)
 
 
-def _pool_window(attributes: Attributes) -> tuple[list[int], list[int], list[int], bool]:
-    kernel = [int(n) for n in attributes["kernel_shape"]]
-    strides = [int(n) for n in attributes.get("strides", [1] * len(kernel))]
-    dilations = [int(n) for n in attributes.get("dilations", [1] * len(kernel))]
-    return kernel, strides, dilations, bool(attributes.get("ceil_mode", 0))
-
-
-_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
-def _max_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
-    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    pads = window_pads(attributes, x.shape[2:], kernel)
-    if any(2 * max(pair) > k for pair, k in zip(pads, kernel, strict=True)):  # more than torch takes
-        x, padding = F.pad(x, [n for pair in reversed(pads) for n in pair], value=lowest), [0] * len(kernel)
-    else:
-        x, padding = _padded(x, pads, lowest)
-    return _MAX_POOLS[len(kernel)](x, kernel, strides, padding, dilations, ceil_mode)
-
-
-def _average_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
-    counts = bool(attributes.get("count_include_pad", 0))
-    pads = window_pads(attributes, x.shape[2:], kernel)
-    if any(d != 1 for d in dilations):
+def _average_pool(attributes: Attributes, x: Tensor) -> Tensor:
+    window = read_window(attributes, x.shape[2:])
+    if set(window.dilations) != {1}:
         raise EngineError("an AveragePool with dilation is not supported; run the file with 'onnxruntime'")
-    if all(before == after and 2 * before <= k for (before, after), k in zip(pads, kernel, strict=True)):
-        padding = [before for before, _ in pads]
-        return _AVERAGE_POOLS[len(kernel)](x, kernel, strides, padding, ceil_mode, counts)
-    flat = [n for pair in reversed(pads) for n in pair]
-    total = _AVERAGE_POOLS[len(kernel)](F.pad(x, flat), kernel, strides, 0, ceil_mode)
+    counts, pool = bool(attributes.get("count_include_pad", 0)), AVERAGE_POOLS[len(window.kernel)]
+    if window.pool_padding is not None:
+        return pool(x, window.kernel, window.strides, window.pool_padding, window.ceil, counts)
+    total = pool(F.pad(x, window.sides), window.kernel, window.strides, 0, window.ceil)
     if counts:
         return total
-    share = _AVERAGE_POOLS[len(kernel)](F.pad(torch.ones_like(x), flat), kernel, strides, 0, ceil_mode)
-    return total / share
+    return total / pool(F.pad(torch.ones_like(x), window.sides), window.kernel, window.strides, 0, window.ceil)
 
 
-def _global_average(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    dims = list(range(2, x.dim()))
-    return x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
-def _global_max(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    return x.amax(list(range(2, x.dim())), keepdim=True)
-
-
-def _layer_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = needed(inputs, 0), given(inputs, 1), given(inputs, 2)
+def _layer_norm(attributes: Attributes, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     axis = int(attributes.get("axis", -1)) % x.dim()
     sizes = list(x.shape[axis:])
     w, b = (None if t is None else t.to(x.dtype).expand(sizes) for t in (weight, bias))
     return F.layer_norm(x, sizes, w, b, float(attributes.get("epsilon", 1e-5)))
 
 
-def _instance_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = (needed(inputs, i) for i in range(3))
+def _instance_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(
         x, weight=weight.to(x.dtype), bias=bias.to(x.dtype), eps=float(attributes.get("epsilon", 1e-5))
     )
 
 
-def _group_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias = (needed(inputs, i) for i in range(3))
+def _group_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     groups, eps = int(attributes["num_groups"]), float(attributes.get("epsilon", 1e-5))
-    if weight.numel() == x.shape[1]:
-        return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
-    each = x.shape[1] // groups
-    return F.group_norm(
-        x, groups, weight.to(x.dtype).repeat_interleave(each), bias.to(x.dtype).repeat_interleave(each), eps
-    )
+    if weight.numel() != x.shape[1]:  # factors of groups, before opset 21
+        weight, bias = (v.repeat_interleave(x.shape[1] // groups) for v in (weight, bias))
+    return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
-def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, weight, bias, mean, variance = (needed(inputs, i) for i in range(5))
+def _batch_norm(
+    attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> Tensor:
     if attributes.get("training_mode", 0):
         raise EngineError("a BatchNormalization in training mode is not supported; export the model in eval mode")
     eps = float(attributes.get("epsilon", 1e-5))
@@ -194,9 +131,9 @@ def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
     return x * factor.to(x.dtype).reshape(shape) + offset.to(x.dtype).reshape(shape)
 
 
-def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _lrn(attributes: Attributes, x: Tensor) -> Tensor:
     return F.local_response_norm(
-        needed(inputs, 0),
+        x,
         int(attributes["size"]),
         float(attributes.get("alpha", 1e-4)),
         float(attributes.get("beta", 0.75)),
@@ -204,10 +141,10 @@ def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
     )
 
 
-def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -> list[int]:
+def _resize_sizes(
+    attributes: Attributes, scales: Sequence[float], sizes: Sequence[int], shape: Sequence[int]
+) -> list[int]:
     """Sizes of all axes of the result of a Resize."""
-    sizes = [int(n) for n in numbers(given(inputs, 3), of="the sizes of a Resize")]
-    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
     axes = [int(n) % len(shape) for n in attributes.get("axes", range(len(shape)))]
     found = list(shape)
     for i, axis in enumerate(axes):
@@ -215,9 +152,15 @@ def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -
     return found
 
 
-def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    sizes = resize_sizes(attributes, inputs, x.shape)
+def _resize(
+    attributes: Attributes,
+    x: Tensor,
+    roi: Tensor | None = None,
+    factors: Tensor | None = None,
+    target: Tensor | None = None,
+) -> Tensor:
+    scales = [float(n) for n in numbers(factors, of="the scales of a Resize")]
+    sizes = _resize_sizes(attributes, scales, numbers(target, of="the sizes of a Resize"), x.shape)
     mode = attributes.get("mode", "nearest")
     places = attributes.get("coordinate_transformation_mode", "half_pixel")
     if sizes[:2] != list(x.shape[:2]) or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -226,14 +169,13 @@ def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
         if not _is_plain_nearest(attributes, places, x.shape, sizes):
             raise EngineError(f"a nearest Resize with {places!r} coordinates is not supported; run 'onnxruntime'")
         return _nearest(x, sizes)
-    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
     whole = not scales or all(n * scale == m for n, scale, m in zip(x.shape, scales, sizes, strict=False))
     plain = places in {"half_pixel", "pytorch_half_pixel", "align_corners"} and not attributes.get("antialias", 0)
     plain = plain and whole and (places == "half_pixel" or 1 not in sizes[2:])
-    names = {"linear": {3: "linear", 4: "bilinear", 5: "trilinear"}, "cubic": {4: "bicubic"}}.get(mode, {})
-    if not plain or x.dim() not in names or attributes.get("cubic_coeff_a", -0.75) != -0.75:
+    names = INTERPOLATIONS.get(mode, {})
+    if not plain or x.dim() - 2 not in names or attributes.get("cubic_coeff_a", -0.75) != -0.75:
         raise EngineError(f"a Resize of mode {mode!r} with {places!r} coordinates is not supported; run 'onnxruntime'")
-    return F.interpolate(x, sizes[2:], mode=names[x.dim()], align_corners=places == "align_corners")
+    return F.interpolate(x, sizes[2:], mode=names[x.dim() - 2], align_corners=places == "align_corners")
 
 
 def _is_plain_nearest(attributes: Attributes, places: str, shape: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -261,12 +203,12 @@ OPERATIONS: dict[str, Operation] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "Gemm": _gemm,
-    "MatMul": _matmul,
+    "MatMul": lambda a, x, y: torch.matmul(*alike(x, y)),
     "Einsum": _einsum,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
-    "GlobalAveragePool": _global_average,
-    "GlobalMaxPool": _global_max,
+    "GlobalAveragePool": lambda a, x: mean_of(x, list(range(2, x.dim())), True),
+    "GlobalMaxPool": lambda a, x: x.amax(list(range(2, x.dim())), keepdim=True),
     "LayerNormalization": _layer_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,

@@ -8,61 +8,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Inputs, Operation, axes_of, given, needed, numbers
+from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Inputs, Operation, axes_of, given, numbers
 from compress.errors import EngineError
 
 
-def _shape(attributes: Attributes, inputs: Inputs) -> Tensor:
-    sizes = list(needed(inputs, 0).shape)
+def _shape(attributes: Attributes, x: Tensor) -> Tensor:
+    sizes = list(x.shape)
     start, end = int(attributes.get("start", 0)), attributes.get("end")
     return torch.tensor(sizes[start : None if end is None else int(end)], dtype=torch.int64)
 
 
-def _reshape(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    sizes = [int(n) for n in numbers(given(inputs, 1), of="the target of a Reshape")]
+def _reshape(attributes: Attributes, x: Tensor, target: Tensor | None = None) -> Tensor:
+    sizes = [int(n) for n in numbers(target, of="the target of a Reshape")]
     if not attributes.get("allowzero", 0):
         sizes = [x.shape[i] if n == 0 else n for i, n in enumerate(sizes)]
     return x.reshape(sizes)
 
 
-def _flatten(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, axis = needed(inputs, 0), int(attributes.get("axis", 1))
+def _flatten(attributes: Attributes, x: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", 1))
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), -1)
 
 
-def _transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _transpose(attributes: Attributes, x: Tensor) -> Tensor:
     return x.permute(tuple(attributes.get("perm", range(x.dim() - 1, -1, -1))))
 
 
-def _squeeze(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, axes = needed(inputs, 0), axes_of(attributes, inputs)
+def _squeeze(attributes: Attributes, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+    axes = axes_of(attributes, chosen)
     return x.squeeze(tuple(axes)) if axes else x.squeeze()
 
 
-def _unsqueeze(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, axes = needed(inputs, 0), axes_of(attributes, inputs)
+def _unsqueeze(attributes: Attributes, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+    axes = axes_of(attributes, chosen)
     rank = x.dim() + len(axes)
     for axis in sorted(a % rank for a in axes):
         x = x.unsqueeze(axis)
     return x
 
 
-def _concat(attributes: Attributes, inputs: Inputs) -> Tensor:
-    parts = [needed(inputs, i) for i in range(len(inputs))]
+def _concat(attributes: Attributes, *parts: Tensor) -> Tensor:
     kinds = {part.dtype for part in parts}
     if len(kinds) > 1 and all(part.is_floating_point() for part in parts):
         lowest = min(kinds, key=lambda dtype: dtype.itemsize)
-        parts = [part.to(lowest) for part in parts]
+        parts = tuple(part.to(lowest) for part in parts)
     return torch.cat(parts, int(attributes["axis"]))
 
 
-def _split(attributes: Attributes, inputs: Inputs) -> tuple[Tensor, ...]:
-    x, axis = needed(inputs, 0), int(attributes.get("axis", 0))
+def _split(attributes: Attributes, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+    axis = int(attributes.get("axis", 0))
     sizes = [int(n) for n in attributes.get("split", ())] or [
-        int(n) for n in numbers(given(inputs, 1), of="the sizes of a Split")
+        int(n) for n in numbers(lengths, of="the sizes of a Split")
     ]
     if not sizes:
         count = int(attributes.get("num_outputs", 0) or attributes.get("outputs", 2))
@@ -70,14 +67,13 @@ def _split(attributes: Attributes, inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(torch.split(x, sizes, axis))
 
 
-def _slice(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _slice(attributes: Attributes, x: Tensor, *bounds: Tensor | None) -> Tensor:
     if "starts" in attributes:
         starts, ends = list(attributes["starts"]), list(attributes["ends"])
         axes, steps = list(attributes.get("axes", range(len(starts)))), [1] * len(starts)
     else:
         starts, ends, axes, steps = (
-            [int(n) for n in numbers(given(inputs, i), of="the range of a Slice")] for i in range(1, 5)
+            [int(n) for n in numbers(given(bounds, i), of="the range of a Slice")] for i in range(4)
         )
         axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -101,8 +97,8 @@ def _strided(x: Tensor, axis: int, chosen: range) -> Tensor:
     return x[tuple(index)]
 
 
-def _gather(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, places, axis = needed(inputs, 0), needed(inputs, 1), int(attributes.get("axis", 0))
+def _gather(attributes: Attributes, x: Tensor, places: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", 0))
     axis %= x.dim()
     if places.numel() == 1 and not places.is_meta:
         found = x.narrow(axis, int(places.item()) % x.shape[axis], 1)
@@ -113,26 +109,24 @@ def _gather(attributes: Attributes, inputs: Inputs) -> Tensor:
     return found.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
 
 
-def _gather_elements(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, places, axis = needed(inputs, 0), needed(inputs, 1), int(attributes.get("axis", 0))
+def _gather_elements(attributes: Attributes, x: Tensor, places: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", 0))
     return torch.gather(x, axis, torch.where(places < 0, places + x.shape[axis], places).to(x.device))
 
 
-def _gather_nd(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, places = needed(inputs, 0), needed(inputs, 1)
+def _gather_nd(attributes: Attributes, x: Tensor, places: Tensor) -> Tensor:
     if attributes.get("batch_dims", 0):
         raise EngineError("GatherND with batch_dims is not supported; run the file with 'onnxruntime'")
     return x[tuple(places.to(x.device).unbind(-1))]
 
 
-def _expand(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    sizes = [int(n) for n in numbers(given(inputs, 1), of="the target of an Expand")]
+def _expand(attributes: Attributes, x: Tensor, target: Tensor | None = None) -> Tensor:
+    sizes = [int(n) for n in numbers(target, of="the target of an Expand")]
     return x.expand(torch.broadcast_shapes(x.shape, tuple(sizes)))
 
 
-def _tile(attributes: Attributes, inputs: Inputs) -> Tensor:
-    return needed(inputs, 0).repeat([int(n) for n in numbers(given(inputs, 1), of="the repeats of a Tile")])
+def _tile(attributes: Attributes, x: Tensor, repeats: Tensor | None = None) -> Tensor:
+    return x.repeat([int(n) for n in numbers(repeats, of="the repeats of a Tile")])
 
 
 def pads_of(attributes: Attributes, inputs: Inputs, rank: int) -> list[tuple[int, int]]:
@@ -147,13 +141,12 @@ def pads_of(attributes: Attributes, inputs: Inputs, rank: int) -> list[tuple[int
     return found
 
 
-def _pad(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
-    pairs = pads_of(attributes, inputs, x.dim())
+def _pad(attributes: Attributes, x: Tensor, *others: Tensor | None) -> Tensor:
+    pairs = pads_of(attributes, (x, *others), x.dim())
     mode = attributes.get("mode", "constant")
     flat = [n for pair in reversed(pairs) for n in pair]
     if mode == "constant":
-        value = given(inputs, 2)
+        value = given(others, 1)
         number = float(attributes.get("value", 0.0)) if value is None else value.item()
         return F.pad(x, flat, value=number)
     names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
@@ -164,13 +157,13 @@ def _pad(attributes: Attributes, inputs: Inputs) -> Tensor:
     return F.pad(x, flat, mode=names[mode])
 
 
-def _constant_of_shape(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _constant_of_shape(attributes: Attributes, target: Tensor | None = None) -> Tensor:
     value = attributes.get("value", torch.zeros(1))
-    sizes = [int(n) for n in numbers(given(inputs, 0), of="the size of a ConstantOfShape")]
+    sizes = [int(n) for n in numbers(target, of="the size of a ConstantOfShape")]
     return torch.full(sizes, value.reshape(-1)[0].item(), dtype=value.dtype)
 
 
-def _constant(attributes: Attributes, inputs: Inputs) -> Tensor:
+def _constant(attributes: Attributes) -> Tensor:
     for name, value in attributes.items():
         if name == "value":
             return torch.as_tensor(value)
@@ -181,43 +174,39 @@ def _constant(attributes: Attributes, inputs: Inputs) -> Tensor:
     raise EngineError("a Constant of text or of a sparse tensor is not supported")
 
 
-def _range(attributes: Attributes, inputs: Inputs) -> Tensor:
-    start, end, step = (needed(inputs, i) for i in range(3))
+def _range(attributes: Attributes, start: Tensor, end: Tensor, step: Tensor) -> Tensor:
     return torch.arange(start.item(), end.item(), step.item(), dtype=start.dtype)
 
 
-def _depth_to_space(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, b = needed(inputs, 0), int(attributes["blocksize"])
+def _depth_to_space(attributes: Attributes, x: Tensor) -> Tensor:
+    b = int(attributes["blocksize"])
     n, c, h, w = x.shape
     if attributes.get("mode", "DCR") == "CRD":
         return x.reshape(n, c // b**2, b, b, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // b**2, h * b, w * b)
     return x.reshape(n, b, b, c // b**2, h, w).permute(0, 3, 4, 1, 5, 2).reshape(n, c // b**2, h * b, w * b)
 
 
-def _space_to_depth(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x, b = needed(inputs, 0), int(attributes["blocksize"])
+def _space_to_depth(attributes: Attributes, x: Tensor) -> Tensor:
+    b = int(attributes["blocksize"])
     n, c, h, w = x.shape
     if attributes.get("mode", "DCR") != "DCR":
         raise EngineError("SpaceToDepth of another mode than DCR is not supported; run the file with 'onnxruntime'")
     return x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4).reshape(n, c * b**2, h // b, w // b)
 
 
-def _trilu(attributes: Attributes, inputs: Inputs) -> Tensor:
-    k = given(inputs, 1)
+def _trilu(attributes: Attributes, x: Tensor, k: Tensor | None = None) -> Tensor:
     function = torch.triu if attributes.get("upper", 1) else torch.tril
-    return function(needed(inputs, 0), 0 if k is None else int(k.item()))
+    return function(x, 0 if k is None else int(k.item()))
 
 
-def _one_hot(attributes: Attributes, inputs: Inputs) -> Tensor:
-    places, depth, values = (needed(inputs, i) for i in range(3))
+def _one_hot(attributes: Attributes, places: Tensor, depth: Tensor, values: Tensor) -> Tensor:
     hot = F.one_hot(places.long() % int(depth.item()), int(depth.item()))
     axis = int(attributes.get("axis", -1))
     found = torch.where(hot.bool(), values[1], values[0])
     return found if axis in (-1, places.dim()) else found.movedim(-1, axis)
 
 
-def _eye_like(attributes: Attributes, inputs: Inputs) -> Tensor:
-    x = needed(inputs, 0)
+def _eye_like(attributes: Attributes, x: Tensor) -> Tensor:
     if attributes.get("k", 0):
         raise EngineError("EyeLike off the main diagonal is not supported; run the file with 'onnxruntime'")
     dtype = DTYPES[int(attributes["dtype"])] if "dtype" in attributes else x.dtype
@@ -226,7 +215,7 @@ def _eye_like(attributes: Attributes, inputs: Inputs) -> Tensor:
 
 OPERATIONS: dict[str, Operation] = {
     "Shape": _shape,
-    "Size": lambda a, i: torch.tensor(needed(i, 0).numel(), dtype=torch.int64),
+    "Size": lambda a, x: torch.tensor(x.numel(), dtype=torch.int64),
     "Reshape": _reshape,
     "Flatten": _flatten,
     "Transpose": _transpose,

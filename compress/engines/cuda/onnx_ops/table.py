@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from compress.errors import EngineError
 
 Attributes = Mapping[str, Any]
 Inputs = tuple[Tensor | None, ...]
-Operation = Callable[[Attributes, Inputs], Tensor | tuple[Tensor, ...]]
+Operation = Callable[..., Tensor | tuple[Tensor, ...]]
+"""Of the attributes, then the inputs in ONNX's order; an optional one is None where it is left out."""
 
 DTYPES: dict[int, torch.dtype] = {
     1: torch.float32,
@@ -29,21 +30,9 @@ DTYPES: dict[int, torch.dtype] = {
 """Types of `onnx.TensorProto.DataType`, by their numbers."""
 
 
-def given(inputs: Inputs, index: int) -> Tensor | None:
+def given(inputs: Sequence[Tensor | None], index: int) -> Tensor | None:
     """An optional input; None where it is left out."""
     return inputs[index] if index < len(inputs) else None
-
-
-def needed(inputs: Inputs, index: int) -> Tensor:
-    """An input that the operator must have.
-
-    Raises:
-        EngineError: it is left out.
-    """
-    found = given(inputs, index)
-    if found is None:
-        raise EngineError(f"input {index} of an operator is missing: the file is not a valid ONNX model")
-    return found
 
 
 def numbers(tensor: Tensor | None, *, of: str) -> list[Any]:
@@ -61,8 +50,21 @@ def numbers(tensor: Tensor | None, *, of: str) -> list[Any]:
     return list(tensor.reshape(-1).tolist())
 
 
-def axes_of(attributes: Attributes, inputs: Inputs, index: int = 1) -> list[int]:
+def axes_of(attributes: Attributes, axes: Tensor | None) -> list[int]:
     """Axes that are an attribute in older opsets and an input in newer ones; [] where there are none."""
     if "axes" in attributes:
         return [int(axis) for axis in attributes["axes"]]
-    return [int(axis) for axis in numbers(given(inputs, index), of="an operator's axes")]
+    return [int(axis) for axis in numbers(axes, of="an operator's axes")]
+
+
+def alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
+    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
+        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
+        return x.to(lower), y.to(lower)
+    return x, y
+
+
+def mean_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    """A mean that is summed in float32 at least."""
+    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)

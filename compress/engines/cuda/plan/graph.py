@@ -15,10 +15,11 @@ from torch import Tensor
 
 from compress.engines.arrays import shape_text
 from compress.engines.base import TensorInfo
-from compress.engines.cuda.onnx_ops import apply
+from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
 from compress.engines.cuda.onnx_ops.shapes import pads_of
 from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
+from compress.export.onnx_graph import opset_of
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
@@ -203,7 +204,7 @@ def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_s
 
 
 def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
-    softmax_axis = 1 if _opset(proto) < 13 else -1
+    softmax_axis = 1 if opset_of(proto) < 13 else -1
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     for node in proto.graph.node:
         if node.domain not in _DOMAINS:
@@ -232,10 +233,6 @@ def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
             attributes=attributes,
             origins=(name,),
         )
-
-
-def _opset(proto: onnx.ModelProto) -> int:
-    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 
 def _attribute(attribute: onnx.AttributeProto, node: onnx.NodeProto, path: Path | str) -> Any:
@@ -317,29 +314,11 @@ def _quantized(node: Node, inputs: Sequence[Tensor | None]) -> Tensor:
     return torch.empty(x.shape, dtype=scale.dtype, device="meta")
 
 
-_VALUES = {
-    "Reshape": {1},
-    "Slice": {1, 2, 3, 4},
-    "Expand": {1},
-    "Tile": {1},
-    "Pad": {1, 2, 3},
-    "Resize": {1, 2, 3},
-    "Squeeze": {1},
-    "Unsqueeze": {1},
-    "Split": {1},
-    "TopK": {1},
-    "Clip": {1, 2},
-    "CumSum": {1},
-    "OneHot": {1},
-    "Trilu": {1},
-    "Range": {0, 1, 2},
-    "ConstantOfShape": {0},
-    "Gather": {1},
-}
-"""Inputs whose values decide about the result's shape, or that are numbers."""
-
-
 def _on_meta(op: str, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     """`inputs` for a run without data: those that shapes depend on keep theirs."""
-    kept = set(range(1, len(inputs))) if op.startswith("Reduce") else _VALUES.get(op, set())
-    return [x if x is None or i in kept or op == "Shape" else x.to("meta") for i, x in enumerate(inputs)]
+    if op == "Shape":
+        return list(inputs)
+    return [
+        x if x is None or (op, i) == ("Gather", 1) or is_read_by_the_host(op, i, x) else x.to("meta")
+        for i, x in enumerate(inputs)
+    ]

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.layers import window_pads
 from compress.engines.cuda.onnx_ops.table import axes_of
 from compress.engines.cuda.plan.activation import NONE, recognize_activations
 from compress.engines.cuda.plan.attention import match_attention
@@ -33,6 +32,7 @@ from compress.engines.cuda.plan.steps import (
     Step,
 )
 from compress.engines.cuda.plan.view import View
+from compress.onnx_graph.window import read_window
 
 Found = tuple[Step, int]
 
@@ -159,7 +159,7 @@ def _window(
 ) -> Padding:
     """Padding of a pool; as much below and on the right as its result needs (`ceil_mode`)."""
     shape, out = view.shape(node.inputs[0])[2:], view.shape(node.outputs[0])[2:]
-    pads = window_pads(node.attributes, shape, kernel)
+    pads = read_window(node.attributes, shape, kernel).pads
     found = []
     for n, o, k, s, d, (before, after) in zip(shape, out, kernel, stride, dilation, pads, strict=True):
         needed = (o - 1) * s + d * (k - 1) + 1 - n - before
@@ -197,7 +197,7 @@ def _average_pool(view: View, node: Node) -> Found | None:
 
 def _over_image(view: View, node: Node) -> bool:
     """True if a mean is taken over height and width."""
-    axes = axes_of(node.attributes, (None, view.graph.constants.get(node.given(1))))
+    axes = axes_of(node.attributes, view.graph.constants.get(node.given(1)))
     return sorted(axis % 4 for axis in axes) == [2, 3]
 
 

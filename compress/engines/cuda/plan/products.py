@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.layers import window_pads
 from compress.engines.cuda.plan.activation import NONE, Activation
 from compress.engines.cuda.plan.graph import Node
 from compress.engines.cuda.plan.moving import padding_of
 from compress.engines.cuda.plan.quantizers import Grid, QuantizedConstant
 from compress.engines.cuda.plan.steps import NOTHING, Convolution, Epilogue, Linear, Padding, Product, Source
 from compress.engines.cuda.plan.view import View, number_of
+from compress.onnx_graph.window import read_window
 
 _ALONE = frozenset({"Quantize", "Dequantize", "Activation"})
 
@@ -73,16 +73,15 @@ def _convolution(view: View, node: Node, x: Source, weight: QuantizedConstant) -
     a = node.attributes
     if weight.codes.dim() != 4 or weight.axis not in (None, 0):
         return None
-    pads = window_pads(a, view.shape(node.inputs[0])[2:], weight.codes.shape[2:])
-    padding: Padding = (pads[0], pads[1])
+    window = read_window(a, view.shape(node.inputs[0])[2:], weight.codes.shape[2:])
+    padding: Padding = (window.pads[0], window.pads[1])
     x, padding = _without_pad(view, node, x, padding)
-    strides, dilations = a.get("strides", [1, 1]), a.get("dilations", [1, 1])
     return Convolution(
         name=node.name,
         x=x,
         weight=weight.codes,
-        stride=(strides[0], strides[1]),
-        dilation=(dilations[0], dilations[1]),
+        stride=(window.strides[0], window.strides[1]),
+        dilation=(window.dilations[0], window.dilations[1]),
         padding=padding,
         groups=int(a.get("group", 1)),
         epilogue=_EMPTY,

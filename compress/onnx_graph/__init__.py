@@ -1,0 +1,1 @@
+"""ONNX operators in the terms of torch, for every reader of ONNX files."""
