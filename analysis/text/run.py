@@ -87,7 +87,9 @@ def main() -> None:
             rows += study(name, Path(folder), o)
     nncf = subprocess.check_output([o.nncf, "-c", _VERSION], text=True).strip() if o.nncf else "none"
     document = {
-        "command": command_line(["--photographs", "DIR", "--nncf", "PYTHON"]),
+        "command": command_line(
+            f"--photographs DIR --nncf PYTHON --evaluated {o.evaluated} --rounds {o.rounds}".split()
+        ),
         "machine": describe_machine().to_dict() | {"load_average": os.getloadavg()[0]},
         "software": software("torch", "openvino", "onnxruntime") | {"nncf": nncf},
         "calibration": o.calibration,
@@ -110,12 +112,12 @@ def study(name: str, folder: Path, o: argparse.Namespace) -> list[Row]:
             begun = _spent()
             try:
                 path = make()
+                runs[method] = opened(path, engine)
             except Exception as error:  # a peer's refusal is a row of the table
-                rows.append(row | {"failed": " ".join(str(error).split())[:200]})
+                rows.append(row | {"failed": " ".join(str(error).replace(f"{folder}/", "").split())[:120]})
                 continue
             row["seconds"] = _spent() - begun
             row["megabytes"] = sum(p.stat().st_size for p in path.parent.glob(f"{path.stem}.*")) / 1e6
-            runs[method] = opened(path, engine)
             found = judge(runs[method], expected)
             expected = expected or found
             rows.append(row | {key: value for key, value in found.numbers.items() if key != "right"})
