@@ -1,4 +1,4 @@
-"""Lines of text with known truth, drawn with Debian's fonts, and what a recognizer reads in them."""
+"""Draws lines of text with Debian's fonts, decodes a recognizer's output, and counts the edits between the two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 HEIGHT, WIDTH = 48, 320
-"""Of a recognizer's input: the height, and the least width."""
+"""Height and smallest width of a recognizer's input, in pixels."""
 
 
 @dataclass(frozen=True)

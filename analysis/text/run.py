@@ -61,7 +61,7 @@ SPECS = {"openvino": QuantSpec(target="openvino"), "onnxruntime": QuantSpec(targ
 
 @dataclass
 class Judged:
-    """What a file gives on the images of the evaluation."""
+    """The outputs of a file on the evaluation images, and the figures computed from them."""
 
     outputs: Images
     numbers: Row = field(default_factory=dict)

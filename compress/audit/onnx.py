@@ -12,7 +12,7 @@ import onnx
 import onnx.inliner
 
 from compress.errors import AuditError
-from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, inner_graphs, opset_of
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
@@ -119,7 +119,7 @@ def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, O
     """Yield each node of a graph and its subgraphs, with its graph and the path of the nodes that hold it."""
     for node in view.graph.node:
         yield node, view, place
-        for inner in inner_graphs(node):
+        for inner in subgraphs([node]):
             yield from _nodes(OnnxGraph(inner, view), f"{place}{node.name or node.op_type}/")
 
 

@@ -109,20 +109,12 @@ class OnnxGraph:
         self.graph.node.extend(nodes)
 
 
-def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """Return the graphs in a node: the body of a Loop or Scan, the branches of an If."""
-    graphs: list[onnx.GraphProto] = []
-    for own in node.attribute:
-        graphs += [own.g] if own.type == own.GRAPH else own.graphs if own.type == own.GRAPHS else []
-    return graphs
-
-
 def tensor_names(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors of a graph and of all graphs in it."""
     found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
     for node in graph.node:
         found.update(name for name in (*node.input, *node.output) if name)
-        for inner in inner_graphs(node):
+        for inner in subgraphs([node]):
             found |= tensor_names(inner)
     return found
 

@@ -235,7 +235,7 @@ def _by_call(graph_module: fx.GraphModule, results: dict[str, list[Any]]) -> dic
 def module_results(
     model: nn.Module, inputs: tuple[Tensor, ...], paths: Collection[str] | None = None
 ) -> dict[str, list[Any]]:
-    """Return copies of what the modules at these paths return (None = all modules), for each of their calls.
+    """Return copies of the results of modules, one for each call, by path; `paths` of None are all modules.
 
     Raises:
         ModelError: the model fails on the inputs.

@@ -21,7 +21,7 @@ INTERPOLATIONS: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What each result of a convolution or pool reads, axis by axis of the image.
+    """The window of a convolution or pool, with an entry for each axis of the image.
 
     Attributes:
         pads: (before, after) of each axis.

@@ -27,12 +27,12 @@ from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import HistogramCalibrator, make_calibrator
+from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.report import CalibrationReport
-from compress.quantization.spec import ActivationSpec, WeightSpec
+from compress.quantization.spec import WeightSpec
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 
@@ -78,7 +78,7 @@ def calibrate_graph(
             not explain; the message names the tensor.
     """
     progress = progress or NoProgress()
-    watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
+    watching = {site.name: calibrator_for(site.format, site.spec) for site in placement.activations}
     progress.start(_TASK, total)
     images = 0
     with ThreadPoolExecutor(min(_THREADS, core_count())) as pool:
@@ -274,22 +274,12 @@ def weight_amax(name: str, weight: Tensor, quant_format: QuantFormat, spec: Weig
     Raises:
         CalibrationError: it holds NaN or Inf.
     """
-    calibrator = _calibrator(quant_format, spec)
+    calibrator = calibrator_for(quant_format, spec)
     calibrator.collect(weight)
     if calibrator.only_zeros:
         channels = () if quant_format.axis is None else (weight.shape[quant_format.axis],)
         return torch.ones(channels)  # zeros are exact on any grid
     return _chosen(f"{name}.weight", calibrator)
-
-
-def _calibrator(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
-    return make_calibrator(
-        spec.calibrator,
-        num_bits=quant_format.num_bits,
-        axis=quant_format.axis,
-        signed=quant_format.signed and not quant_format.lowest,
-        percentile=spec.percentile,
-    )
 
 
 def _chosen(name: str, calibrator: Calibrator) -> Tensor:

@@ -46,10 +46,8 @@ class Trained:
         amax: dict[str, Tensor] = {}
         for site in placement.activations:
             trained = own.pop(frozenset(tensor for tensor, _ in site.edges), None)
-            if trained is None or trained.format != site.format:
+            if trained is None or {trained.format, self._quantizer(trained.name).format} != {site.format}:
                 raise _other_placement(site.name)
-            if cast(Quantizer, self.network.get_submodule(trained.name)).format != site.format:
-                raise _other_placement(site.name)  # learned ranges are symmetric
             amax[site.name] = self._amax(trained.name)
         if own:
             raise _other_placement(next(iter(own.values())).name)
@@ -65,7 +63,10 @@ class Trained:
         return CalibrationReport(images=seen.images if seen else 0, amax=amax, histograms={})
 
     def _amax(self, path: str) -> Tensor:
-        return cast(Quantizer, self.network.get_submodule(path)).amax.detach().float().cpu()
+        return self._quantizer(path).amax.detach().float().cpu()
+
+    def _quantizer(self, path: str) -> Quantizer:
+        return cast(Quantizer, self.network.get_submodule(path))
 
 
 def write_trained(source: SourceFile, network: nn.Module, feed: Arrays) -> Trained:

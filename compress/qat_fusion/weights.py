@@ -59,7 +59,7 @@ def weight_dtype(weight: Tensor) -> torch.dtype:
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer has integers and fixed ranges, symmetric or from 0."""
+    """Whether a quantizer rounds to integers in a fixed range that is symmetric or begins at 0."""
     if type(quantizer) is not Quantizer:
         return False
     return quantizer.format.kind == "int" and not quantizer.format.lowest and not quantizer.amax.requires_grad

@@ -150,7 +150,7 @@ def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int
 
 @dataclass
 class _Stored:
-    """Measurements on so many images: of single layers while a run is under way, then of all."""
+    """Measurements that a run keeps: single layers while it is under way, then the whole report."""
 
     images: int
     rows: list[LayerSensitivity] = field(default_factory=list)
@@ -158,7 +158,7 @@ class _Stored:
 
 
 def _stored(path: Path, images: int) -> _Stored:
-    """Return what a run that was stopped has measured on so many images."""
+    """Return the measurements of a stopped run; empty ones if it used another number of images."""
     try:
         stored = TypeAdapter(_Stored).validate_python(read_json(path)) if path.exists() else _Stored(images)
     except (OSError, ValueError) as error:

@@ -25,13 +25,12 @@ from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import make_calibrator
+from compress.quantization.calibration.calibrators import calibrator_for
 from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
-from compress.quantization.spec import ActivationSpec, WeightSpec
 from compress.support.progress import NoProgress, Progress
 
 
@@ -87,7 +86,7 @@ class _Network:
         calibrate_weights(qmodel)
         sites = self.report.placement.activations
         self.activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in sites}
-        self.watching = {site.name: _calibrator(self.activations[site.name], site.spec) for site in sites}
+        self.watching = {site.name: calibrator_for(self.activations[site.name].format, site.spec) for site in sites}
         self.tensors = {site.name: frozenset(tensor for tensor, _ in site.edges) for site in sites}
 
     def set_ranges(self, images: int) -> CalibrationReport:
@@ -144,7 +143,7 @@ def calibrate_weights(qmodel: nn.Module) -> None:
     for site in placement_of(qmodel).weights:
         layer = qmodel.get_submodule(site.path)
         quantizer = cast(Quantizer, layer.weight_quantizer)
-        watching[quantizer] = _calibrator(quantizer, site.spec)
+        watching[quantizer] = calibrator_for(quantizer.format, site.spec)
         watching[quantizer].collect(cast(Tensor, layer.weight).detach())
         if site.spec.calibrator != "max":  # histograms of all channels of all layers would be too much at a time
             _set_weights(watching)
@@ -159,13 +158,6 @@ def _set_weights(watching: dict[Quantizer, Calibrator]) -> None:
             quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
         else:
             _set(quantizer, calibrator)
-
-
-def _calibrator(quantizer: Quantizer, spec: WeightSpec | ActivationSpec) -> Calibrator:
-    f = quantizer.format
-    return make_calibrator(
-        spec.calibrator, num_bits=f.num_bits, axis=f.axis, signed=f.signed and not f.lowest, percentile=spec.percentile
-    )
 
 
 def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:

@@ -22,7 +22,8 @@ from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.entropy import entropy_amax
 from compress.quantization.calibration.histogram import BINS, MAX_BINS, Counted, Histogram, raise_amax
 from compress.quantization.calibration.samples import Sample, drawn_from
-from compress.quantization.spec import LEAST_BITS, MOST_BITS, CalibratorName
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.spec import LEAST_BITS, MOST_BITS, ActivationSpec, CalibratorName, WeightSpec
 
 
 class MaxCalibrator(Calibrator):
@@ -227,6 +228,17 @@ class LSQCalibrator(MaxCalibrator):
 
 
 CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
+
+
+def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
+    """Return the calibrator of a tensor of this format."""
+    return make_calibrator(
+        spec.calibrator,
+        num_bits=quant_format.num_bits,
+        axis=quant_format.axis,
+        signed=quant_format.signed and not quant_format.lowest,  # else nearly all steps are above zero
+        percentile=spec.percentile,
+    )
 
 
 def make_calibrator(

@@ -106,7 +106,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
-    lowest = lowest_values(view) if table.zero_points else {}
+    lowest = lowest_values(view, positive) if table.zero_points else {}
     sites, rows = _sites(view, traced, scales, table, positive, lowest, smoothed=spec.smooth == "auto")
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
@@ -241,7 +241,7 @@ def _sites(
         members.sort(key=lambda item: order[item.origin])
         name = quantizer_path(members[0].origin.name)
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
-        spec = _common_spec(members).resolved(whole=products)  # outliers that are left there are what the network needs
+        spec = _common_spec(members).resolved(whole=products)  # clipping outliers costs more
         signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
         least = _lowest(members, table, positive, lowest) if signed and integers else 0.0
         offset = any(item.layer.kind in table.offset for item in members)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from compress.quantization.placement.view import GraphView, Node
 
 _KEEP = frozenset({"movement", "join", "pool", "passing"})
@@ -17,10 +19,12 @@ def never_negative(view: GraphView) -> set[Node]:
     return found
 
 
-def lowest_values(view: GraphView) -> dict[Node, float]:
-    """The nodes that may be negative, but are never below a known value: activations, and copies and means of them."""
+def lowest_values(view: GraphView, positive: Set[Node]) -> dict[Node, float]:
+    """The nodes that may be negative, but are never below a known value: activations, and copies and means of them.
+
+    `positive`: the nodes that are never negative.
+    """
     found: dict[Node, float] = {}
-    positive = never_negative(view)
     for node in view.nodes:
         if node in positive:
             continue

@@ -84,6 +84,9 @@ _WEIGHTED = {
 
 _POOLS = ("avg_pool", "adaptive_avg_pool", "mean", "resize")
 
+_FUSED_INTEGERS = frozenset({*_WEIGHTED, *_POOLS, "add"})
+"""Kinds that ONNX Runtime fuses to operations of unsigned integers."""
+
 _SOFTMAX = ("softmax", "log_softmax")
 _NORMS = sorted(kinds(lambda t: t.category == "normalization" and t.needs_float).difference(_SOFTMAX))
 
@@ -129,8 +132,8 @@ TABLES: dict[Target, TargetTable] = {
         ),
         residual="both",
         unsigned=True,
-        offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
-        zero_points=frozenset({*_WEIGHTED, *_POOLS, "add"}),
+        offset=_FUSED_INTEGERS,
+        zero_points=_FUSED_INTEGERS,
         joined_parts=True,
         concat_shares=False,
         stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},

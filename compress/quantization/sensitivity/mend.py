@@ -128,7 +128,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A change, and what it sets in a specification: values by key, or a rule for a layer."""
+    """A change with the keys of the specification that it sets, or the rules that it adds."""
 
     change: Change
     cost: float = 1.0

@@ -89,16 +89,22 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
 }
 
 
+def computed(function, *, images):
+    """The graph of a network as placement reads it, the values of its nodes, and the node that the function returns."""
+    torch.manual_seed(0)
+    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
+    seen = values(graph, 3 * torch.randn(images, 3, 6, 6))
+    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
+    return read_fx(graph), seen, last.args[0].name
+
+
 @pytest.mark.parametrize("name", POSITIVE)
 def test_signs(name):
     function, expected = POSITIVE[name]
-    torch.manual_seed(0)
-    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
-    known = never_negative(read_fx(graph))
-    seen = values(graph, 3 * torch.randn(8, 3, 6, 6))
+    view, seen, result = computed(function, images=8)
+    known = never_negative(view)
     assert all((seen[node.name] >= 0).all() for node in known)
-    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
-    assert (last.args[0].name in {node.name for node in known}) == expected
+    assert (result in {node.name for node in known}) == expected
 
 
 LOWEST = {  # a node, and the lowest value that is known of it; None: none is
@@ -124,15 +130,12 @@ LOWEST = {  # a node, and the lowest value that is known of it; None: none is
 def test_lowest_values(name):
     """Nothing is lower than what is said; single activations reach it."""
     function, expected = LOWEST[name]
-    torch.manual_seed(0)
-    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
-    known = lowest_values(read_fx(graph))
-    seen = values(graph, 3 * torch.randn(64, 3, 6, 6))
+    view, seen, result = computed(function, images=64)
+    known = lowest_values(view, never_negative(view))
     assert all((seen[node.name] >= least).all() for node, least in known.items())
-    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
-    assert {node.name: least for node, least in known.items()}.get(last.args[0].name) == expected
+    assert {node.name: least for node, least in known.items()}.get(result) == expected
     if expected is not None and "mean" not in name and "pooled" not in name:
-        assert float(seen[last.args[0].name].min()) < 0.99 * expected
+        assert float(seen[result].min()) < 0.99 * expected
 
 
 def test_a_negated_relu_keeps_its_values_when_it_is_quantized_for_a_cpu():

@@ -13,7 +13,7 @@ from compress.errors import EngineError
 Attributes = Mapping[str, Any]
 Inputs = tuple[Tensor | None, ...]
 Operation = Callable[..., Tensor | tuple[Tensor, ...]]
-"""Of the attributes, then the inputs in ONNX's order; an optional one is None where it is left out."""
+"""A function of the attributes, followed by the inputs in ONNX's order; an optional input that is left out is None."""
 
 DTYPES: dict[int, torch.dtype] = {
     1: torch.float32,
