@@ -3,14 +3,17 @@
     python -m analysis.gpu_check
 
 Networks of random weights: steps of training of six families, each float and quantized, launch by launch, recorded and
-compiled (milliseconds, over float's launch by launch); the engine on four of them against exact arithmetic; the tests
-that skip without a GPU. About eight minutes on an H100. It ends with 1 if a verdict is not OK.
+compiled (milliseconds, over float's launch by launch); where there are several GPUs, a process on each; the engine on
+four of them against exact arithmetic; the tests that skip without a GPU. About eight minutes on an H100. It ends with 1
+if a verdict is not OK.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
 import subprocess
 import sys
 import time
@@ -20,9 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import compress
 from analysis.cuda_engine.networks import images, qdq_file
@@ -30,6 +35,7 @@ from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.tuning import differences
 
 FAMILIES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16", "swin_t", "convnext_tiny")
+PARALLEL = ("resnet50", "vit_b_16")
 ENGINES = ("resnet50", "mobilenet_v2", "vit_b_16", "convnext_tiny")
 TESTS = ("tests/kernels", "tests/qat_fusion", "tests/training/test_cuda.py", "tests/engines/cuda", "tests/data")
 _SAME = 0.02
@@ -43,11 +49,17 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument(
+        "--parallel", nargs="*", default=list(PARALLEL), help="networks that a process on each GPU trains"
+    )
     parser.add_argument("--engines", nargs="*", default=list(ENGINES))
     parser.add_argument("--tests", nargs="*", default=list(TESTS))
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: a minute a network")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.worker:
+        return _worker(asked.worker, asked.batch)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     bad = 0
     for what, seen, good in _rows(asked):
@@ -60,6 +72,8 @@ def _rows(asked: argparse.Namespace) -> Iterator[Row]:
     modes = ("eager", "recorded") if asked.no_compile else ("eager", "recorded", "compiled")
     for name in asked.families:
         yield _tried(f"train {name}", partial(_training, name, asked.batch, modes))
+    for name in asked.parallel if torch.cuda.device_count() > 1 else ():
+        yield _tried(f"processes {name}", partial(_processes, name, asked.batch))
     with TemporaryDirectory() as folder:
         for name in asked.engines:
             yield _tried(f"engine cuda {name}", partial(_engine, name, asked.batch, Path(folder)))
@@ -79,16 +93,7 @@ def _tried(what: str, action: Callable[[], tuple[str, bool]]) -> Row:
 
 def _training(name: str, batch: int, modes: tuple[str, ...]) -> tuple[str, bool]:
     """Milliseconds of a step, float and quantized; the first losses agree in every mode."""
-    torch.manual_seed(0)
-    model = torchvision.models.get_model(name, weights=None).cuda().to(memory_format=torch.channels_last)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
-    for parameter in model.parameters():
-        if not bool(parameter.any()):
-            nn.init.normal_(parameter, std=0.02)  # a head of zeros has no range
-    x = images(batch, 224).cuda().contiguous(memory_format=torch.channels_last)
-    y = torch.arange(batch, device="cuda")
+    model, x, y = _network(name), *_batch(batch)
     qmodel = compress.quantize(model.eval(), x[:2], [x])
     losses, times = {}, {}
     for kind, source in (("plain", qmodel), ("float", model), ("int8", qmodel)):
@@ -101,10 +106,73 @@ def _training(name: str, batch: int, modes: tuple[str, ...]) -> tuple[str, bool]
     return f"{text}; loss within {far:.4f}", far <= _SAME
 
 
+def _network(name: str) -> nn.Module:
+    """Random weights, the same in every process, and nothing that draws numbers in a step."""
+    torch.manual_seed(0)
+    model: nn.Module = torchvision.models.get_model(name, weights=None).cuda().to(memory_format=torch.channels_last)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout | torchvision.ops.StochasticDepth):
+            module.p = 0.0
+    for parameter in model.parameters():
+        if not bool(parameter.any()):
+            nn.init.normal_(parameter, std=0.02)  # a head of zeros has no range
+    return model
+
+
+def _batch(size: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    x = images(size * (rank + 1), 224)[-size:].cuda().contiguous(memory_format=torch.channels_last)
+    return x, torch.arange(size, device="cuda") + size * rank
+
+
+def _processes(name: str, batch: int) -> tuple[str, bool]:
+    """Images a second of a process on each GPU, over one; recorded steps train as DistributedDataParallel does."""
+    rows = {}
+    for world in (1, torch.cuda.device_count()):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += ["-m", "analysis.gpu_check", "--worker", name, "--batch", str(batch)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr[-500:], False
+        rows[world] = json.loads(done.stdout.splitlines()[-1])
+    rates = {kind: {world: world * batch / row[kind] * 1e3 for world, row in rows.items()} for kind in rows[1]["kinds"]}
+    text = ", ".join(f"{kind} {r[world]:.0f} images/s ({r[world] / r[1]:.2f}x)" for kind, r in rates.items())
+    far = max(row["far"] for row in rows.values())
+    return f"{world} GPUs over one: {text}; weights within {far:.1e}", far <= 1e-5
+
+
+def _worker(name: str, batch: int) -> int:
+    """Train in one of several processes; the first prints milliseconds of a step and how far apart weights are."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    try:
+        model, x, y = _network(name), *_batch(batch, rank)
+        qmodel = compress.quantize(model.eval(), x[:2], [x])
+        tried = {
+            (kind, mode): copy.deepcopy(source).train()
+            for kind, source in (("float", model), ("int8", qmodel))
+            for mode in ("recorded", "parallel")
+        }
+        times = {f"{kind} {mode}": _step(net, kind == "int8", mode, x, y)[1] for (kind, mode), net in tried.items()}
+        weights = torch.cat([p.detach().flatten() for p in tried["int8", "recorded"].parameters()])
+        first = weights.clone()
+        dist.broadcast(first, 0)
+        other = torch.cat([p.detach().flatten() for p in tried["int8", "parallel"].parameters()])
+        far = torch.stack([(weights - first).norm(), (weights - other).norm()]).max() / other.norm()
+        dist.all_reduce(far, dist.ReduceOp.MAX)
+        if rank == 0:
+            print(json.dumps({**times, "kinds": list(times), "far": float(far)}))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
 def _step(model: nn.Module, fused: bool, mode: str, x: Tensor, y: Tensor) -> tuple[float, float]:
     """(the first loss, milliseconds of a step)."""
     run = compress.fuse_for_training(model) if fused else model
     call = torch.compile(run) if mode == "compiled" else run
+    if mode == "parallel":
+        call = DistributedDataParallel(run, device_ids=[x.get_device()], gradient_as_bucket_view=True)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

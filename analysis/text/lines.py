@@ -1,4 +1,4 @@
-"""Draws lines of text with Debian's fonts, decodes a recognizer's output, and counts the edits between the two."""
+"""Draws lines of text with Debian's fonts, and decodes a recognizer's output."""
 
 from __future__ import annotations
 
@@ -111,13 +111,3 @@ def decode(scores: np.ndarray, characters: Sequence[str]) -> str:
     best = scores.argmax(-1)
     kept = best[(best != 0) & (np.diff(best, prepend=0) != 0)]
     return "".join(characters[i - 1] for i in kept)
-
-
-def edits(truth: str, read: str) -> int:
-    """Levenshtein's distance."""
-    row = list(range(len(read) + 1))
-    for i, a in enumerate(truth, 1):
-        above, row[0] = row[0], i
-        for j, b in enumerate(read, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (a != b))
-    return row[-1]

@@ -25,11 +25,12 @@ import openvino
 import torch
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
 from PIL import Image
+from torchmetrics.functional.text import edit_distance
 from torchvision.transforms.v2 import functional
 
 import compress
 from analysis.common.study import Row, command_line, software, study_parser
-from analysis.text.lines import Line, decode, edits, lines
+from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
 from compress.measure import describe_machine
 from compress.quantization.spec import QuantSpec
@@ -214,7 +215,8 @@ def _read(drawn: Sequence[Line], characters: Sequence[str], run: Run, expected: 
     """Character error and lines without an error, in percent; spaces do not count."""
     outputs = [run(line.image[None]) for line in drawn]
     texts = [line.text.replace(" ", "") for line in drawn]
-    wrong = np.array([edits(t, decode(y[0], characters).replace(" ", "")) for t, y in zip(texts, outputs, strict=True)])
+    read = [decode(output[0], characters).replace(" ", "") for output in outputs]
+    wrong = np.asarray(edit_distance(read, texts, reduction="none"))
     sizes = np.array([len(text) for text in texts])
     numbers = {"character_error": 100 * wrong.sum() / sizes.sum(), "lines": 100 * np.mean(wrong == 0)}
     if expected is not None:
