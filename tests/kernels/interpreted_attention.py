@@ -155,7 +155,7 @@ def check_network():
 def in_half(run, qmodel, x, dtype=torch.float16):
     """Gradients of the parameters under autocast; float16, as the interpreter multiplies the bits of bfloat16."""
     qmodel.zero_grad()
-    with torch.autocast(x.device.type, dtype):
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         result = run(x)
     result.float().square().sum().backward()
     return {name: parameter.grad.clone() for name, parameter in qmodel.named_parameters()}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
@@ -193,13 +194,18 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 0.99), (torch.bfloat16, 0.85)])
-def test_on_a_gpu_a_vision_transformer_has_the_gradients_of_the_plain_path(dtype, least, compiled):
-    from tests.kernels.interpreted_attention import assert_near, in_half
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_a_vision_transformer_has_the_gradients_of_the_plain_path(dtype, compiled):
+    """In half precision it is as near to the plain path in float32 as the plain path in half precision is."""
+    from tests.kernels.interpreted_attention import in_half
+
+    def angle(found):
+        return max(1 - F.cosine_similarity(found[n].flatten(), g.flatten(), dim=0) for n, g in exact.items())
 
     qmodel, x = quantized(vit(), clip=1.0)
     qmodel, x = qmodel.cuda(), x.cuda()
     run = compress.fuse_for_training(qmodel)
-    assert_near(
-        in_half(torch.compile(run) if compiled else run, qmodel, x, dtype), in_half(qmodel, qmodel, x, dtype), least
-    )
+    run = torch.compile(run) if compiled else run
+    exact = in_half(qmodel, qmodel, x, torch.float32)
+    assert angle(in_half(run, qmodel, x, torch.float32)) < 1e-3
+    assert angle(in_half(run, qmodel, x, dtype)) < 0.01 + 1.5 * angle(in_half(qmodel, qmodel, x, dtype))
