@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from compress.engines.base import Arrays, Availability, BuildOptions, Engine, En
 from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
 from compress.engines.signal_stack import keep_signal_stack
 from compress.engines.unsigned import joins_signed, to_unsigned
-from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.extremes import bare_extremes, extremes_apart
+from compress.support.process import sums_bytes_in_16_bits
 
 NAME = "openvino"
 OPTIONS = {
@@ -24,6 +26,13 @@ OPTIONS = {
 }
 PRECISIONS = ("f32", "bf16", "f16")
 _INSTALL = "pip install openvino"
+_EXACT = 64
+"""Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15."""
+_SATURATES = (
+    "{path}: this processor has no VNNI, and OpenVINO adds products of bytes in 16 bits, which saturate: its results "
+    "differ from the file's. Weights of 7 bits are exact on it (`quantization.weights.num_bits: 7`); the engine "
+    "`onnxruntime` is exact with 8; accuracy that is measured here does not hold for processors with VNNI"
+)
 
 
 def availability() -> Availability:
@@ -71,6 +80,8 @@ class OpenVINOEngine(Engine):
 
     def __init__(self, ov: Any, core: Any, path: Path, device: str, build: BuildOptions) -> None:
         model, file = _read(core, path)
+        if device == "CPU" and file and file.quantized_types and sums_bytes_in_16_bits() and _may_saturate(path):
+            warnings.warn(_SATURATES.format(path=path.name), CompressWarning, stacklevel=4)
         self.metadata = file.metadata if file else {}
         found = _tensors(model.inputs, file.inputs if file else None, where=str(path))
         self.inputs = with_batch(found, build.batch_size, where=str(path))
@@ -173,6 +184,14 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
         return core.read_model(changed or str(path)), file
     except Exception as error:  # the library raises classes of its own
         raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error
+
+
+def _may_saturate(path: Path) -> bool:
+    from onnx import TensorProto, numpy_helper
+
+    weights = load_onnx(path, weights=True).graph.initializer
+    signed = (numpy_helper.to_array(one) for one in weights if one.data_type == TensorProto.INT8 and len(one.dims) > 1)
+    return any(np.abs(array.astype(np.int16)).max(initial=0) > _EXACT for array in signed)
 
 
 def _tensors(ports: Any, declared: tuple[TensorInfo, ...] | None, *, where: str) -> tuple[TensorInfo, ...]:

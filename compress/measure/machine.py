@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compress.support.process import core_count, load_average, processor_name, read_fact
+from compress.support.process import core_count, instruction_sets, load_average, processor_name, read_fact
 
 LIBRARIES = (
     "torch",
@@ -77,11 +77,12 @@ class Machine:
 
 def describe_machine() -> Machine:
     """Describe this machine. Unknown facts are left empty; nothing is run or installed."""
+    features = instruction_sets()
     return Machine(
         cpu=processor_name(),
         cores=os.cpu_count() or 1,
         usable_cores=_usable_cores(),
-        isa=_isa(read_fact("/proc/cpuinfo")),
+        isa=tuple(flag for flag in ISA_FLAGS if flag in features),
         memory_bytes=_memory_bytes(),
         load_average=load_average(),
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
@@ -90,12 +91,6 @@ def describe_machine() -> Machine:
         gpus=_gpus(),
         gpu_driver=_driver(),
     )
-
-
-def _isa(cpuinfo: str) -> tuple[str, ...]:
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    flags = set(found.group(1).split()) if found else set()
-    return tuple(flag for flag in ISA_FLAGS if flag in flags)
 
 
 def _usable_cores() -> float:

@@ -27,6 +27,22 @@ def processor_name() -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
+def instruction_sets() -> frozenset[str]:
+    """Return the processor's features under the Linux kernel's names; empty where the system does not tell."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", read_fact("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def sums_bytes_in_16_bits() -> bool:
+    """Whether this is an x86 processor without VNNI, whose sum of two products of bytes saturates in 16 bits.
+
+    VPMADDUBSW adds u8 * i8 pairs to 16 bits with saturation: 2 * 255 * 64 fits, 2 * 255 * 65 does not (Intel Software
+    Developer's Manual, volume 2, PMADDUBSW).
+    """
+    features = instruction_sets()
+    return "avx2" in features and not features & {"avx_vnni", "avx512_vnni"}
+
+
 def load_average() -> float | None:
     """Return the load of the last minute; None if the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
