@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import compress
+from tests.exact import open_session
 from tests.networks import tiny
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -62,7 +63,7 @@ def test_a_backbone_with_its_weights_in_a_segmentation_network(monkeypatch, tmp_
     qmodel = compress.quantize(model, x, [x], spec=spec)
     path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
     assert compress.audit_onnx(path).int8_share > 0.9
-    (logits,) = onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})
+    (logits,) = open_session(path).run(None, {"input": x.numpy()})
     assert logits.shape == (2, 11, 64, 96)
     with torch.no_grad():
         expected = qmodel(x)
@@ -72,7 +73,7 @@ def test_a_backbone_with_its_weights_in_a_segmentation_network(monkeypatch, tmp_
 
 def check(path):
     assert compress.audit_onnx(path).int8_share > 0.9
-    session = onnxruntime.InferenceSession(path)
+    session = open_session(path)
     shape = [side if isinstance(side, int) else 1 for side in session.get_inputs()[0].shape]
     logits = session.run(None, {session.get_inputs()[0].name: np.zeros(shape, np.float32)})[0]
     assert logits.shape == (1, 10) and np.isfinite(logits).all()
@@ -123,7 +124,7 @@ def test_a_program_in_cpp_names_the_class_of_the_engine(engine, programs, tmp_pa
     run = [programs / f"classify_{engine}", path]
     done = subprocess.run([*run, tmp_path / "picture.f32"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (logits,) = onnxruntime.InferenceSession(path).run(None, {"input": picture})
+    (logits,) = open_session(path).run(None, {"input": picture})
     assert int(done.stdout) == logits.argmax()
     (tmp_path / "short.f32").write_bytes(b"1234")
     refused = subprocess.run([*run, tmp_path / "short.f32"], capture_output=True, text=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from compress.engines.arrays import check_inputs, import_library, reason, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, load_onnx, read_onnx
+from compress.engines.unsigned import weights_to_unsigned
 from compress.errors import EngineError, EngineUnavailableError, near_misses
-from compress.export.targets import own_zero_points
 from compress.files import parse_json
 from compress.support.process import sums_bytes_in_16_bits
 
@@ -140,12 +140,15 @@ class ONNXRuntimeEngine(Engine):
         self._ran = False
         self._folder = TemporaryDirectory() if _yes(build.options, "profile", "no") else None
         session_options, options = _session_options(ort, file, build)
+        form = _form(file)
+        if isinstance(form, bytes):
+            options["weights"] = "u8"
         if self._folder is not None:
             session_options.enable_profiling = True
             session_options.profile_file_prefix = str(Path(self._folder.name) / "profile")
         try:
             self._session = ort.InferenceSession(
-                _form(file),
+                form,
                 session_options,
                 providers=[provider],
                 disabled_optimizers=None if file.float_types <= {"f32"} else _HARMFUL_IN_HALF,
@@ -210,13 +213,16 @@ class ONNXRuntimeEngine(Engine):
 
 
 def _form(file: OnnxFile) -> str | bytes:
-    """Return the file's path; its bytes with a zero point for every weight where weights become unsigned."""
-    if file.quantized_types and sums_bytes_in_16_bits():
-        model = load_onnx(file.path, weights=True)
-        if own_zero_points(model):
-            changed: bytes = model.SerializeToString()
-            return changed
-    return str(file.path)
+    """Return the file's path; its bytes with unsigned weights where sums of products of u8 and i8 saturate.
+
+    ONNX Runtime's own option for that, `x64quantprecision`, does not load files in which a weight is read twice (1.31).
+    """
+    if not file.quantized_types or not sums_bytes_in_16_bits():
+        return str(file.path)
+    model = load_onnx(file.path, weights=True)
+    weights_to_unsigned(model)
+    changed: bytes = model.SerializeToString()
+    return changed
 
 
 def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
@@ -230,9 +236,8 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
     }[level]
     options.log_severity_level = _ERRORS_ONLY
     options.inter_op_num_threads = 1
-    # threads that spin on after a run would slow down the engine that is measured next; without VNNI, sums of products
-    # of u8 and i8 saturate in 16 bits unless weights become u8, and with VNNI the entry changes nothing
-    entries = {"session.force_spinning_stop": "1", "session.x64quantprecision": "1"}
+    # threads that spin on after a run would slow down the engine that is measured next
+    entries = {"session.force_spinning_stop": "1"}
     if file.opset >= _TYPED_OPSET and "i8" in file.quantized_types:
         entries["session.qdqisint8allowed"] = "1"
     for name, value in entries.items():

@@ -17,7 +17,7 @@ from compress.engines.signal_stack import keep_signal_stack
 from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.extremes import bare_extremes, extremes_apart
-from compress.support.process import sums_bytes_in_16_bits
+from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
 OPTIONS = {
@@ -28,11 +28,6 @@ PRECISIONS = ("f32", "bf16", "f16")
 _INSTALL = "pip install openvino"
 _EXACT = 64
 """Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15."""
-_SATURATES = (
-    "{path}: this processor has no VNNI, and OpenVINO adds products of bytes in 16 bits, which saturate: its results "
-    "differ from the file's. Weights of 7 bits are exact on it (`quantization.weights.num_bits: 7`); the engine "
-    "`onnxruntime` is exact with 8; accuracy that is measured here does not hold for processors with VNNI"
-)
 
 
 def availability() -> Availability:
@@ -81,7 +76,7 @@ class OpenVINOEngine(Engine):
     def __init__(self, ov: Any, core: Any, path: Path, device: str, build: BuildOptions) -> None:
         model, file = _read(core, path)
         if device == "CPU" and file and file.quantized_types and sums_bytes_in_16_bits() and _may_saturate(path):
-            warnings.warn(_SATURATES.format(path=path.name), CompressWarning, stacklevel=4)
+            warnings.warn(f"{path.name}: {NO_VNNI}", CompressWarning, stacklevel=4)
         self.metadata = file.metadata if file else {}
         found = _tensors(model.inputs, file.inputs if file else None, where=str(path))
         self.inputs = with_batch(found, build.batch_size, where=str(path))

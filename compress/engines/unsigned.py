@@ -1,10 +1,11 @@
-"""Signed 8-bit activations of an ONNX file as unsigned ones with a zero point of 128: the same numbers, shifted."""
+"""Signed 8-bit tensors of an ONNX file as unsigned ones with a zero point of 128: the same numbers, shifted."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 SHIFT = 128
 _PRODUCTS = ("MatMul", "Gemm")
@@ -36,11 +37,39 @@ def to_unsigned(model: Any) -> None:
             point = points[one.input[2]]
             name = point.name + _SUFFIX
             if name not in made:
-                stored = np.frombuffer(point.raw_data, np.int8) if point.raw_data else np.array(point.int32_data)
-                shifted = (stored.astype(np.int16) + SHIFT).astype(np.uint8)
+                shifted = (_integers(point).astype(np.int16) + SHIFT).astype(np.uint8)
                 graph.initializer.add(name=name, data_type=_UINT8, dims=point.dims, raw_data=shifted.tobytes())
                 made.add(name)
             one.input[2] = name
+
+
+def weights_to_unsigned(model: Any) -> None:
+    """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    tensors |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
+    made: dict[tuple[str, ...], str] = {}
+
+    def shifted(name: str, like: str = "") -> str:
+        """Return the unsigned form of a tensor, or of zeros in the shape of the scale `like`."""
+        if (name, like) not in made:
+            tensor, made[name, like] = tensors[name or like], f"{name or like}{_SUFFIX}"
+            q = _integers(tensor) if name else np.zeros(tuple(tensor.dims), np.int8)
+            data = (q.astype(np.int16) + SHIFT).astype(np.uint8).tobytes()
+            graph.initializer.add(name=made[name, like], data_type=_UINT8, dims=tensor.dims, raw_data=data)
+        return made[name, like]
+
+    for node in graph.node:
+        weight = tensors.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if weight is None or weight.data_type != _INT8 or len(weight.dims) < 2:
+            continue
+        name, scale, *point = node.input
+        if tensors.keys() >= {scale, *point}:
+            node.input[:] = [shifted(name), scale, shifted(*point) if point else shifted("", scale)]
+
+
+def _integers(tensor: Any) -> NDArray[np.int8]:
+    return np.frombuffer(tensor.raw_data, np.int8) if tensor.raw_data else np.array(tensor.int32_data, np.int8)
 
 
 def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:

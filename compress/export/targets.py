@@ -58,20 +58,19 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         repeat_pairs(proto)
         integer_biases(proto)
     if target:
-        own_zero_points(proto)
+        _own_zero_points(proto)
 
 
-def own_zero_points(proto: onnx.ModelProto) -> bool:
-    """Give each DequantizeLinear of a weight a zero point of its own, in place; return whether any was shared.
+def _own_zero_points(proto: onnx.ModelProto) -> None:
+    """Give each DequantizeLinear of a weight a zero point of its own.
 
     OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight. ONNX
     Runtime (1.31) does not load a file with a shared one where it makes the weights unsigned, `x64quantprecision`.
     """
-    view, seen, shared = OnnxGraph(proto.graph), set[str](), False
+    view, seen = OnnxGraph(proto.graph), set[str]()
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[0] in view.constants:
             value = view.array(node.input[2])
             if node.input[2] in seen and value is not None:
-                node.input[2], shared = view.add_constant(added_tensor(node.output[0], "zero_point"), value), True
+                node.input[2] = view.add_constant(added_tensor(node.output[0], "zero_point"), value)
             seen.add(node.input[2])
-    return shared

@@ -17,6 +17,7 @@ from compress.measure.parity import sqnr_db
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.run import feeds, inputs_of_file, known_results
+from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 IMAGES = 8
 """Largest number of pictures that are compared."""
@@ -25,6 +26,7 @@ LOW_DB = 10.0
 FAULT_DB, FAULT_LOSS_DB = 25.0, 6.0
 """An engine that stays below the first, and that far below the file itself, computes something else: differences
 of rounding, single steps, are smaller."""
+_TRY = "Try a fixed batch, or keep layers in float (quantization.rules)"
 _COMPILE_IN_SECONDS = ("openvino", "onnxruntime")
 
 
@@ -104,8 +106,7 @@ def _warning(written: float | None, on_engine: float | None, engine: str) -> str
     if written is not None and on_engine is not None and on_engine < min(FAULT_DB, written - FAULT_LOSS_DB):
         return (
             f"{engine} computes something else than the file says: {on_engine:.1f} dB against float, the file itself "
-            f"{written:.1f} dB; do not use it there as it is. Try a fixed batch, or keep layers in float "
-            "(quantization.rules)"
+            f"{written:.1f} dB; do not use it there as it is. {NO_VNNI if sums_bytes_in_16_bits() else _TRY}"
         )
     if written is not None and written < LOW_DB:
         return (

@@ -149,6 +149,8 @@ def independent(alone: Arrays, beside: Mapping[str, Any], images: int, tensors: 
 def _is_second(alone: NDArray[Any], beside: NDArray[Any] | Blocked, images: int) -> bool:
     if alone.ndim == 0 or beside.shape != (len(alone) * images, *alone.shape[1:]):
         return False
+    if isinstance(beside, Blocked) and beside.values.shape[1] % beside.block:
+        return False
     first, last = len(alone), 2 * len(alone)
     found = beside.plain(first, last) if isinstance(beside, Blocked) else beside[first:last]
     if alone.dtype.kind != "f" or alone.size == 0:

@@ -64,7 +64,6 @@ def session_options(folder: Path, threads: int) -> Any:
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry("session.x64quantprecision", "1")  # as the engine `onnxruntime` has it
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
     return options
 

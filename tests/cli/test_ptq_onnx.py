@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import helper
@@ -16,6 +15,7 @@ import compress
 from compress.cli.onnx_data import form_of
 from compress.data.files import PictureInput, Pictures, unlabelled
 from compress.data.preprocessing import Preprocessing
+from tests.exact import open_session
 from tests.onnx_ptq.files import model_of, weights
 
 
@@ -53,7 +53,7 @@ def test_a_file_is_quantized(compress, folder, monkeypatch, data, options, image
     assert json.loads(told.stdout)["images"] == images
     run = folder / "run"
     assert sorted(path.name for path in run.iterdir()) == ["net.int8.onnx", "placement.csv", "quantization.json"]
-    onnxruntime.InferenceSession(str(run / "net.int8.onnx"), providers=["CPUExecutionProvider"])
+    open_session(run / "net.int8.onnx")
     assert "softmax" in (run / "placement.csv").read_text()
 
 

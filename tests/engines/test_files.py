@@ -1,5 +1,7 @@
 """OpenVINO and ONNX Runtime: the same results as ONNX's own reference evaluator, the same refusals."""
 
+import warnings
+
 import numpy as np
 import onnx
 import pytest
@@ -7,7 +9,10 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.engines import build_engine
-from compress.errors import EngineError, EngineUnavailableError
+from compress.engines import onnxruntime as engine_of_onnx_runtime
+from compress.engines import openvino as engine_of_openvino
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError
+from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
 
 ENGINES = ("openvino", "onnxruntime")
@@ -32,6 +37,49 @@ def test_a_quantized_file_gives_the_reference_results(tmp_path, name):
     with build_engine(path, name, batch_size=4, precision="f32") as engine:
         # A sum that ends between two steps may round the other way; the mean of 64 pixels moves by less than a step.
         np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
+
+
+@pytest.mark.parametrize(
+    ("flags", "saturates"),
+    [
+        ("fpu sse4_1 avx2 fma", True),  # Zen 3, Coffee Lake
+        ("avx2 avx512f avx512bw avx512vl", True),  # Skylake-SP
+        ("avx2 avx512f avx512_vnni", False),  # Ice Lake, Zen 4
+        ("avx2 avx_vnni", False),  # Alder Lake
+        ("asimd asimddp i8mm", False),  # ARM adds in 32 bits
+    ],
+)
+def test_processors_whose_sums_of_bytes_saturate_are_known(monkeypatch, flags, saturates):
+    monkeypatch.setattr(process, "read_fact", lambda path: f"processor : 0\nflags : {flags}\n")
+    assert process.sums_bytes_in_16_bits() == saturates
+
+
+def test_without_vnni_weights_are_unsigned_and_the_results_the_same(tmp_path, monkeypatch):
+    path = quantized_classifier(tmp_path / "q.onnx")
+    expected = ReferenceEvaluator(str(path)).run(None, {"input": images(4)})[0]
+    monkeypatch.setattr(engine_of_onnx_runtime, "sums_bytes_in_16_bits", lambda: True)
+    for fuse in ("yes", "no"):
+        with build_engine(path, "onnxruntime", fuse=fuse) as engine:
+            assert engine.info.options["weights"] == "u8"
+            np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
+
+
+@pytest.mark.parametrize("largest", [64, 65])
+def test_openvino_warns_of_weights_that_saturate_without_vnni(tmp_path, monkeypatch, largest):
+    path = quantized_classifier(tmp_path / "q.onnx")
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.INT8 and len(tensor.dims) > 1:
+            values = onnx.numpy_helper.to_array(tensor)
+            cut = np.sign(values) * np.minimum(np.abs(values.astype(int)), largest)
+            cut.flat[0] = -largest
+            tensor.CopyFrom(onnx.numpy_helper.from_array(cut.astype(np.int8), tensor.name))
+    onnx.save(model, path)
+    monkeypatch.setattr(engine_of_openvino, "sums_bytes_in_16_bits", lambda: True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        build_engine(path, "openvino")
+    assert [w.category for w in seen if "num_bits: 7" in str(w.message)] == [CompressWarning] * (largest > 64)
 
 
 @both

@@ -2,12 +2,12 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.engines import build_engine
 from compress.engines.unsigned import joins_signed, to_unsigned
+from tests.exact import open_session
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 8, 12, 12)).astype(np.float32)
@@ -45,9 +45,7 @@ def joined():
 
 
 def by_runtime(model):
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_session(model, optimize=False)
     return session.run(None, {"x": X})[0]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.export.batch_reshapes import batches_kept
+from tests.exact import open_session
 
 
 def model(nodes, inputs, constants):
@@ -22,7 +22,7 @@ def model(nodes, inputs, constants):
 
 
 def computed(proto, **feeds):
-    return ort.InferenceSession(proto.SerializeToString()).run(None, feeds)[0]
+    return open_session(proto).run(None, feeds)[0]
 
 
 CONSTANTS = {"zero": np.int64(0), "axes": np.array([0]), "rest": np.array([-1]), "w": np.ones((4, 3, 3, 3), np.float32)}

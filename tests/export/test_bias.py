@@ -11,6 +11,7 @@ from compress.export.onnx import export_onnx
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.exact import session_options
 
 X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -36,10 +37,9 @@ def test_all_products_run_in_8_bits_and_agree_with_fake_quantization(tmp_path, c
     qmodel, path = written(tmp_path, "onnxruntime")
     ort.InferenceSession(str(path))
     assert capfd.readouterr() == ("", "")  # it warns of constants that nothing reads
-    options = ort.SessionOptions()
+    options = session_options()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.add_free_dimension_override_by_name("batch", 3)
-    options.log_severity_level = 3
     session = ort.InferenceSession(str(path), options)
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     assert kinds.count("QGemm") + kinds.count("MatMulIntegerToFloat") == 3 and "Gemm" not in kinds

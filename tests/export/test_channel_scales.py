@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,15 +12,13 @@ from torch import nn
 import compress
 from compress.errors import ExportError
 from compress.export.channel_scales import scales_on_outputs
+from tests.exact import open_session
 
 FLOAT = onnx.TensorProto.FLOAT
 
 
 def run(proto, x):
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(proto.SerializeToString(), options)
+    session = open_session(proto, optimize=False)
     return session.run(None, {session.get_inputs()[0].name: x})[0]
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -22,6 +21,7 @@ from compress.graph.inputs import flat_tensors
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.exact import open_session
 from tests.networks import TinyResNet, network
 
 X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -33,10 +33,7 @@ def quantized(**changes):
 
 
 def run(path, x=X):
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(str(path), options).run(None, {"input": x.numpy()})[0]
+    return open_session(path, optimize=False).run(None, {"input": x.numpy()})[0]
 
 
 def constants(path):
@@ -162,7 +159,7 @@ class Counting(nn.Module):
 
 def test_numbers_beside_tensors_are_left_out(tmp_path):
     path = export_onnx(Counting(), X[:1], tmp_path / "m.onnx")
-    got = onnxruntime.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    got = open_session(path).run(None, {"input": X.numpy()})
     np.testing.assert_allclose(got[0], 2 * X.numpy(), rtol=1e-6)
     np.testing.assert_allclose(got[1], X.sum(1).numpy(), rtol=1e-4, atol=1e-5)
 
@@ -284,7 +281,7 @@ def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tm
     qmodel = quantize(Detector(form).eval(), X[:2], [X], spec=QuantSpec(activations=MAX))
     path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision=precision)
     assert [output.name for output in onnx.load(path).graph.output] == names
-    found = onnxruntime.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    found = open_session(path).run(None, {"input": X.numpy()})
     for got, expected in zip(found, flat_tensors(qmodel(X)), strict=True):
         np.testing.assert_allclose(got, expected.detach().numpy(), atol=0.02)
 

@@ -11,6 +11,7 @@ from compress.export.onnx import export_onnx
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.exact import WEIGHTS
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -30,7 +31,7 @@ class Windows(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
-    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"))
+    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
     qmodel = quantize(Windows().eval(), X, [X], spec=spec)
     path = export_onnx(qmodel, X, tmp_path / "model.onnx", dynamic_batch=dynamic)
     nodes = onnx.load(path).graph.node

@@ -1,7 +1,6 @@
 """Files in a form that OpenVINO computes right: what ONNX Runtime computes of them, node by node, is the reference."""
 
 import onnx
-import onnxruntime as ort
 import openvino
 import pytest
 import torch
@@ -14,6 +13,7 @@ from compress.export.onnx import export_onnx
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import QuantSpec
+from tests.exact import WEIGHTS, open_session
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
 """OpenVINO's own names of layers."""
@@ -139,11 +139,9 @@ class Largest(nn.Module):
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
     torch.manual_seed(0)
-    qmodel = quantize(model().eval(), X, [X], spec=QuantSpec(target=target))
+    qmodel = quantize(model().eval(), X, [X], spec=QuantSpec(target=target, weights=WEIGHTS))
     path = export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    (expected,) = ort.InferenceSession(str(path), options).run(None, {"input": X.numpy()})
+    (expected,) = open_session(path, optimize=False).run(None, {"input": X.numpy()})
     with build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
         (result,) = engine.run({"input": X.numpy()}).values()
         assert sqnr(torch.from_numpy(expected), torch.from_numpy(result)) > 40

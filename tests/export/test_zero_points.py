@@ -11,6 +11,7 @@ from torch import nn
 import compress
 from compress.export.zero_points import zero_points_into_biases
 from compress.measure.layer_parity import layer_parity
+from tests.exact import WEIGHTS
 from tests.onnx_ptq.files import model_of
 
 GENERATOR = np.random.default_rng(0)
@@ -93,7 +94,8 @@ class Bottlenecks(nn.Module):
 def test_engines_and_parity_follow(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(8, 4, 16, 16)
-    qmodel = compress.quantize(Bottlenecks().eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    qmodel = compress.quantize(Bottlenecks().eval(), x, [x], spec=spec)
     path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
     kinds = [node.name for node in onnx.load(path).graph.node if node.name.endswith("_shifted")]
     assert len(kinds) == 2 and compress.audit_onnx(path).int8_share == 1

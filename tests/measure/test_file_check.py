@@ -8,6 +8,7 @@ from onnx import helper, numpy_helper
 from compress.measure.file_check import check_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.quantization.spec import QuantSpec
+from tests.exact import WEIGHTS
 from tests.onnx_ptq.files import model_of, weights
 
 X = np.random.default_rng(0).standard_normal((12, 3, 8, 8)).astype(np.float32)
@@ -26,7 +27,7 @@ def files(tmp_path):
     proto = model_of(nodes, constants, shape=("n", 3, 8, 8))
     proto.graph.output.append(helper.make_tensor_value_info("states", 1, ["n"]))
     onnx.save(proto, tmp_path / "float.onnx")
-    spec = QuantSpec(target="openvino")
+    spec = QuantSpec(target="openvino", weights=WEIGHTS)
     return tmp_path / "float.onnx", quantize_onnx(tmp_path / "float.onnx", [X], spec=spec, out=tmp_path / "q.onnx")
 
 

@@ -13,6 +13,7 @@ from compress.errors import EngineError
 from compress.measure.first_difference import first_difference, probe_file
 from compress.measure.parity import sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
+from tests.exact import WEIGHTS
 from tests.networks import TinyResNet
 
 
@@ -21,7 +22,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probes")
     torch.manual_seed(0)
     model, x = TinyResNet().eval(), torch.randn(8, 3, 16, 16)
-    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino"))
+    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino", weights=WEIGHTS))
     return {
         "float": compress.export_onnx(model, x, folder / "float.onnx"),
         "int8": compress.export_onnx(quantized, x, folder / "int8.onnx"),
@@ -105,7 +106,7 @@ def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypat
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sines(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()
-    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt"))
+    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt", weights=WEIGHTS))
     path = compress.export_onnx(quantized, x, tmp_path / "m.onnx")
     with build_engine(path, "openvino", precision="f32", batch_size=4) as engine, torch.no_grad():
         if sqnr_db(quantized(x).numpy(), engine.run({"input": x.numpy()})["logits"]) > 30:

@@ -13,6 +13,7 @@ from compress.export.onnx import export_onnx
 from compress.measure.layer_parity import layer_parity
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.exact import WEIGHTS
 from tests.networks import network
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -20,7 +21,7 @@ X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module", params=["tensorrt", "openvino"])
 def exported(request, tmp_path_factory):
-    spec = QuantSpec(target=request.param, activations=ActivationSpec(calibrator="max"))
+    spec = QuantSpec(target=request.param, activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
     qmodel = quantize(network(), X[:2], [X], spec=spec)
     return qmodel, export_onnx(qmodel, X[:2], tmp_path_factory.mktemp("parity") / "model.onnx")
 

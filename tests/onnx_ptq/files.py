@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
+
+from tests.exact import open_session
 
 
 class Gated(nn.Module):
@@ -105,7 +106,7 @@ def batches(count: int = 2, size: int = 16, seed: int = 0) -> list[torch.Tensor]
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
     """The first output of a file on ONNX Runtime."""
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = open_session(path)
     return session.run(None, {session.get_inputs()[0].name: x})[0]
 
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 import compress
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from tests.exact import open_session
 from tests.onnx_ptq.files import export
 
 TOKENS = torch.randn(12, 20, 16, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ class Wide(nn.Module):
 
 
 def decibel(path, wanted, x):
-    session = onnxruntime.InferenceSession(path)
+    session = open_session(path)
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
     return 10 * np.log10((wanted**2).sum() / ((found - wanted) ** 2).sum())
 

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from compress.errors import RunError
 from compress.pipeline import run
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
+from tests.exact import open_session
 
 IMAGES = torch.rand(8, 4, 8, 12, generator=torch.Generator().manual_seed(0))
 DEPTH = IMAGES.mean(1, keepdim=True)
@@ -70,7 +70,7 @@ def test_depth_is_judged_in_metres_by_the_engine(tmp_path):
     run(parse_recipe(tree), "ptq", tmp_path, device="cpu")
     rows = json.loads((tmp_path / "metrics.json").read_text())
     (row,) = (m for m in rows if (m["name"], m["variant"], m["engine"]) == ("rmse", "ptq", "onnxruntime"))
-    session = onnxruntime.InferenceSession(tmp_path / "ptq.onnx")
+    session = open_session(tmp_path / "ptq.onnx")
     near, far = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
     assert far.shape == (8, 1, 4, 6)
     assert row["value"] == pytest.approx(np.sqrt(np.square(near - DEPTH.numpy()).mean()), rel=1e-4)

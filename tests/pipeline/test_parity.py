@@ -13,12 +13,18 @@ from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
 from compress.recipe.tree import parse_recipe
+from tests.exact import WEIGHTS
 from tests.networks import tiny
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},
     "data": {"image_size": 16, "batch_size": 32, "val_images": 64},
-    "quantization": {"target": "openvino", "calibration_images": 64, "activations": {"calibrator": "max"}},
+    "quantization": {
+        "target": "openvino",
+        "calibration_images": 64,
+        "activations": {"calibrator": "max"},
+        "weights": {"num_bits": WEIGHTS.num_bits},
+    },
 }
 RECIPE = parse_recipe(TREE)
 

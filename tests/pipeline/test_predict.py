@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +13,7 @@ from compress.pipeline import run
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
 from tests.data import test_boxes, test_masks
+from tests.exact import open_session
 from tests.tiny_detectors import retinanet
 
 SMALL = {
@@ -56,7 +56,7 @@ def test_a_segmentation_is_drawn_and_its_shares_are_those_of_the_file(tmp_path):
     picture = tmp_path / "data" / "val" / "2.png"
     (found,) = predict(tmp_path / "run", [picture], engine="onnxruntime")
     image = np.asarray(Image.open(picture), np.float32).transpose(2, 0, 1)[None] / 255
-    session = onnxruntime.InferenceSession(tmp_path / "run" / "ptq.onnx")
+    session = open_session(tmp_path / "run" / "ptq.onnx")
     told = json.loads(session.get_modelmeta().custom_metadata_map["compress.preprocessing"])
     mean, std = (np.array(told[key], np.float32).reshape(1, -1, 1, 1) for key in ("mean", "std"))
     (logits,) = session.run(None, {session.get_inputs()[0].name: (image - mean) / std})
@@ -113,7 +113,7 @@ def test_boxes_are_drawn_inside_the_picture(tmp_path):
     Image.fromarray(image.astype(np.uint8)).save(tmp_path / "noise.png")
     (found,) = predict(tmp_path / "run", [tmp_path / "noise.png"], engine="onnxruntime", variant="float")
     assert (tmp_path / "run" / "ptq.nms.onnx").is_file()
-    session = onnxruntime.InferenceSession(tmp_path / "run" / "float.nms.onnx")
+    session = open_session(tmp_path / "run" / "float.nms.onnx")
     told = json.loads(session.get_modelmeta().custom_metadata_map["compress.preprocessing"])
     mean, std = (np.array(told[key], np.float32) for key in ("mean", "std"))
     boxes, scores, labels = session.run(None, {"input": ((image / 255 - mean) / std).transpose(2, 0, 1)[None]})

@@ -21,6 +21,7 @@ from compress.pipeline import default_folder, run
 from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import parse_recipe
+from tests.exact import WEIGHTS
 from tests.networks import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ TREE = {
     "model": {"name": "tests.networks:tiny"},
     "data": {"image_size": 16, "batch_size": 64, "val_images": 200},
     "train": {"epochs": 4, "lr": 0.05},
-    "quantization": {"target": "openvino", "calibration_images": 128},
+    "quantization": {"target": "openvino", "calibration_images": 128, "weights": {"num_bits": WEIGHTS.num_bits}},
     "qat": {"epochs": 1},
     "bench": {
         "engines": ["openvino", "onnxruntime", "tensorrt"],

@@ -2,12 +2,12 @@
 
 import json
 
-import onnxruntime
 import pytest
 
 from compress.errors import RunError, SearchError
 from compress.pipeline.studies.search import search_run, search_worker
 from compress.recipe.tree import load_recipe, parse_recipe
+from tests.exact import open_session
 
 TREE = {
     "model": {"name": "tests.search.nets:narrow"},
@@ -52,7 +52,7 @@ def test_the_chosen_network_is_int8_and_as_narrow_as_its_configuration(searched)
     folder = searched.chosen.folder
     assert json.loads((searched.folder / "front.json").read_text())["chosen"]["folder"] == folder
     file = searched.folder / searched.chosen.file
-    session = onnxruntime.InferenceSession(str(file))
+    session = open_session(file)
     assert session.get_inputs()[0].shape[1:] == [3, 16, 16]
     recipe = load_recipe(searched.folder / f"{folder}.yaml")
     assert recipe.quantization is not None

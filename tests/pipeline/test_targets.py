@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 import yaml
@@ -24,13 +23,18 @@ from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
 from compress.records import read_run, summary_table
 from compress.support.progress import NoProgress
+from tests.exact import WEIGHTS, open_session
 from tests.networks import tiny
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},
     "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
     "train": {"epochs": 3, "lr": 0.05},
-    "quantization": {"target": ["tensorrt", "openvino"], "calibration_images": 64},
+    "quantization": {
+        "target": ["tensorrt", "openvino"],
+        "calibration_images": 64,
+        "weights": {"num_bits": WEIGHTS.num_bits},
+    },
     "qat": {"epochs": 1},
     "bench": {"engines": ["openvino", "torch"], "batch_sizes": [2], "warmup": 1, "runs": 2, "seconds": 0.1},
 }
@@ -144,7 +148,7 @@ def test_a_network_is_loaded_without_its_data(finished, variant, target, monkeyp
 def test_weights_are_saved_and_loaded(tmp_path, finished):
     model = compress.load(finished, variant="ptq")
     path = compress.save(model, tmp_path / "mine.safetensors")
-    other = compress.insert_quantizers(tiny(), torch.randn(2, 3, 16, 16), compress.QuantSpec())
+    other = compress.insert_quantizers(tiny(), torch.randn(2, 3, 16, 16), compress.QuantSpec(weights=WEIGHTS))
     assert compress.load(path, into=other) is other
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(other(images), model(images))
@@ -196,7 +200,7 @@ def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
         "triton/digits/config.pbtxt",
     ]
     assert triton[0].read_bytes() == (finished / "qat.onnx").read_bytes()
-    session = onnxruntime.InferenceSession(triton[0], providers=["CPUExecutionProvider"])
+    session = open_session(triton[0])
     text = triton[1].read_text()
     for tensor in (*session.get_inputs(), *session.get_outputs()):
         dims = ", ".join(map(str, tensor.shape[1:]))

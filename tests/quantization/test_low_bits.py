@@ -6,7 +6,6 @@ import copy
 import math
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.quantization.weight_norm import bake_weights, normalize_weights
 from compress.training.passes import damping_loss
+from tests.exact import open_session
 from tests.networks import network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -77,9 +77,7 @@ def test_the_file_computes_what_was_trained_also_where_batchnorm_changes_the_sig
     normalize_weights(qmodel)
     expected = qmodel(X).detach().numpy()
     path = compress.export_onnx(qmodel, X[:2], tmp_path / "m.onnx")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = open_session(path, optimize=False)
     got = np.concatenate([session.run(None, {session.get_inputs()[0].name: x.numpy()})[0] for x in X.split(2)])
     assert 10 * np.log10((expected**2).sum() / ((got - expected) ** 2).sum()) > 30
 

@@ -1,7 +1,6 @@
 """The oracles are torch's own fake_quantize operators, ONNX's reference evaluator and ONNX Runtime."""
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +18,7 @@ from compress.quantization.numerics import (
     scale_from_amax,
     zero_of,
 )
+from tests.exact import open_session
 
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
 WEIGHT = QuantFormat(axis=0, narrow=True)
@@ -62,7 +62,7 @@ def test_same_integers_as_onnx(runner, values, amax, form):
     if runner == "reference":
         q, y = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
     else:
-        q, y = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+        q, y = open_session(model).run(None, {"x": x.numpy()})
     mine = quantize_tensor(x, scale, quant_format)
     np.testing.assert_array_equal(mine.numpy(), q)
     np.testing.assert_array_equal(dequantize(mine, scale, quant_format).numpy(), y)

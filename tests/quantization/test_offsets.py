@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +18,7 @@ from compress.quantization.numerics import QuantFormat
 from compress.quantization.offsets import OffsetQuantizer, ZeroPointQuantizer
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.exact import open_session
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 SPEC = QuantSpec(target="any", activations=ActivationSpec(num_bits=4))
@@ -87,9 +87,7 @@ def test_offsets_use_more_of_the_integers_learn_and_become_zero_points(tmp_path)
     assert all(torch.equal(q(x), x) for q in found)  # zero is an integer, which padding needs
 
     path = compress.export_onnx(qmodel, X[:2], tmp_path / "m.onnx")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = open_session(path, optimize=False)
     got = np.concatenate([session.run(None, {session.get_inputs()[0].name: x.numpy()})[0] for x in X.split(2)])
     noise = ((frozen.numpy() - got) ** 2).sum() / (frozen.numpy() ** 2).sum()
     assert noise < 1e-3  # but for ties of 4 bits

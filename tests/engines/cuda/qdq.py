@@ -2,8 +2,9 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+
+from tests.exact import open_session
 
 
 class Builder:
@@ -158,12 +159,8 @@ def windows(b, x, sizes):
 
 def session(model):
     """ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
     source = model if isinstance(model, str) else model.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return open_session(source, optimize=False)
 
 
 def all_values(path, inputs):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import helper, numpy_helper
@@ -15,6 +14,7 @@ from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan_file import machine_of, read_plan
 from compress.engines.cuda.program import Program, recorded_network
 from tests.engines.cuda.qdq import Builder
+from tests.exact import open_session
 
 pytest.importorskip("triton")
 from compress.engines.cuda.bind import Bindings, candidates
@@ -40,9 +40,7 @@ def without_rounding(path):
             nodes.append(node)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # else it rounds more
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return open_session(model, optimize=False)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,6 @@
 """Averages of tensors without a mean: the files of a network that centres its images run in ONNX Runtime."""
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.exact import open_session
 from tests.onnx_ptq.files import export
 
 SPEC = QuantSpec(target="onnxruntime", activations=ActivationSpec(calibrator="max"))
@@ -54,7 +54,7 @@ WAYS = (from_model, from_file)
 def test_a_file_with_an_average_of_zero_runs(tmp_path, way):
     model, x = made(0.0)
     path, _, _ = way(model, x, tmp_path / "m.onnx")
-    session = onnxruntime.InferenceSession(str(path))
+    session = open_session(path)
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = model(x).detach().numpy()
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()

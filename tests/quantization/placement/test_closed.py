@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import compress
+from tests.exact import open_session
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -43,7 +44,7 @@ def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
     first, gate, branch, last = layers_with_quantized_weights(out)
     assert first and last and not branch
     assert gate == (target != "onnxruntime")  # its kernels want a pair on both sides
-    session = onnxruntime.InferenceSession(out)
+    session = open_session(out)
     found = session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]
     with torch.no_grad():
         wanted = model(X)
@@ -84,7 +85,7 @@ def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(targe
     else:
         path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
         compress.quantize_onnx(path, [X], spec=spec, out=out)
-    session = onnxruntime.InferenceSession(out)
+    session = open_session(out)
     found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
     with torch.no_grad():
         wanted = model(X)
@@ -130,7 +131,7 @@ def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, so
         else:
             path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
             compress.quantize_onnx(path, [X], spec=spec, out=out)
-        session = onnxruntime.InferenceSession(out)
+        session = open_session(out)
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
         torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
 

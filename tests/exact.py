@@ -1,0 +1,31 @@
+"""What makes results of INT8 exact on every processor: sessions of ONNX Runtime, and weights for OpenVINO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+from compress import WeightSpec
+from compress.support.process import sums_bytes_in_16_bits
+
+WEIGHTS = WeightSpec(num_bits=7 if sums_bytes_in_16_bits() else 8)
+"""On x86 without VNNI, OpenVINO's sums of products with weights of 8 bits saturate."""
+
+
+def session_options() -> onnxruntime.SessionOptions:
+    """Options with which ONNX Runtime's sums do not saturate either, and that keep it quiet."""
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    return options
+
+
+def open_session(model: Path | str | onnx.ModelProto, *, optimize: bool = True) -> onnxruntime.InferenceSession:
+    """Load a model; without `optimize` every node runs by itself, in the order of the file."""
+    options = session_options()
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
