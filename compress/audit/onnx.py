@@ -12,10 +12,13 @@ import onnx
 import onnx.inliner
 
 from compress.errors import AuditError
+from compress.export.names import TARGET_KEY
 from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
+
+_ABSORBED = frozenset({"Relu", "Clip"})
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
@@ -29,8 +32,8 @@ class AuditedNode:
         input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... after a DequantizeLinear; else `float`.
         per_channel: True if the weight has a scale for each channel.
         weight_elements: elements of a constant weight; 0 for a product of two activations.
-        int8: True if both inputs are integers of 8 bits or fewer.
-        reason: the inputs that are not; "" if `int8`.
+        int8: True if both inputs are integers of 8 bits or fewer, and the file's target then computes so.
+        reason: what is not so; "" if `int8`.
     """
 
     name: str
@@ -99,19 +102,21 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
     for view in {id(view): view for _, view, _ in nodes}.values():
         _check_scales(view)
     ops = Counter(node.op_type for node, _, _ in nodes)
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+    target = metadata.get(TARGET_KEY, "")
     half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
     return OnnxAudit(
         path=path,
         opset=opset_of(proto),
         rows=tuple(
-            _within(_recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view), place)
+            _within(_recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view, target), place)
             for node, view, place in nodes
             if node.op_type in WEIGHTED_OPS | _RECURRENT
         ),
         activation_pairs=ops["QuantizeLinear"],
         float_type="float16" if half else "float32",
         ops=dict(sorted(ops.items())),
-        metadata={prop.key: prop.value for prop in proto.metadata_props},
+        metadata=metadata,
     )
 
 
@@ -247,7 +252,19 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
     )
 
 
-def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
+def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    """Return True if quantizers alone read a result, after activations that a quantizer absorbs."""
+    results, readers = {value.name for value in view.graph.output}, [node]
+    while len(readers) == 1 and readers[0].output[0] not in results:
+        readers = view.consumers.get(readers[0].output[0], [])
+        if readers and all(reader.op_type == "QuantizeLinear" for reader in readers):
+            return True
+        if len(readers) == 1 and readers[0].op_type not in _ABSORBED:
+            return False
+    return False
+
+
+def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
     data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
     constant = view.array(node.input[1] if weight is None else weight.input[0])
     if constant is None and node.op_type == "MatMul":  # the weight may be on the left
@@ -260,6 +277,8 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
         for dtype, name in zip(types, ("its input", "its weight"), strict=True)
         if dtype not in _INTEGERS
     ]
+    if not missing and target == "onnxruntime" and node.op_type == "Conv" and not _is_requantized(node, view):
+        missing = ["its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"]
     return AuditedNode(
         name=node.name or node.output[0],
         op_type=node.op_type,

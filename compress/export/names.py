@@ -19,7 +19,9 @@ PREPROCESSING_KEY = "compress.preprocessing"
 LABELS_KEY = "compress.labels"
 RECIPE_KEY = "compress.recipe.tree"
 VARIANT_KEY = "compress.variant"
-"""Metadata entries: preprocessing and labels as JSON, digest of the recipe, and a `Variant`."""
+TARGET_KEY = "compress.target"
+"""Metadata entries: preprocessing and labels as JSON, digest of the recipe, a `Variant`, and the target of a quantized
+file."""
 
 INT4_KEY = "compress.num_bits"
 """Metadata entry of a DequantizeLinear whose weight fits in 4 bits, while the file is written."""

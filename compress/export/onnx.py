@@ -27,7 +27,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
-from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
+from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.onnx_graph import drop_unread
 from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
@@ -97,9 +97,10 @@ def export_onnx(
     inputs = as_inputs(example_inputs)
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
-    _apply_passes(proto, spec, target=report.placement.target if isinstance(report, QuantizationReport) else "")
+    target = report.placement.target if isinstance(report, QuantizationReport) else ""
+    _apply_passes(proto, spec, target=target)
     proto.producer_name, proto.producer_version = "compress", ""
-    onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}))
+    onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}, target))
     _check(proto)
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
@@ -259,10 +260,10 @@ def _quiet() -> Iterator[None]:
 
 
 def metadata_entries(
-    preprocessing: Preprocessing | None, labels: Sequence[str], metadata: Mapping[str, str]
+    preprocessing: Preprocessing | None, labels: Sequence[str], metadata: Mapping[str, str], target: str = ""
 ) -> dict[str, str]:
-    """Return the metadata of a file: the preprocessing of its input, the names of its classes, and further entries."""
-    entries = dict(metadata)
+    """Return the metadata of a file: preprocessing of its input, names of its classes, target, and further entries."""
+    entries = dict(metadata) | ({TARGET_KEY: target} if target else {})
     if preprocessing is not None:
         entries[PREPROCESSING_KEY] = preprocessing.to_json()
     if labels:

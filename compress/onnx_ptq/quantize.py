@@ -21,6 +21,7 @@ from torch import nn
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.cleanup import averages_without_padding
+from compress.export.names import TARGET_KEY
 from compress.export.onnx_graph import drop_unread
 from compress.export.targets import finish_for, shape_for
 from compress.onnx_ptq.bounded import check_bounds
@@ -273,7 +274,8 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
 def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str, str]) -> None:
     """Add metadata, and apply the passes that exported torch models get; they look types and shapes up in the graph."""
     proto = source.proto
-    helper.set_model_props(proto, {entry.key: entry.value for entry in proto.metadata_props} | dict(metadata))
+    entries = {entry.key: entry.value for entry in proto.metadata_props} | dict(metadata) | {TARGET_KEY: target}
+    helper.set_model_props(proto, entries)
     own = list(proto.graph.value_info)
     shapes, _ = infer(source, {})
     del proto.graph.value_info[:]

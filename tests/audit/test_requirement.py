@@ -71,14 +71,32 @@ BUILT = {"residual", "encoder"}
 
 @pytest.mark.parametrize(("name", "target"), [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT])
 def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, tmp_path):
-    """ONNX Runtime computes a convolution in 8 bits where its result is rounded too; the last one's is not."""
     torch.manual_seed(0)
     network, x = NETWORKS[name]()
-    last = {"residual", "squeeze and excite", "concat"} if target == "onnxruntime" else ()
-    if name in last:
-        network = nn.Sequential(network, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     answer = ask(network.eval(), x, target, tmp_path)
     assert answer.int8 and answer.lost == ()
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)),
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU6()),
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Upsample(scale_factor=2), nn.Conv2d(8, 2, 1)
+        ),
+    ],
+)
+def test_a_convolution_whose_result_is_not_rounded_is_float_on_onnx_runtime(network, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16)
+    qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="onnxruntime", head="quantize"))
+    path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
+    float_rows = {row.name: row.reason for row in compress.audit_onnx(path).rows if not row.int8}
+    with compress.build_engine(path, "onnxruntime", profile="yes") as engine:
+        kinds = {layer.original_names[0]: layer.kind for layer in engine.runtime_layers()}
+    assert float_rows.keys() == {name for name, kind in kinds.items() if kind in ("Conv", "FusedConv", "NhwcFusedConv")}
+    assert float_rows and all("result is not quantized" in reason for reason in float_rows.values())
 
 
 def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):

@@ -53,7 +53,8 @@ def test_names_open_batch_and_metadata_are_kept(gated, tmp_path):
     assert gated.read_bytes() == before
     assert after.graph.input == model.graph.input
     assert after.graph.output == model.graph.output
-    assert (after.metadata_props, after.producer_name) == (model.metadata_props, "mine")
+    entries = {entry.key: entry.value for entry in after.metadata_props}
+    assert (entries, after.producer_name) == ({"author": "me", "compress.target": "tensorrt"}, "mine")
     assert after.opset_import == model.opset_import
     assert after.graph.doc_string == "a network"
     kinds = {"Resize", "Concat", "MaxPool", "HardSigmoid", "Sigmoid", "Mul"}

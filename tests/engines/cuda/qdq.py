@@ -159,8 +159,7 @@ def windows(b, x, sizes):
 
 def session(model):
     """ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own."""
-    source = model if isinstance(model, str) else model.SerializeToString()
-    return open_session(source, optimize=False)
+    return open_session(model, optimize=False)
 
 
 def all_values(path, inputs):
