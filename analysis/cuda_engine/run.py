@@ -31,7 +31,6 @@ from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.costs import cost_of
 from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.report import write
-from analysis.cuda_engine.table import heads, layers
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.program import Program
@@ -91,11 +90,11 @@ def main() -> None:
             with _part(report, f"{name} b{batch} {what.__name__}", last):
                 what(*made, row)
         write_json(file, report)
-        print("\n".join(layers(row)), flush=True)
+        print({key: value for key, value in row.items() if key != "layers"}, flush=True)
     write_json(file, report)
     if not arguments.tiny:
         write(file)
-    print("\n".join(heads(report)), flush=True)
+    print(*(f"FAILED {text}" for text in report["failed"]), sep="\n", flush=True)
     os._exit(0)  # a process that still compiles would keep the terminal's pipe open
 
 

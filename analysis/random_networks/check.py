@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-import onnxruntime
 import torch
 from torch import Tensor, fx
 
 from analysis.random_networks.network import Network, Step
 from analysis.random_networks.operations import CHANNELS, SIDE
+from compress.engines import build_engine
 from compress.errors import CalibrationError, CompressError
 from compress.export.onnx import export_onnx
 from compress.graph.compare import relative_error
@@ -84,19 +84,15 @@ def _failure_of_file(qmodel: fx.GraphModule, x: Tensor, expected: Tensor) -> str
             return f"export refused: {error}"
         except Exception as error:
             return f"traceback of export: {type(error).__name__}: {error}"
-        for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads, options.log_severity_level = 1, 3
-            options.add_session_config_entry("session.x64quantprecision", "1")  # without VNNI sums would saturate
-            options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        for fuse in ("no", "yes"):
             try:
-                session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-                (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-            except Exception as error:
-                return f"ONNX Runtime ({level}) refuses the file: {error}"
+                with build_engine(path, "onnxruntime", threads=1, fuse=fuse) as engine:
+                    (result,) = engine.run({engine.inputs[0].name: x.numpy()}).values()
+            except CompressError as error:
+                return f"ONNX Runtime (fuse={fuse}) refuses the file: {error}"
             noise = sqnr(expected, torch.from_numpy(result))
             if noise < RUNTIME_DB:
-                return f"fake quantization to ONNX Runtime ({level}): {noise:.1f} dB"
+                return f"fake quantization to ONNX Runtime (fuse={fuse}): {noise:.1f} dB"
     return ""
 
 

@@ -182,8 +182,8 @@ class _Reader(CalibrationDataReader):
 
 
 def _onnxruntime(source: Path, data: Images, out: Path) -> Path:
-    name = onnxruntime.InferenceSession(source).get_inputs()[0].name
-    quantize_static(source, out, _Reader(name, data), per_channel=True)
+    reader = _Reader(onnx.load(source).graph.input[0].name, data)
+    quantize_static(source, out, reader, per_channel=True)
     return out
 
 
@@ -196,8 +196,7 @@ def opened(path: Path, engine: str) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     session = onnxruntime.InferenceSession(str(path), options)
-    name = session.get_inputs()[0].name
-    return lambda x: np.asarray(session.run(None, {name: x})[0])
+    return lambda x: np.asarray(session.run(None, {session.get_inputs()[0].name: x})[0])
 
 
 def text_task(network: Network, source: Path, o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:
