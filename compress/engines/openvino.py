@@ -182,7 +182,7 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
 
 
 def _may_saturate(path: Path) -> bool:
-    from onnx import TensorProto, numpy_helper
+    from onnx import TensorProto, numpy_helper  # lazy: OpenVINO runs its own files without onnx
 
     weights = load_onnx(path, weights=True).graph.initializer
     signed = (numpy_helper.to_array(one) for one in weights if one.data_type == TensorProto.INT8 and len(one.dims) > 1)

@@ -63,10 +63,14 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
 
 
 def _shapes_of_integers(nodes: list[onnx.NodeProto]) -> None:
-    """Take shapes of quantized tensors from their integers, so that nothing is dequantized for its shape."""
-    integers = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    """Take shapes of quantized tensors from their integers, so that nothing is computed in float for its shape."""
+    integers: dict[str, str] = {}
     for node in nodes:
-        if node.op_type == "Shape":
+        if node.op_type == "QuantizeLinear":
+            integers[node.input[0]] = node.output[0]
+        elif node.op_type == "DequantizeLinear":
+            integers[node.output[0]] = node.input[0]
+        elif node.op_type == "Shape":
             node.input[0] = integers.get(node.input[0], node.input[0])
 
 

@@ -60,6 +60,20 @@ class Padded(nn.Module):
         return self.fc(torch.relu(self.last(torch.relu(self.middle(torch.relu(self.stem(x)))))).flatten(1))
 
 
+class Resized(nn.Module):
+    """A convolution whose result is also read for its shape, as sizes of an open batch are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.low, self.last = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(16, 6, 3, 4)
+        self.fc = nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        up = nn.functional.interpolate(self.low(x), size=x.shape[-2:])
+        return self.fc(torch.relu(self.last(torch.cat([up, x], 1))).flatten(1))
+
+
 def kinds_on_engine(path, folder):
     """Operators of the graph that ONNX Runtime runs."""
     options = onnxruntime.SessionOptions()
@@ -70,7 +84,7 @@ def kinds_on_engine(path, folder):
 
 
 @pytest.mark.parametrize("way", ["file", "torch"])
-@pytest.mark.parametrize(("network", "concats"), [(Branches, 1), (Shuffled, 4), (Padded, 0)])
+@pytest.mark.parametrize(("network", "concats"), [(Branches, 1), (Shuffled, 4), (Padded, 0), (Resized, 0)])
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     torch.manual_seed(0)
     model, x, spec = with_statistics(network()), torch.randn(4, 3, 16, 16), QuantSpec(target="onnxruntime")
