@@ -1,10 +1,7 @@
 """Operations that exporters write as several nodes: found by their form, so that placement sees what they are.
 
     linear      MatMul by a constant, Add of a bias
-    silu        x * Sigmoid(x)
-    hardswish   x * HardSigmoid(x), x * Clip(x + 3, 0, 6) / 6
-    mish        x * Tanh(Softplus(x))
-    gelu        x * (1 + Erf(x / sqrt 2)) / 2 in any order, and the same with Tanh
+    silu, hardswish, mish, gelu (with Erf, or approximated with Tanh)    arithmetic around the function, in any order
     layer_norm  (x - mean) / Sqrt(variance + epsilon), and the affine part
 
 A form counts only if no other node reads what is inside it.
@@ -12,10 +9,14 @@ A form counts only if no other node reads what is inside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from compress.onnx_ptq.index import Index
 
@@ -34,6 +35,19 @@ class Compound:
     nodes: tuple[onnx.NodeProto, ...]
     input: str
 
+
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow"})
+_INSIDE = _ARITHMETIC | {"Tanh", "Clip"}
+_MOST_NODES = 12
+_AT = np.linspace(-6, 6, 49, dtype=np.float32)
+_KNOWN = {
+    "gelu": _AT * (1 + np.array([math.erf(x / math.sqrt(2)) for x in _AT])) / 2,
+    "silu": _AT / (1 + np.exp(-_AT)),
+    "hardswish": _AT * np.clip(_AT + 3, 0, 6) / 6,
+    "mish": _AT * np.tanh(np.log1p(np.exp(_AT))),
+}
+_SAME = 2e-3
+"""Largest difference to a known activation: GELU differs from its approximation by tanh by 0.0005."""
 
 Finder = Callable[[onnx.NodeProto, Index], Compound | None]
 """Returns the compound that begins, or has its most telling node, at a node."""
@@ -80,77 +94,60 @@ def _linear(node: onnx.NodeProto, index: Index) -> Compound | None:
     return Compound(kind="linear", nodes=(node, after), input=node.input[0])
 
 
-def _gate(kind: str, ends: frozenset[str]) -> Finder:
-    """Return a finder of x * f(x): from the first node of f to the product."""
+def _activation(node: onnx.NodeProto, index: Index) -> Compound | None:
+    """From the function inside an activation back to what it reads, and forward to a product that is a known one.
 
-    def find(node: onnx.NodeProto, index: Index) -> Compound | None:
-        nodes, x = [node], node.input[0]
-        after = index.alone(node.output[0])
-        while after is not None and after.op_type in ends and x not in after.input:
-            nodes.append(after)
-            after = index.alone(after.output[0])
-        if after is None or after.op_type != "Mul" or set(after.input) != {x, nodes[-1].output[0]}:
+    What is known is told by its values, as exporters write the same activation in many orders.
+    """
+    nodes, reads = [node], [name for name in node.input[:1] if name]
+    while len(nodes) < _MOST_NODES:
+        if len(reads) == 1:
+            found = _forward(nodes, reads[0], index)
+            if found is not None:
+                return found
+        makers = [(name, index.producers.get(name)) for name in reads]
+        name, maker = next(((n, m) for n, m in makers if m is not None and m.op_type in _ARITHMETIC), ("", None))
+        if maker is None or (len(reads) == 1 and index.alone(name) is None):
             return None
-        return Compound(kind=kind, nodes=(*nodes, after), input=x)
+        nodes.insert(0, maker)
+        reads = list(dict.fromkeys(key for key in (*reads, *maker.input) if key != name and key not in index.fixed))
+    return None
 
-    return find
 
-
-def _gelu(node: onnx.NodeProto, index: Index) -> Compound | None:
-    """From Erf or Tanh back to x, and forward to the last product with x and with a number."""
-    nodes, name = [node], node.input[0]
-    while (before := index.producers.get(name)) is not None and _by_number(before, index) and index.alone(name):
-        nodes.insert(0, before)
-        name = next(key for key in before.input if key not in index.fixed)
-    x, seen, after = name, False, index.alone(node.output[0])
-    while after is not None and (_by_number(after, index) or (not seen and _times(after, x, index))):
-        if not _by_number(after, index):
-            seen = True
-            half = _half(after, x, index)
-            if half is not None:
-                nodes.insert(0, half)
-        nodes.append(after)
-        if seen and (len(nodes) > 4 or not _halves(index.alone(after.output[0]), index)):
-            break
+def _forward(nodes: list[onnx.NodeProto], x: str, index: Index) -> Compound | None:
+    """Return the known activation of x that begins with some nodes; None if there is none."""
+    found, after = list(nodes), index.alone(nodes[-1].output[0])
+    while after is not None and after.op_type in _INSIDE and len(found) < _MOST_NODES:
+        made = {name for part in found for name in part.output} | {x} | index.fixed
+        for maker in (index.producers.get(name) for name in after.input if name not in made):
+            if maker is None or maker.op_type not in _ARITHMETIC or not made.issuperset(maker.input):
+                return None
+            found.insert(0, maker)
+        found.append(after)
+        kind = _known(found, x, index) if after.op_type in _ARITHMETIC else None
+        if kind is not None:
+            return Compound(kind=kind, nodes=tuple(found), input=x)
         after = index.alone(after.output[0])
-    return Compound(kind="gelu", nodes=tuple(nodes), input=x) if seen else None
+    return None
 
 
-def _by_number(node: onnx.NodeProto, index: Index) -> bool:
-    return node.op_type in {"Mul", "Div", "Add"} and sum(index.number(key) is not None for key in node.input) == 1
-
-
-def _halves(node: onnx.NodeProto | None, index: Index) -> bool:
-    return node is not None and node.op_type == "Mul" and any(index.number(key) == 0.5 for key in node.input)
-
-
-def _half(node: onnx.NodeProto, x: str, index: Index) -> onnx.NodeProto | None:
-    """Return the node that halves x before a product reads it."""
-    makers = (index.producers.get(key) for key in node.input)
-    return next((m for m in makers if m is not None and _halves(m, index) and x in m.input), None)
-
-
-def _times(node: onnx.NodeProto, x: str, index: Index) -> bool:
-    return node.op_type == "Mul" and (x in node.input or _half(node, x, index) is not None)
-
-
-def _hard_swish(node: onnx.NodeProto, index: Index) -> Compound | None:
-    """From Add(x, 3) over Clip to the product with x, with a division by 6 before or after it."""
-    numbers = [index.number(key) for key in node.input]
-    if 3.0 not in numbers or len(node.input) != 2:
+def _known(nodes: list[onnx.NodeProto], x: str, index: Index) -> str | None:
+    """Return the kind of the activation that nodes compute from x, by its values; None if it is none of the known."""
+    made = {name for part in nodes for name in part.output}
+    numbers = {name: index.number(name) for part in nodes for name in part.input if name and name not in {x, *made}}
+    if None in numbers.values():
         return None
-    x, nodes, seen = node.input[1 - numbers.index(3.0)], [node], False
-    after = index.alone(node.output[0])
-    while after is not None and (
-        after.op_type == "Clip" or _by_number(after, index) or (x in after.input and not seen)
-    ):
-        seen = seen or x in after.input
-        nodes.append(after)
-        if len(nodes) == 4:
-            break
-        after = index.alone(after.output[0])
-    whole = seen and len(nodes) == 4 and nodes[1].op_type == "Clip" and "Add" not in {n.op_type for n in nodes[1:]}
-    return Compound(kind="hardswish", nodes=tuple(nodes), input=x) if whole else None
+    values, result = helper.make_tensor_value_info(x, TensorProto.FLOAT, [len(_AT)]), nodes[-1].output[0]
+    graph = helper.make_graph(
+        nodes,
+        "activation",
+        [values],
+        [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", index.opset.get("", 1))])
+    (got,) = ReferenceEvaluator(model).run(None, {x: _AT})
+    return next((kind for kind, known in _KNOWN.items() if np.abs(got - known).max() < _SAME), None)
 
 
 def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
@@ -181,11 +178,6 @@ def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
 
 _FINDERS: dict[str, Finder] = {
     "MatMul": _linear,
-    "Sigmoid": _gate("silu", frozenset()),
-    "HardSigmoid": _gate("hardswish", frozenset()),
-    "Softplus": _gate("mish", frozenset({"Tanh"})),
-    "Erf": _gelu,
-    "Tanh": _gelu,
-    "Add": _hard_swish,
+    **dict.fromkeys(("Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"), _activation),
     "ReduceMean": _layer_norm,
 }

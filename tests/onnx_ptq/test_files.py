@@ -9,8 +9,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from torch import nn
 
 import compress
 from compress.onnx_ptq import passes
@@ -381,3 +383,51 @@ def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
         with compress.build_engine(made, "openvino", batch_size=size, threads=1, precision="f32") as engine:
             (result,) = engine.run({engine.inputs[0].name: x[:size]}).values()
         assert sqnr(expected[:size], result) > 40
+
+
+class Activated(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation, self.first, self.last = activation, nn.Conv2d(3, 16, 3, 2), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        return self.last(self.activation(self.first(4 * x)))
+
+
+@pytest.mark.parametrize("opset", [11, 17])
+@pytest.mark.parametrize(
+    ("activation", "known"),
+    [
+        (F.gelu, True),
+        (lambda x: F.gelu(x, approximate="tanh"), True),
+        (F.silu, True),
+        (F.hardswish, True),
+        (lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3)))), True),  # BERT's
+        (lambda x: 0.5 * x * (1 + torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x))), True),  # the same, faster
+        (lambda x: 0.5 * (x + x * torch.erf(x / 1.41421356)), True),
+        (lambda x: (x * (1 + torch.erf(x * 0.70710678))) / 2, True),
+        (lambda x: x * torch.sigmoid(x), True),
+        (lambda x: x * (F.relu6(x + 3) / 6), True),
+        (lambda x: x * torch.tanh(F.softplus(x)), True),
+        (lambda x: x * (1 + torch.erf(3 * x)) / 2, False),
+        (lambda x: x * torch.sigmoid(x / 4), False),
+        (lambda x: x + F.relu6(x), False),
+        (lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)), False),
+        (lambda x: -x * torch.sigmoid(x), False),
+    ],
+)
+def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activation, known, opset):
+    """The lowest value of a known activation is its zero point; torch's values of the activation are the oracle."""
+    torch.manual_seed(0)
+    path = export(Activated(activation), tmp_path / "float.onnx", opset=opset)
+    made = quantize_onnx_file(path, batches(), spec=QuantSpec(target="openvino"))
+    site = made.placement.activations[-1]
+    least = activation(torch.linspace(-8, 8, 16001).reshape(1, 1, 1, -1)).min().item()
+    assert site.format.lowest == (pytest.approx(least, abs=0.01) if known else 0)
+    assert (
+        sqnr(
+            run(path, PICTURES),
+            run(compress.quantize_onnx(path, batches(), spec=QuantSpec(target="openvino")), PICTURES),
+        )
+        > 20
+    )
