@@ -1,4 +1,7 @@
-"""The form of a graph that placement works on: attention and paddings opened, functions as layers, BatchNorm folded."""
+"""The form of a graph that placement works on.
+
+Attention and paddings are opened, activations are one node, functions are layers, BatchNorm is folded.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from compress.graph.functional import functions_to_modules, open_paddings, produ
 from compress.graph.inplace import follow_changes
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
+from compress.graph.spelled import activations_in_one
 from compress.graph.trace import check_module, propagate_shapes, trace
 from compress.graph.traits import SHAPES
 
@@ -32,6 +36,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     drop_assertions(graph_module)
     follow_changes(graph_module, example_inputs)
     opened = open_attention(graph_module) + open_einsums(graph_module) + open_paddings(graph_module)
+    opened += activations_in_one(graph_module)
     products_to_linear(graph_module)
     made = functions_to_modules(graph_module)
     if fold:

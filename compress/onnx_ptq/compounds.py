@@ -9,15 +9,17 @@ A form counts only if no other node reads what is inside it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from torch import Tensor
 
+from compress.graph.spelled import AT, spelled_activation
 from compress.onnx_ptq.index import Index
 
 
@@ -37,17 +39,7 @@ class Compound:
 
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow"})
-_INSIDE = _ARITHMETIC | {"Tanh", "Clip"}
-_MOST_NODES = 12
-_AT = np.linspace(-6, 6, 49, dtype=np.float32)
-_KNOWN = {
-    "gelu": _AT * (1 + np.array([math.erf(x / math.sqrt(2)) for x in _AT])) / 2,
-    "silu": _AT / (1 + np.exp(-_AT)),
-    "hardswish": _AT * np.clip(_AT + 3, 0, 6) / 6,
-    "mish": _AT * np.tanh(np.log1p(np.exp(_AT))),
-}
-_SAME = 2e-3
-"""Largest difference to a known activation: GELU differs from its approximation by tanh by 0.0005."""
+_TELLING = frozenset({"Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"})
 
 Finder = Callable[[onnx.NodeProto, Index], Compound | None]
 """Returns the compound that begins, or has its most telling node, at a node."""
@@ -94,60 +86,49 @@ def _linear(node: onnx.NodeProto, index: Index) -> Compound | None:
     return Compound(kind="linear", nodes=(node, after), input=node.input[0])
 
 
-def _activation(node: onnx.NodeProto, index: Index) -> Compound | None:
-    """From the function inside an activation back to what it reads, and forward to a product that is a known one.
+class _OnnxForm:
+    def __init__(self, index: Index) -> None:
+        self._index = index
 
-    What is known is told by its values, as exporters write the same activation in many orders.
-    """
-    nodes, reads = [node], [name for name in node.input[:1] if name]
-    while len(nodes) < _MOST_NODES:
-        if len(reads) == 1:
-            found = _forward(nodes, reads[0], index)
-            if found is not None:
-                return found
-        makers = [(name, index.producers.get(name)) for name in reads]
-        name, maker = next(((n, m) for n, m in makers if m is not None and m.op_type in _ARITHMETIC), ("", None))
-        if maker is None or (len(reads) == 1 and index.alone(name) is None):
+    def node(self, value: str) -> onnx.NodeProto:
+        return self._index.producers[value]
+
+    def inputs(self, value: str) -> Sequence[str]:
+        return [name for name in dict.fromkeys(self.node(value).input) if name not in self._index.fixed]
+
+    def is_arithmetic(self, value: str) -> bool:
+        maker = self._index.producers.get(value)
+        return maker is not None and maker.op_type in _ARITHMETIC
+
+    def reader(self, value: str) -> str | None:
+        after = self._index.alone(value)
+        return after.output[0] if after is not None and after.op_type in _ARITHMETIC | _TELLING else None
+
+    def computed(self, values: Sequence[str], x: str) -> Tensor | None:
+        nodes = [self.node(value) for value in values]
+        read = {name for node in nodes for name in node.input if name} - {x, *values}
+        numbers = {name: self._index.number(name) for name in read}
+        if None in numbers.values():
             return None
-        nodes.insert(0, maker)
-        reads = list(dict.fromkeys(key for key in (*reads, *maker.input) if key != name and key not in index.fixed))
-    return None
+        graph = helper.make_graph(
+            nodes,
+            "activation",
+            [helper.make_tensor_value_info(x, TensorProto.FLOAT, [len(AT)])],
+            [helper.make_tensor_value_info(values[-1], TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._index.opset.get("", 1))])
+        with np.errstate(all="ignore"):
+            (result,) = ReferenceEvaluator(model).run(None, {x: AT.numpy()})
+        return torch.from_numpy(np.asarray(result))
 
 
-def _forward(nodes: list[onnx.NodeProto], x: str, index: Index) -> Compound | None:
-    """Return the known activation of x that begins with some nodes; None if there is none."""
-    found, after = list(nodes), index.alone(nodes[-1].output[0])
-    while after is not None and after.op_type in _INSIDE and len(found) < _MOST_NODES:
-        made = {name for part in found for name in part.output} | {x} | index.fixed
-        for maker in (index.producers.get(name) for name in after.input if name not in made):
-            if maker is None or maker.op_type not in _ARITHMETIC or not made.issuperset(maker.input):
-                return None
-            found.insert(0, maker)
-        found.append(after)
-        kind = _known(found, x, index) if after.op_type in _ARITHMETIC else None
-        if kind is not None:
-            return Compound(kind=kind, nodes=tuple(found), input=x)
-        after = index.alone(after.output[0])
-    return None
-
-
-def _known(nodes: list[onnx.NodeProto], x: str, index: Index) -> str | None:
-    """Return the kind of the activation that nodes compute from x, by its values; None if it is none of the known."""
-    made = {name for part in nodes for name in part.output}
-    numbers = {name: index.number(name) for part in nodes for name in part.input if name and name not in {x, *made}}
-    if None in numbers.values():
+def _activation(node: onnx.NodeProto, index: Index) -> Compound | None:
+    form = _OnnxForm(index)
+    found = spelled_activation(node.output[0], form)
+    if found is None:
         return None
-    values, result = helper.make_tensor_value_info(x, TensorProto.FLOAT, [len(_AT)]), nodes[-1].output[0]
-    graph = helper.make_graph(
-        nodes,
-        "activation",
-        [values],
-        [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", index.opset.get("", 1))])
-    (got,) = ReferenceEvaluator(model).run(None, {x: _AT})
-    return next((kind for kind, known in _KNOWN.items() if np.abs(got - known).max() < _SAME), None)
+    return Compound(kind=found.name.split()[0], nodes=tuple(map(form.node, found.values)), input=found.x)
 
 
 def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
@@ -178,6 +159,6 @@ def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
 
 _FINDERS: dict[str, Finder] = {
     "MatMul": _linear,
-    **dict.fromkeys(("Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"), _activation),
+    **dict.fromkeys(_TELLING, _activation),
     "ReduceMean": _layer_norm,
 }
