@@ -9,6 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
+from analysis.engine_check.run import ask
 from compress.export.zero_points import zero_points_into_biases
 from compress.measure.layer_parity import layer_parity
 from tests.exact import WEIGHTS
@@ -89,6 +90,26 @@ class Bottlenecks(nn.Module):
         x = self.stem(x)
         x = self.narrow(self.wide(x).clamp(0, 6)) + x
         return self.last(torch.cat([x, x], 1)).mean((2, 3)) + self.beside(x).mean((2, 3))
+
+
+class Reparametrized(nn.Module):
+    """Two branches with a stride on one signed tensor, as a MobileOne or FastViT begins: one pads, one does not."""
+
+    def __init__(self, stride):
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(4, 8, 3, 1, 1), nn.Conv2d(16, 8, 1)
+        self.scale, self.wide = nn.Conv2d(8, 16, 1, stride), nn.Conv2d(8, 16, 3, stride, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.last(nn.functional.gelu(self.scale(x) + self.wide(x)))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_openvino_computes_both_branches_in_8_bits(tmp_path, stride):
+    torch.manual_seed(0)
+    answer = ask(Reparametrized(stride).eval(), torch.randn(2, 4, 32, 32), "openvino", tmp_path)
+    assert len(answer.int8) == 4 and answer.lost == ()
 
 
 def test_engines_and_parity_follow(tmp_path):
