@@ -7,9 +7,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import compress
 from compress.data import DataSpec, check_data_spec
 from compress.errors import DataError, QuantizationError, RecipeError
 from compress.measure import BenchSpec, check_bench_spec
@@ -17,6 +19,7 @@ from compress.quantization.spec import AdaRoundSpec, QuantSpec, Rule, WeightSpec
 from compress.recipe.tree import Recipe, parse_recipe
 from compress.support.validation import parse
 from compress.training import TrainSpec, check_train_spec
+from tests.networks import TinyResNet
 
 HALF_OPEN = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, -0.0, 0.5])
 
@@ -110,3 +113,13 @@ def test_half_of_a_character_is_named():
     """YAML's escapes can make one, and no file or process takes it."""
     with pytest.raises(RecipeError, match=r"it holds '\\ud800', half of a character"):
         parse_recipe({"model": {"name": "a\ud800b"}})
+
+
+def test_lists_are_taken_where_tuples_are_declared():
+    x = torch.randn(4, 3, 16, 16)
+    rules = [compress.Rule(match="conv1", enable=False)]
+    model = TinyResNet().eval()
+    of_list = compress.quantize(model, x, [x], spec=compress.QuantSpec(target=["openvino"], rules=rules))
+    of_tuple = compress.quantize(model, x, [x], spec=compress.QuantSpec(target=("openvino",), rules=tuple(rules)))
+    assert of_list.placement.decisions == of_tuple.placement.decisions
+    assert torch.equal(of_list(x), of_tuple(x))

@@ -259,6 +259,11 @@ class QuantSpec:
     bias_correction: BiasCorrection | None = None
     insist: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("target", "rules"):  # a list, which many write, could be changed later and is no key of a dict
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+
     @property
     def targets(self) -> tuple[Target, ...]:
         """All targets, the one that training follows first.
