@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,44 @@ from compress.graph.layers import layers
 from compress.graph.ops import attribute_of, layer_name, node_kind, node_module, run_node
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace
+from compress.graph.traits import kinds
+from compress.receptive import rules_mixing, rules_moving, rules_windows
 from compress.receptive.call import Call, NoRuleError
-from compress.receptive.fields import Field, image_field
-from compress.receptive.rules import apply_rule
+from compress.receptive.fields import Field, image_field, join
 from compress.receptive.table import ReceptiveField, ReceptiveFieldTable, make_row
+
+_Rule = Callable[[Call], Any]
+
+
+def _elementwise(call: Call) -> Field:
+    """Each element depends on the same element of the operand."""
+    return call.field(0)
+
+
+def _broadcasting(call: Call) -> Field:
+    return join(call.operands(), call.result_shape(), call.name)
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), _elementwise),
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs > 1), _broadcasting),
+    **rules_windows.RULES,
+    **rules_mixing.RULES,
+    **rules_moving.RULES,
+}
+"""For each kind of operation, from its operands' fields to its result's."""
+
+
+def _apply_rule(call: Call) -> Any:
+    """Return a Field, a tuple of them, or a plain value (a shape).
+
+    Raises:
+        NoRuleError: there is no rule, or it does not cover these arguments.
+    """
+    rule = _RULES.get(call.kind)
+    if rule is None:
+        raise NoRuleError("there is no rule for this kind of operation")
+    return rule(call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +162,7 @@ class _Walker:
     def _apply(self, call: Call) -> Any:
         shape = call.node.meta.get("shape")
         try:
-            value = apply_rule(call)
+            value = _apply_rule(call)
             if isinstance(value, Field) and shape is not None and value.shape != tuple(shape):
                 raise NoRuleError(f"its rule gives shape {value.shape} where the model gives {tuple(shape)}")
         except (NoRuleError, RuntimeError, IndexError, TypeError, ValueError, KeyError, AttributeError) as error:

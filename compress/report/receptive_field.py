@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,10 @@ from compress.receptive import (
 )
 from compress.receptive.metrics import SHARES
 from compress.receptive.probe import layers_to_show
-from compress.report.erf_page import erf_page
+from compress.report.html import render
 from compress.support.progress import Progress
+
+_PAGE_COLUMNS = ("layer", "units", "side, px", "σ, px", "half within, px", "theoretical, px", "share")
 
 _COLUMNS = (
     "name",
@@ -167,7 +170,7 @@ def erf_report(
     with replacing(folder / "erf.png") as path:
         path.write_bytes(pictures[-1])
     animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None
-    page = write_text(folder / "erf.html", erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
+    page = write_text(folder / "erf.html", _erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
     return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)
 
 
@@ -309,3 +312,39 @@ def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: flo
     with replacing(path) as temporary:
         shown[0].save(temporary, format="GIF", save_all=True, append_images=shown[1:], duration=times, loop=0)
     return Path(path)
+
+
+def _erf_page(title: str, lead: str, fields: Sequence[EffectiveReceptiveField], pictures: Sequence[bytes]) -> str:
+    """A page in which one picks a layer and sees its effective field: one file, no script, nothing fetched.
+
+    Args:
+        title: of the page, plain text.
+        lead: a paragraph that says what was measured, plain text.
+        fields: in the order of the network; the last one is shown first.
+        pictures: PNG of each.
+    """
+    views = [
+        {
+            "layer": field.layer,
+            "alt": f"Effective receptive field of {field.layer}: side {field.metrics.size:.0f} pixels",
+            "png": base64.b64encode(picture).decode(),
+            "cells": _cells(field),
+        }
+        for field, picture in zip(fields, pictures, strict=True)
+    ]
+    return render("erf.html", title=title, lead=lead, columns=_PAGE_COLUMNS, views=views)
+
+
+def _cells(field: EffectiveReceptiveField) -> tuple[str, ...]:
+    """One field as text: layer, units, side, sigma, radius of half the influence, theoretical size, share of it."""
+    metrics, row = field.metrics, field.theoretical
+    theory = "not known"
+    if row is not None and row.status == "global":
+        local = f" ({row.local_size[0]} without)" if row.local_size[0] is not None else ""
+        theory = f"global{local}"
+    elif row is not None and row.status == "exact":
+        theory = " × ".join(str(s) for s in dict.fromkeys(row.size))
+    share = f"{100 * metrics.theoretical_share:.0f} %" if metrics.theoretical_share else "n/a"
+    sigma = " × ".join(f"{s:.1f}" for s in metrics.gaussian.sigma)
+    units = f"{field.grid[0]} × {field.grid[1]}"
+    return field.layer, units, f"{metrics.size:.1f}", sigma, f"{metrics.radius_50:.1f}", theory, share
