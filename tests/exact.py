@@ -1,4 +1,4 @@
-"""What makes results of INT8 exact on every processor: sessions of ONNX Runtime, and weights for OpenVINO."""
+"""INT8 results that are exact on every processor: sessions of ONNX Runtime, and the width of weights for OpenVINO."""
 
 from __future__ import annotations
 

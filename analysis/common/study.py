@@ -8,16 +8,29 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Row = dict[str, Any]
 
 PATH_OPTIONS = frozenset({"--out", "--before", "--cache"})
 """Options whose values are paths of one machine. They do not belong to what was measured."""
+
+
+class Feeds:
+    """Batches as ONNX Runtime's quantizer reads them (its CalibrationDataReader)."""
+
+    def __init__(self, name: str, batches: Iterable[Any]) -> None:
+        self._feeds = iter([{name: np.asarray(batch)} for batch in batches])
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Return the next batch by the input's name; None after the last."""
+        return next(self._feeds, None)
 
 
 def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:

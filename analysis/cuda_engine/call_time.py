@@ -22,8 +22,12 @@ def call_ms(run: Callable[[], object], *, calls: int = 50, warmup: int = 20) -> 
         end.synchronize()
         return float(begin.elapsed_time(end))
 
+    def queued() -> None:
+        for _ in range(calls):
+            run()
+
     for _ in range(warmup):
         run()
     torch.cuda.synchronize()
-    rounds = [between(lambda: [run() for _ in range(calls)]) / calls for _ in range(3)]
+    rounds = [between(queued) / calls for _ in range(3)]
     return float(np.median(rounds)), float(np.median([between(run) for _ in range(calls)]))

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 import compress
-from analysis.common.study import Row, command_line, software, study_parser
+from analysis.common.study import Feeds, Row, command_line, software, study_parser
 from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
 from compress.files import write_json
 from compress.measure import describe_machine, measure_latency
@@ -169,20 +169,10 @@ def _compress(path: Path, data: Data, target: Any) -> Path:
 def _onnxruntime(path: Path, data: Data) -> Path:
     from onnxruntime import quantization  # optional: a peer, in the form that its documentation recommends for x86
 
-    class Reader(quantization.CalibrationDataReader):
-        """Yields the batches."""
-
-        def __init__(self) -> None:
-            self.feeds: Iterator[dict[str, Any]] = iter([{INPUT: batch.numpy()} for batch in data])
-
-        def get_next(self) -> dict[str, Any] | None:
-            """Return the next batch."""
-            return next(self.feeds, None)
-
     ready, out = path.with_name("ready.onnx"), path.with_name("ort.onnx")
     quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     quantization.quantize_static(
-        str(ready), str(out), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        str(ready), str(out), Feeds(INPUT, data), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
         activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
     )  # fmt: skip
     return out

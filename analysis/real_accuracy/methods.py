@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
+from analysis.common.study import Feeds
 from analysis.real_accuracy.networks import Subject
 from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
 
@@ -84,20 +85,11 @@ def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) ->
     """Quantize with ONNX Runtime's static quantizer in the form that its documentation recommends for x86."""
     from onnxruntime import quantization  # optional: a peer's part of the engine
 
-    class Reader(quantization.CalibrationDataReader):
-        """Yields the batches."""
-
-        def __init__(self) -> None:
-            self.feeds: Iterator[dict[str, Any]] = iter([{INPUT: b.numpy()} for b in subject.calibration.split(BATCH)])
-
-        def get_next(self) -> dict[str, Any] | None:
-            """Return the next batch."""
-            return next(self.feeds, None)
-
     ready, out = folder / "ready.onnx", folder / "ort.onnx"
     quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     quantization.quantize_static(
-        str(ready), str(out), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        str(ready), str(out), Feeds(INPUT, subject.calibration.split(BATCH)),
+        quant_format=quantization.QuantFormat.QDQ, per_channel=True,
         activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
         calibrate_method=quantization.CalibrationMethod[calibration],
     )  # fmt: skip

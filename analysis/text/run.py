@@ -23,13 +23,13 @@ import onnx
 import onnxruntime
 import openvino
 import torch
-from onnxruntime.quantization import CalibrationDataReader, quantize_static
+from onnxruntime.quantization import quantize_static
 from PIL import Image
 from torchmetrics.functional.text import edit_distance
 from torchvision.transforms.v2 import functional
 
 import compress
-from analysis.common.study import Row, command_line, software, study_parser
+from analysis.common.study import Feeds, Row, command_line, software, study_parser
 from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
 from compress.measure import describe_machine
@@ -173,17 +173,9 @@ def _nncf(python: str, source: Path, data: Images, out: Path, kind: str) -> Path
     return out
 
 
-class _Reader(CalibrationDataReader):
-    def __init__(self, name: str, data: Images) -> None:
-        self._items = iter([{name: x} for x in data])
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._items, None)
-
-
 def _onnxruntime(source: Path, data: Images, out: Path) -> Path:
-    reader = _Reader(onnx.load(source).graph.input[0].name, data)
-    quantize_static(source, out, reader, per_channel=True)
+    name = onnxruntime.InferenceSession(source).get_inputs()[0].name
+    quantize_static(source, out, Feeds(name, data), per_channel=True)
     return out
 
 
@@ -196,7 +188,8 @@ def opened(path: Path, engine: str) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     session = onnxruntime.InferenceSession(str(path), options)
-    return lambda x: np.asarray(session.run(None, {session.get_inputs()[0].name: x})[0])
+    name = session.get_inputs()[0].name
+    return lambda x: np.asarray(session.run(None, {name: x})[0])
 
 
 def text_task(network: Network, source: Path, o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:

@@ -254,13 +254,15 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
 
 def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     """Return True if quantizers alone read a result, after activations that a quantizer absorbs."""
-    results, readers = {value.name for value in view.graph.output}, [node]
-    while len(readers) == 1 and readers[0].output[0] not in results:
-        readers = view.consumers.get(readers[0].output[0], [])
-        if readers and all(reader.op_type == "QuantizeLinear" for reader in readers):
+    results, tensor = {value.name for value in view.graph.output}, node.output[0]
+    while tensor not in results:
+        readers = view.consumers.get(tensor, [])
+        kinds = {reader.op_type for reader in readers}
+        if kinds == {"QuantizeLinear"}:
             return True
-        if len(readers) == 1 and readers[0].op_type not in _ABSORBED:
+        if len(readers) != 1 or not kinds <= _ABSORBED:
             return False
+        tensor = readers[0].output[0]
     return False
 
 

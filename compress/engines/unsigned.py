@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 SHIFT = 128
 _PRODUCTS = ("MatMul", "Gemm")
@@ -34,42 +34,46 @@ def to_unsigned(model: Any) -> None:
             if attribute.name == "output_dtype":
                 attribute.i = _UINT8
         for one in (node, *readers):
-            point = points[one.input[2]]
-            name = point.name + _SUFFIX
-            if name not in made:
-                shifted = (_integers(point).astype(np.int16) + SHIFT).astype(np.uint8)
-                graph.initializer.add(name=name, data_type=_UINT8, dims=point.dims, raw_data=shifted.tobytes())
-                made.add(name)
-            one.input[2] = name
+            one.input[2] = _unsigned(graph, points[one.input[2]], made)
 
 
 def weights_to_unsigned(model: Any) -> None:
     """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
     graph = model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    tensors |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
-    made: dict[tuple[str, ...], str] = {}
-
-    def shifted(name: str, like: str = "") -> str:
-        """Return the unsigned form of a tensor, or of zeros in the shape of the scale `like`."""
-        if (name, like) not in made:
-            tensor, made[name, like] = tensors[name or like], f"{name or like}{_SUFFIX}"
-            q = _integers(tensor) if name else np.zeros(tuple(tensor.dims), np.int8)
-            data = (q.astype(np.int16) + SHIFT).astype(np.uint8).tobytes()
-            graph.initializer.add(name=made[name, like], data_type=_UINT8, dims=tensor.dims, raw_data=data)
-        return made[name, like]
-
+    for node in graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.HasField("t"):
+                attribute.t.name = node.output[0]  # it may have none
+                tensors[node.output[0]] = attribute.t
+    made: set[str] = set()
     for node in graph.node:
         weight = tensors.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if weight is None or weight.data_type != _INT8 or len(weight.dims) < 2:
             continue
-        name, scale, *point = node.input
-        if tensors.keys() >= {scale, *point}:
-            node.input[:] = [shifted(name), scale, shifted(*point) if point else shifted("", scale)]
+        _, scale, *point = node.input
+        if {scale, *point} - tensors.keys():
+            continue
+        zero = tensors[point[0]] if point else _zeros_like(tensors[scale])
+        node.input[:] = [_unsigned(graph, weight, made), scale, _unsigned(graph, zero, made)]
 
 
-def _integers(tensor: Any) -> NDArray[np.int8]:
-    return np.frombuffer(tensor.raw_data, np.int8) if tensor.raw_data else np.array(tensor.int32_data, np.int8)
+def _unsigned(graph: Any, tensor: Any, made: set[str]) -> str:
+    """Return the name of the unsigned form of an int8 tensor, which is added to the graph where it is not in `made`."""
+    name: str = tensor.name + _SUFFIX
+    if name not in made:
+        signed = np.frombuffer(tensor.raw_data, np.int8) if tensor.raw_data else np.array(tensor.int32_data)
+        shifted = (signed.astype(np.int16) + SHIFT).astype(np.uint8)
+        graph.initializer.add(name=name, data_type=_UINT8, dims=tensor.dims, raw_data=shifted.tobytes())
+        made.add(name)
+    return name
+
+
+def _zeros_like(scale: Any) -> Any:
+    """Return the zero point that a DequantizeLinear without one has: int8 zeros in the shape of its scale."""
+    zeros = type(scale)(name=f"{scale.name}_zero_point", data_type=_INT8, dims=scale.dims)
+    zeros.raw_data = bytes(math.prod(scale.dims))
+    return zeros
 
 
 def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:

@@ -111,7 +111,7 @@ def strides_kept(proto: onnx.ModelProto) -> int:
     nodes: list[onnx.NodeProto] = []
     changed = 0
     for node in proto.graph.node:
-        if node.op_type == "Conv" and _moves_its_stride(node, view):
+        if node.op_type == "Conv" and moves_its_stride(node, view) and any(attribute(node, "pads", [])):
             weight = view.dequantizer(node.input[1])
             name = node.input[1] if weight is None else weight.input[0]
             value = view.array(name)
@@ -133,10 +133,9 @@ def strides_kept(proto: onnx.ModelProto) -> int:
     return changed
 
 
-def _moves_its_stride(node: onnx.NodeProto, view: OnnxGraph) -> bool:
-    kernel = _kernel(node, view)
-    strides, pads = attribute(node, "strides", []), attribute(node, "pads", [])
-    return bool(kernel) and set(kernel) == {1} and any(s > 1 for s in strides) and any(pads)
+def moves_its_stride(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    """Return True for a 1 x 1 convolution with a stride, which OpenVINO moves to the operations before it."""
+    return set(_kernel(node, view)) == {1} and any(stride > 1 for stride in attribute(node, "strides", []))
 
 
 def _kernel(node: onnx.NodeProto, view: OnnxGraph) -> list[int]:

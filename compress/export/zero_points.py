@@ -23,6 +23,7 @@ from onnx import helper
 
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.export.onnx_graph import OnnxGraph, attribute, consumed_as
+from compress.export.openvino_forms import moves_its_stride
 
 _ZERO = np.zeros((), np.uint8)
 
@@ -46,7 +47,7 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
             (conv, bias) for conv in read if (bias := _moved_bias(conv, node.output[0], offset, view)) is not None
         ]
         if len(biases) < len(read):  # OpenVINO (2026.4) moves the stride of a 1x1 up, and then computes it in float
-            biases = [(conv, bias) for conv, bias in biases if not _moves_its_stride(conv)]
+            biases = [(conv, bias) for conv, bias in biases if not moves_its_stride(conv, view)]
         if len(biases) < len(read) or not biases or node.output[0] in results:
             nodes.append(node)
         if not biases:
@@ -62,10 +63,6 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
         changed += len(biases)
     view.replace_nodes(nodes)
     return changed
-
-
-def _moves_its_stride(conv: onnx.NodeProto) -> bool:
-    return set(attribute(conv, "kernel_shape", [])) == {1} and max(attribute(conv, "strides", [1])) > 1
 
 
 def _offset(node: onnx.NodeProto, view: OnnxGraph) -> float:

@@ -35,7 +35,7 @@ class Form(Protocol[V]):
     """A graph in which activations are looked for; a value is the one result of an operation."""
 
     def inputs(self, value: V) -> Sequence[V]:
-        """Return what the operation of a value reads beside constants."""
+        """Return the operands of the operation that computes a value, without its constants."""
 
     def is_arithmetic(self, value: V) -> bool:
         """Return True for sums, products, quotients and powers."""
@@ -49,7 +49,13 @@ class Form(Protocol[V]):
 
 @dataclass(frozen=True)
 class Spelled(Generic[V]):
-    """One activation that is several operations: a key of `KNOWN`, their results in order, and what it reads."""
+    """An activation that is written as several operations.
+
+    Attributes:
+        name: key of `KNOWN`.
+        values: results of its operations, in the order of the graph; the last one is the activation's.
+        x: the value that the activation is applied to.
+    """
 
     name: str
     values: tuple[V, ...]
@@ -57,7 +63,9 @@ class Spelled(Generic[V]):
 
 
 def spelled_activation(value: V, form: Form[V]) -> Spelled[V] | None:
-    """Return the known activation around a function: back to what it reads, and forward to a product that is one.
+    """Return the known activation that contains a function; None if there is none.
+
+    Its operand is looked for among the operations before the function, its result among those after it.
 
     Args:
         value: result of the function inside, such as Sigmoid.
@@ -133,7 +141,7 @@ def _name(node: fx.Node) -> str:
 def _is_telling(node: fx.Node) -> bool:
     kind = node_kind(node)
     if node.op != "call_module" and _name(node).endswith("_"):
-        return False  # it changes what it reads
+        return False  # an operation in place: its operand no longer has its value afterwards
     return kind in _TELLING or (kind == "unknown" and node.op != "call_module" and _name(node) == "erf")
 
 

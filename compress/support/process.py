@@ -40,10 +40,10 @@ def instruction_sets() -> frozenset[str]:
 
 
 def sums_bytes_in_16_bits() -> bool:
-    """Whether this is an x86 processor without VNNI, whose sum of two products of bytes saturates in 16 bits.
+    """Return True if this is an x86 processor without VNNI: it adds pairs of INT8 products in 16 bits, which saturate.
 
-    VPMADDUBSW adds u8 * i8 pairs to 16 bits with saturation: 2 * 255 * 64 fits, 2 * 255 * 65 does not (Intel Software
-    Developer's Manual, volume 2, PMADDUBSW).
+    VPMADDUBSW adds two products of u8 and i8 to 16 bits with saturation: 2 * 255 * 64 fits, 2 * 255 * 65 does not
+    (Intel Software Developer's Manual, volume 2, PMADDUBSW).
     """
     features = instruction_sets()
     return "avx2" in features and not features & {"avx_vnni", "avx512_vnni"}
