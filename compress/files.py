@@ -1,4 +1,4 @@
-"""Writing of files whole or not at all, under a temporary name that is then renamed; reading of JSON within limits."""
+"""Files written whole or not at all; JSON read within limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 50
 
 
 def expand_user(path: Path | str) -> Path:
-    """Return a path with `~` as the home folder; that of a user who does not exist stays, and is not found then."""
+    """Resolve `~`; that of an unknown user stays."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -30,13 +30,12 @@ def expand_user(path: Path | str) -> Path:
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is renamed to `path`, on any error removed.
+    """Yield a temporary path beside `path`, renamed on success, removed on any error.
 
-    At any moment, also if the process is killed, `path` is the old file or the new one, never a part.
+    `path` is the old file or the new one, never a part, also after a kill.
 
     Raises:
-        OSError: `path` is a folder or a device, or writing (disk full) or renaming fails; it names `path`, which is
-            then unchanged.
+        OSError: `path` is a folder or a device, or writing or renaming fails; it names `path`.
     """
     path = Path(path)
     if path.is_dir():
@@ -54,7 +53,6 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 @contextmanager
 def _removed_after(path: Path) -> Iterator[Path]:
-    """Make an empty file beside `path`, and remove it afterwards unless it was renamed."""
     for _ in range(100):
         temporary = path.parent / f".{path.name[:_NAMED]}.{secrets.token_hex(8)}{_PART}"
         try:  # with the usual permissions of this process, which mkstemp does not give
@@ -70,7 +68,7 @@ def _removed_after(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let errors name `path` where they name its temporary file, or no file as those of a full disk."""
+    """Errors name `path` in the place of its temporary file, or of none."""
     try:
         yield
     except OSError as error:
@@ -80,22 +78,22 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path | str, text: str) -> Path:
-    """Write `text` as UTF-8, whole or not at all, and return the path."""
+    """UTF-8, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
 
 
 def write_json(path: Path | str, value: Any) -> Path:
-    """Write `value` as indented JSON, whole or not at all, and return the path."""
+    """Indented JSON, whole or not at all."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_regular(path: Path | str, most: int = FILE_BYTES) -> bytes:
-    """Return the content of a file that may be hostile: a pipe would wait for its writer, and a device never ends.
+    """The content of a file that may be hostile: a pipe would wait, a device never ends.
 
     Raises:
-        OSError: the file is missing, is no regular file, or has more bytes than `most`.
+        OSError: missing, no regular file, or more bytes than `most`.
     """
     with os.fdopen(
         os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
@@ -111,11 +109,11 @@ def read_regular(path: Path | str, most: int = FILE_BYTES) -> bytes:
 
 
 def read_json(path: Path | str) -> Any:
-    """Return the content of a JSON file, which may be damaged or hostile; see `parse_json`.
+    """The content of a JSON file that may be damaged or hostile.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, too large, or not JSON; a text for a message, without the path.
+        ValueError: no regular file, too large, or no JSON; a text without the path.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -133,7 +131,7 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, nested too deeply, or holds a number of thousands of digits.
+        ValueError: no JSON, nested too deeply, or numbers of thousands of digits.
     """
     try:
         value = json.loads(text)

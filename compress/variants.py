@@ -1,4 +1,4 @@
-"""The networks that a run can make, as one enum: every file, table and figure names them by it."""
+"""The networks that a run can make."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from enum import StrEnum
 
 
 class Variant(StrEnum):
-    """One network of a run, in the order in which a run makes them.
+    """A network of a run, in the order of making.
 
-    A member is a string and equals its value, which is the name of its files, its value in `metrics.json` and its
-    value in an ONNX file's metadata. Tables of metrics may hold further names, those of foreign ONNX files;
-    `Variant.named` returns None for them.
+    It equals its value: the name of its files, in `metrics.json` and in ONNX metadata. Names of foreign ONNX files are
+    no members.
 
     >>> Variant("sparse-qat").is_sparse, Variant.named("my_model")
     (True, None)
@@ -30,7 +29,7 @@ class Variant(StrEnum):
 
     @property
     def is_sparse(self) -> bool:
-        """True for networks whose weights were masked or whose channels were removed."""
+        """Masked, or with channels removed."""
         return self in {Variant.SPARSE, Variant.SPARSE_PTQ, Variant.SPARSE_QAT}
 
     @property
@@ -40,17 +39,17 @@ class Variant(StrEnum):
 
     @property
     def trained_from(self) -> Variant | None:
-        """The variant that quantization-aware training starts from; None for variants that it does not make."""
+        """What QAT starts from; None if not made by QAT."""
         return {Variant.QAT: Variant.PTQ, Variant.SPARSE_QAT: Variant.SPARSE_PTQ}.get(self)
 
     @property
     def label(self) -> str:
-        """The name in reports and figures, such as `PTQ`."""
+        """The name for people, such as `PTQ`."""
         return _LABELS[self]
 
     @property
     def step(self) -> str:
-        """Name of the pipeline step that makes the network: `train` for the float network, else the variant's."""
+        """The pipeline step that makes it."""
         return "train" if self is Variant.FLOAT else self.value
 
     @property

@@ -1,7 +1,7 @@
 """The commands, put together, and what happens when one fails.
 
 Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C (again: at
-once). Nothing that was finished is lost: `--resume` continues it, where a command has it.
+once).
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ def _common(
         ),
     ] = False,
 ) -> None:
-    """Set how much progress is shown, before any command runs."""
     VERBOSITY.level = -1 if quiet else int(verbose)
 
 
@@ -178,7 +177,7 @@ _STOPPED = 130
 
 
 def main() -> None:
-    """Run the command line; see the module's docstring for exit statuses."""
+    """Run the command line."""
     try:
         _import_from_here()
         app()
@@ -195,7 +194,7 @@ def main() -> None:
 
 
 def _import_from_here() -> None:
-    """Let recipes name modules of the working folder (`model.name: mymodule:make`), as with `python -m`."""
+    """Let recipes name modules of the working folder, as with `python -m`."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError:
@@ -211,7 +210,7 @@ def _resumable() -> bool:
 
 
 def _os_error(error: OSError) -> str:
-    """Return an operating system's error in words: the file that it concerns, what is wrong with it and what to do."""
+    """An operating system's error in words: the file, what is wrong with it and what to do."""
     if error.errno in _FULL:
         resume = ", and go on with --resume" if _resumable() else " and run it again"
         where = "" if error.filename is None else f"{error.filename}: "

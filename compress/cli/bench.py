@@ -1,4 +1,4 @@
-"""The command `bench`: latency of files, or with --end-to-end the time of every stage from pictures to classes."""
+"""The command `bench`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure latency, or the stages of `--end-to-end`, and print a table."""
+    """Measure latency, or the stages of `--end-to-end`."""
     spec = _spec(engine, batch_size, seconds)
     if end_to_end and size is not None:
         raise RunError("--size is for files with open sides; --end-to-end takes the size of the preprocessing")
@@ -91,7 +91,6 @@ def _spec(engines: list[str] | None, batch_sizes: list[int] | None, seconds: flo
 
 
 def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) -> None:
-    """Print what was measured; the report of a run folder is written anew."""
     if len(files) == 1 and files[0].is_dir():
         write_report(files[0])
         show_run(files[0], as_json=as_json)
@@ -116,7 +115,6 @@ def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) ->
 def _end_to_end(
     files: Sequence[Path], spec: BenchSpec, *, images: Path | None, device: str, figure: Path | None, as_json: bool
 ) -> None:
-    """Measure, draw and print; the results of a run folder are written into it, with their figure."""
     with progress() as bars:
         found = bench_end_to_end(files, spec, images=images, device=device, progress=bars)
     folder = files[0] if files[0].is_dir() else None

@@ -66,7 +66,7 @@ def build_recipe(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the engine of a recipe's network, after finishing its run where need be, or print its commands."""
+    """Build the engine of a recipe's network, or print its commands."""
     parsed = load_recipe(recipe, set_ or ())
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
     if not commands:
@@ -83,7 +83,7 @@ def engine_options(
     further: list[str] | None,
     recipe: Recipe | None = None,
 ) -> TensorRTOptions:
-    """The options of a build; without `sm`, portable engines are built for the capabilities that the recipe names."""
+    """Without `sm`, portable engines are built for the capabilities that the recipe names."""
     if engine not in BUILDERS:
         raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
     portable = recipe is not None and BUILDERS[engine].portable
@@ -98,10 +98,7 @@ def engine_options(
 
 
 def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = ENGINE) -> Path:
-    """The ONNX file of a network of the recipe that is made for an engine, from the recipe's last run.
-
-    A run that is missing or stopped is finished first.
-    """
+    """The ONNX file of the recipe's last run for an engine; a missing or stopped run is finished first."""
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"
     folder = default_folder(name, command, resume=True, recipe=recipe)
@@ -118,7 +115,6 @@ def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = EN
 
 
 def _holds(folder: Path, recipe: Recipe, step: str = "") -> bool:
-    """Return True if a folder holds a run of this very recipe, in which the step, if one is named, is finished."""
     if not (folder / "state.json").is_file():
         return False
     state = read_state(folder)

@@ -22,7 +22,7 @@ def bundle(
     max_batch_size: Annotated[int, typer.Option(min=1, max=BATCH, help="Triton: largest batch.")] = 32,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files and print their paths."""
+    """Write the files of a model server."""
     written = write_bundle(folder, server, out, variant=variant, name=name, max_batch_size=max_batch_size)
     if as_json:
         print_json([str(path) for path in written])

@@ -1,7 +1,7 @@
 """Output and progress of the command line.
 
-Tables go to standard output. With `--json` standard output holds one JSON document and nothing else; everything
-else, progress included, is on standard error.
+With `--json` standard output holds one JSON document and nothing else; the rest, progress included, is on standard
+error.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": "
 
 
 class BarProgress:
-    """The listener that draws bars on standard error."""
+    """Progress as bars on standard error."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Show a bar of `total` units, `done` of which are finished."""
+        """Show a bar."""
         self.finish(task)
         self._tasks[task] = self._bars.add_task(task, total=total or None, completed=done, figures="")
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """Move a bar on and show the newest figures beside it."""
+        """Move a bar on."""
         if task not in self._tasks:
             return
         shown = _figures(fields)
@@ -63,7 +63,7 @@ class BarProgress:
             self._bars.update(self._tasks[task], advance=amount)
 
     def finish(self, task: str) -> None:
-        """Leave the bar as it is and stop its clock."""
+        """Stop the clock of a bar."""
         if task in self._tasks:
             self._bars.stop_task(self._tasks.pop(task))
 
@@ -95,9 +95,9 @@ VERBOSITY = Verbosity()
 
 @contextmanager
 def progress(show: bool = True) -> Iterator[Progress]:
-    """Show progress on standard error while the block runs: bars on a terminal, lines elsewhere and with `--verbose`.
+    """Show progress on standard error: bars on a terminal, lines elsewhere and with `--verbose`.
 
-    Nothing is shown with `--quiet`, nor on processes that are not to print.
+    Nothing with `--quiet`, nor on processes that are not to print.
     """
     if not show or VERBOSITY.level < 0:
         yield NoProgress()
@@ -111,7 +111,7 @@ def progress(show: bool = True) -> Iterator[Progress]:
 
 
 def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Return the columns of bars for a terminal of `width` characters; a narrow one has room for one time alone."""
+    """Columns for a terminal of `width` characters."""
     narrow = width < _NARROW
     return (
         TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=20 if narrow else None)),
@@ -136,9 +136,8 @@ def print_table(
 ) -> None:
     """Print a table; `numbers` names the columns that are right-aligned.
 
-    Names in the first column stay in one piece, up to a third of the line. Where the table is wider than the terminal
-    and its last column holds sentences, these are printed below it, each once, after the names of its rows; otherwise
-    its last columns of numbers are left out, which a line says.
+    Where it is wider than the terminal and its last column holds sentences, these are printed below it, each once;
+    otherwise its last columns of numbers are left out, which a line says.
     """
     right, cells = set(numbers), [[str(cell) for cell in row] for row in rows]
     widths = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
@@ -168,7 +167,6 @@ def print_table(
 
 
 def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
-    """Print the last cells of rows as lines, each after the first cells of the rows that have it."""
     about: dict[str, list[str]] = {}
     for row in cells:
         about.setdefault(row[-1], []).append(row[0])
@@ -180,7 +178,6 @@ def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
 
 
 def _needs(widths: Sequence[int]) -> int:
-    """Return the width of a table whose columns have these widths, with its lines."""
     return sum(widths) + 3 * len(widths) + 1
 
 
@@ -189,6 +186,6 @@ def _width(text: str) -> int:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document, plain, on standard output."""
+    """Print one JSON document."""
     OUT.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
     OUT.file.flush()

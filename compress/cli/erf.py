@@ -1,4 +1,4 @@
-"""The command `erf`: effective receptive fields of one network, or of a run's networks before and after compression."""
+"""The command `erf`: of one network, or of a run's networks before and after compression."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def erf(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pictures.")] = Path("runs/erf"),
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the fields, write pictures, page and numbers, and print where they are."""
+    """Measure effective receptive fields."""
     if run is not None:
         if recipe is not None or model is not None or weights is not None:
             raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")
@@ -68,7 +68,6 @@ def erf(
 
 
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
-    """Compare the field of a run's float network with those of its compressed networks."""
     if len(layers) > 1:
         raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
     run = finished_run(folder)
@@ -95,7 +94,6 @@ def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: boo
 
 
 def _images(recipe: Recipe, count: int, *, noise: bool) -> list[Tensor]:
-    """Batches of images: of the recipe's training split, or Gaussian noise."""
     if noise:
         generator = torch.Generator().manual_seed(recipe.data.seed)
         return list(torch.randn(count, 3, *recipe.data.height_width, generator=generator).split(8))

@@ -1,4 +1,4 @@
-"""The command `build explore`: a recipe's network exported in several forms, each built and audited."""
+"""The command `build explore`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def explore(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Try the forms of the float network and print a table of them, and the one that moves the fewest bytes."""
+    """Build and audit a network in several forms."""
     parsed = load_recipe(recipe, set_ or ())
     if device is not None:
         find_device(device)  # refused before a run that may be missing is made

@@ -28,7 +28,7 @@ def export(
     static_batch: Annotated[bool, typer.Option("--static-batch", metavar="", help="Fix the batch size to 1.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export the network and print the file's path and size."""
+    """Export a network of a run."""
     if target is not None and target not in TARGETS:
         raise RunError(f"--target is {target!r}{near_misses(target, TARGETS)} (one of: {', '.join(TARGETS)})")
     path = export_again(

@@ -1,4 +1,4 @@
-"""The command `init`: a recipe from flags, or from questions where a person sits at the terminal."""
+"""The command `init`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def init(
     qat_epochs: Annotated[int | None, typer.Option(help="Epochs of quantization-aware training; 0 = none.")] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write the recipe, and print the command that runs it."""
+    """Write a recipe from flags or answers."""
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
     ask = sys.stdin.isatty()
@@ -78,5 +78,4 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _answer(ask: bool, question: str, default: str) -> str:
-    """Ask where a person sits at the terminal; else the default is taken."""
     return str(typer.prompt(question, default=default)) if ask else default

@@ -1,4 +1,4 @@
-"""The command `inspect engine`: the audit of a built engine, and its layers under the roofs of a device."""
+"""The command `inspect engine`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inspect_engine(
     size: SizeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
+    """Audit the engine; without `--onnx`, the file beside it is read."""
     audit = audit_engine(file, onnx=onnx, sides=() if size is None else sides_of(size))
     if as_json:
         print_json(_document(audit, device, batch_size))

@@ -1,4 +1,4 @@
-"""The command `inspect model`: layers and placement, 2:4 sparsity before training, or the figure of one block."""
+"""The command `inspect model`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inspect_model(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the layers and the placement, or what `--sparsity` or `--draw` asks for; weights are random."""
+    """Print layers and placement, or what `--sparsity` or `--draw` asks for; weights are random."""
     parsed = chosen_recipe(recipe, model, set_)
     if draw is not None:
         _draw(parsed, draw, out)
@@ -64,7 +64,6 @@ def _example(recipe: Recipe) -> torch.Tensor:
 
 
 def _draw(recipe: Recipe, block: str, out: Path) -> None:
-    """Write the figure of one block; the place of Q/DQ nodes depends neither on weights nor on ranges."""
     if not block:
         raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     network = network_of(recipe, weights=False)
@@ -121,7 +120,6 @@ def _format(row: Decision) -> str:
 
 
 def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int, as_json: bool) -> None:
-    """Print how much faster 2:4 masks could make each layer at most, before any training."""
     spec = recipe.sparsity or SparsitySpec()
     if spec.pattern != "2:4":
         raise RecipeError(f"sparsity.pattern is {spec.pattern!r}: devices have faster kernels for 2:4 only")

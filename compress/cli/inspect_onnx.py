@@ -14,7 +14,7 @@ from compress.cli.options import JsonOption
 
 
 def inspect_onnx(file: Annotated[Path, typer.Argument(help="An ONNX file.")], as_json: JsonOption = False) -> None:
-    """Audit the file and print a row for each operation with weights."""
+    """Audit an ONNX file."""
     audit = audit_onnx(file)
     if as_json:
         print_json(asdict(audit))

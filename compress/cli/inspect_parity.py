@@ -1,4 +1,4 @@
-"""The command `inspect parity`: engines against fake quantization, and quantization against float, layer by layer."""
+"""The command `inspect parity`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def inspect_parity(
     metric: MetricOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare engines with fake quantization; with --mend, quantization with float, and find what brings it back."""
+    """Compare engines with fake quantization, or with --mend quantization with float."""
     goal = _goal(mend, mend_sqnr, write)
     if onnx is not None:
         if goal is None or run is not None:
@@ -108,7 +108,6 @@ _IMAGES = 256
 
 
 def _goal(mend: float | None, mend_sqnr: float | None, write: Path | None) -> Goal | None:
-    """Return the goal that options name; None if there is none."""
     if mend is None and mend_sqnr is None:
         if write is not None:
             raise RecipeError("--write names the recipe of --mend or --mend-sqnr: add one of them")

@@ -1,4 +1,4 @@
-"""Commands whose modules are imported when they are used: `--help` lists them without waiting for torch."""
+"""Commands that are imported when they are used: `--help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Arguments = list[str]
 
 @dataclass(frozen=True)
 class Entry:
-    """A command of the command line.
+    """A command.
 
     Attributes:
         target: `module:function` that runs it; the function's parameters are the command's options.
-        help: text for users, in lists and in the command's own help.
+        help: text for users.
     """
 
     target: str
@@ -40,7 +40,7 @@ class LazyCommand(TyperCommand):
         self.entry = entry
 
     def load(self) -> Any:
-        """Import the function and return the command that typer makes of it."""
+        """Import the function as typer's command."""
         module, _, function = self.entry.target.partition(":")
         with _interrupt_ends_process():
             callback = getattr(import_module(module), function)
@@ -49,22 +49,22 @@ class LazyCommand(TyperCommand):
         return get_command(app)
 
     def make_context(self, info_name: str | None, args: Arguments, parent: Any = None, **extra: Any) -> Any:
-        """Parse the arguments with the real command, which the context then runs."""
+        """Parse with the real command, which the context then runs."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
 def lazy_group(
     entries: Mapping[str, Entry | None], *, refuse: Callable[[Arguments], str | None] | None = None
 ) -> type[TyperGroup]:
-    """A class for `typer.Typer(cls=...)` that holds lazy commands.
+    """A class for `typer.Typer(cls=...)`.
 
     Args:
-        entries: command by name, in the order of the help; None is the place of a group that `add_typer` adds.
+        entries: in the order of the help; None is the place of a group that `add_typer` adds.
         refuse: returns why arguments are refused before any command sees them, or None.
     """
 
     class LazyGroup(TyperGroup):
-        """Commands that are imported when they are used."""
+        """Commands by name."""
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
@@ -79,7 +79,7 @@ def lazy_group(
             return super().parse_args(ctx, args)
 
         def resolve_command(self, ctx: Any, args: Arguments) -> Any:
-            """Find the command that the arguments name; a recipe that is not there is refused before it is imported."""
+            """Find the command; a recipe that is not there is refused before its import."""
             name, command, rest = super().resolve_command(ctx, args)
             if isinstance(command, LazyCommand):
                 refuse_recipe(rest)
@@ -90,7 +90,7 @@ def lazy_group(
 
 @contextmanager
 def _interrupt_ends_process() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: within an import, a library may turn it into an error of its own."""
+    """Let Ctrl-C end the process: within an import, a library may turn it into an error of its own."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler:
         yield

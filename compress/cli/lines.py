@@ -1,4 +1,4 @@
-"""Progress as lines of text, for standard error that is a file, a pipe or a log and cannot show bars."""
+"""Progress as lines of text, where standard error cannot show bars."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Task:
 
 @dataclass
 class LineProgress:
-    """The listener that writes a line with the time of day as each phase begins and ends, and at least every 30 s.
+    """Writes a line as each phase begins and ends, and at least every 30 s.
 
     Attributes:
         write: receives each line, without its end.
-        label: makes the text of the newest figures, such as "loss 0.310".
-        every: longest time between two lines, in seconds.
+        label: text of the newest figures, such as "loss 0.310".
+        every: seconds between two lines at most.
     """
 
     write: Callable[[str], None]
@@ -47,14 +47,14 @@ class LineProgress:
             self.finish(task)
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Write that a phase of `total` units begins, of which `done` are finished already."""
+        """Write that a phase begins."""
         with self._lock:
             self.finish(task)
             self._tasks[task] = _Task(total, done, time.monotonic())
             self._say(f"{task}: {f'{done} of {total}' if total else 'begins'}")
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """Count the units; the last one of a phase ends it."""
+        """Count; the last unit ends a phase."""
         with self._lock:
             if task not in self._tasks:
                 return
@@ -67,14 +67,14 @@ class LineProgress:
                 self._say(self._state(task))
 
     def finish(self, task: str) -> None:
-        """Write what a phase has done and how long it took."""
+        """Write what a phase has done."""
         with self._lock:
             if task in self._tasks:
                 self._say(self._state(task))
                 del self._tasks[task]
 
     def note(self, text: str) -> None:
-        """Write a line of its own, such as the figures of an epoch."""
+        """Write a line."""
         with self._lock:
             self._say(text)
 
@@ -89,7 +89,6 @@ class LineProgress:
         self.write(f"{time.strftime('%H:%M:%S')} {text}")
 
     def _watch(self) -> None:
-        """Say which phase goes on when its units take long."""
         while not self._ended.wait(min(1.0, self.every)):
             with self._lock:
                 if time.monotonic() - self._last >= self.every:

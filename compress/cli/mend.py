@@ -18,7 +18,7 @@ _ROWS = 12
 
 
 def show_mended(found: MendReport, *, as_json: bool) -> None:
-    """Print a diagnosis, the changes and their prices."""
+    """Print diagnosis, changes and prices."""
     mended = found.mended
     if as_json:
         document: dict[str, Any] = plain(

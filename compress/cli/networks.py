@@ -1,4 +1,4 @@
-"""The network that a command looks at: the one of a recipe, or a model by its name alone."""
+"""The network that a command looks at: of a recipe, or a model by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chosen_recipe(
     image_size: int = 224,
     weights: str | None = None,
 ) -> Recipe:
-    """Return the recipe of that name, or one of defaults around a model with 1,000 classes."""
+    """The recipe of that name, or defaults around a model with 1,000 classes."""
     if (recipe is None) == (model is None):
         raise RecipeError("give one of --recipe and --model")
     if recipe is not None:
@@ -37,7 +37,7 @@ def chosen_recipe(
 
 
 def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
-    """Return the network that training starts from: in evaluation mode, from the recipe's seed.
+    """The network that training starts from, in evaluation mode.
 
     Args:
         recipe: its data need not be on this machine, unless only its folders name the number of classes.
@@ -49,13 +49,13 @@ def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
 
 
 def weights_text(recipe: Recipe) -> str:
-    """Say which weights `network_of` gives the network."""
+    """Which weights `network_of` loads, in words."""
     if recipe.model.weights is not None:
         return f"weights of {recipe.model.weights}"
     return f"random weights (seed {recipe.train.seed})"
 
 
 def blank_images(recipe: Recipe, count: int = 2) -> Tensor:
-    """Zeros of the network's input shape, (count, channels, height, width)."""
+    """Zeros, (count, channels, height, width)."""
     channels = 3 if recipe.data.mean is None else len(recipe.data.mean)
     return torch.zeros(count, channels, *recipe.data.height_width)

@@ -1,4 +1,4 @@
-"""Options that say what an ONNX file's inputs are, and what the commands that take a file make of them."""
+"""Options that describe the inputs of an ONNX file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ImagesOption = Annotated[
 
 
 def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, images: int | None) -> QuantSpec:
-    """Return the quantization section of a recipe with what the options change."""
+    """The quantization section of a recipe, changed by the options."""
     spec = QuantSpec()
     if set_ and recipe is None:
         raise RecipeError("--set changes a recipe; give --recipe too")
@@ -77,7 +77,7 @@ def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, imag
 
 
 def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[Any]:
-    """Return the batches that `--data` names."""
+    """The batches that `--data` names."""
     if data is None:
         raise RecipeError(
             "--onnx needs --data: a folder of pictures, an .npz file of inputs, or package.module:function"
@@ -88,7 +88,7 @@ def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[An
 def form_of(
     file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str
 ) -> PictureInput:
-    """Return the preprocessing that the options name; where they name nothing, that of the file."""
+    """The preprocessing that the options name, else that of the file."""
     orders: dict[str, Layout] = {"NCHW": "NCHW", "NHWC": "NHWC"}
     colours: dict[str, Literal["RGB", "BGR"]] = {"RGB": "RGB", "BGR": "BGR"}
     if layout not in orders or channels not in colours:
@@ -100,7 +100,7 @@ def form_of(
 
 
 def _form_in(file: Path, layout: Layout) -> PictureInput:
-    """Return the preprocessing in a file's metadata, or else the usual one with the size that the input is fixed to."""
+    """That of the file's metadata, else the usual one at the input's size."""
     found, form = read_onnx(file), PictureInput(layout=layout)
     text = found.metadata.get(PREPROCESSING_KEY)
     if text is not None:

@@ -24,7 +24,7 @@ def predict(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what the network says about each picture."""
+    """Print what the network finds in each image."""
     found = predict_images(folder, images, engine=engine, variant=variant, out=out)
     if as_json:
         print_json([asdict(prediction) for prediction in found])

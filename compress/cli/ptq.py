@@ -74,7 +74,7 @@ def ptq(
 
 
 class First:
-    """Batches that are read once, of which the first stays at `batch`."""
+    """Batches that are read once; the first stays at `batch`."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches, self.batch = batches, None

@@ -22,7 +22,7 @@ def receptive_field(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the table and the figure.")] = Path("runs/fields"),
     as_json: JsonOption = False,
 ) -> None:
-    """Write the table and the figure, and print the layers."""
+    """Write the table and its figure."""
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     name = parsed.model.name
     written = receptive_field_report(network_of(parsed), blank_images(parsed), out=out, name=name)
@@ -51,7 +51,7 @@ def _remarks(record: dict[str, Any]) -> str:
 
 
 def _axes(value: object) -> str:
-    """A size, stride or padding of both axes; "-" is a global or an unknown one, which the note distinguishes."""
+    """Both axes; "-" is global or unknown, which the note distinguishes."""
     if not isinstance(value, (list, tuple)):
         return "" if value is None else str(value)
     return "x".join("-" if v is None else f"{v:g}" for v in value)

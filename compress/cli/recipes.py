@@ -22,7 +22,7 @@ def recipes(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the table of keys or those of a section, one recipe, or the list of recipes."""
+    """Print recipes or keys."""
     if keys:
         if as_json:
             print_json([asdict(key) for key in (recipe_keys() if name is None else keys_of_section(name))])

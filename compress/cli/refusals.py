@@ -11,19 +11,19 @@ _HELP = "--help"
 
 
 def refused_inspect(arguments: Sequence[str]) -> str | None:
-    """Return why `inspect` refuses arguments that name none of its commands, with today's form; else None."""
+    """Today's form of an old command line, else None."""
     nothing = "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)"
     return _refused("inspect", arguments, nothing, _inspect_today)
 
 
 def refused_build(arguments: Sequence[str]) -> str | None:
-    """Return why `build` refuses arguments that name none of its commands, with today's form; else None."""
+    """Today's form of an old command line, else None."""
     nothing = "build makes an engine of one thing: an onnx file or the network of a recipe (build --help)"
     return _refused("build", arguments, nothing, _build_today)
 
 
 def refuse_recipe(arguments: Sequence[str]) -> None:
-    """Refuse a recipe that no command could read, without waiting seconds for torch."""
+    """Refuse a recipe that cannot be read before torch is imported."""
     recipe, rest = _taken(arguments, "--recipe", "-r")
     if recipe is not None and _HELP not in rest:
         read_recipe(recipe)
@@ -61,7 +61,6 @@ def _build_today(words: list[str]) -> list[str]:
 
 
 def _taken(words: Sequence[str], *options: str) -> tuple[str | None, list[str]]:
-    """(value of an option, the words without it), for `--option value` and `--option=value`."""
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in options and equals:

@@ -16,7 +16,7 @@ OtherArgument = Annotated[Path | None, typer.Argument(help="A second run folder,
 
 
 def report(folder: FolderArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
-    """Write the report and print the run's table; with a second folder, compare two runs."""
+    """Write the report anew; with a second folder, compare two runs."""
     if other is None:
         write_report(folder)
         show_run(folder, as_json=as_json)

@@ -36,7 +36,7 @@ def roofline(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures.")] = Path("runs/roofline"),
     as_json: JsonOption = False,
 ) -> None:
-    """Draw the roofline and print its layers and scenarios; with `--measure`, time this machine instead."""
+    """Draw the roofline; with `--measure`, time this machine instead."""
     if measure is not None:
         _measure(measure, out, as_json)
         return
@@ -55,7 +55,6 @@ def roofline(
 
 
 def _measure(device: str, out: Path, as_json: bool) -> None:
-    """Time copies and matrix products on this machine, and store the roofs for `--device machine`."""
     if device not in {"cpu", "cuda"}:
         raise RecipeError(f"--measure is {device!r}; allowed are cpu and cuda")
     measured = measure_ceilings("cuda" if device == "cuda" else "cpu")

@@ -1,4 +1,4 @@
-"""The summary of a run folder: the steps that are finished, and the table of measurements."""
+"""What is printed of a run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compress.support.text import MISSING
 
 
 def show_finished_steps(folder: Path) -> None:
-    """Print which steps `--resume` finds finished: a new run in a misspelt folder would go unnoticed for hours."""
+    """Print which steps `--resume` finds finished: a misspelt folder would go unnoticed for hours."""
     if (folder / "state.json").is_file():
         text = f"{folder}: finished so far: {', '.join(read_state(folder).steps) or 'no step'}"
     else:
@@ -24,7 +24,7 @@ def show_finished_steps(folder: Path) -> None:
 
 
 def show_run(folder: Path, *, as_json: bool) -> None:
-    """Print what a run measured, and where its reports are."""
+    """Print what a run measured."""
     data = read_run(folder)
     if as_json:
         metrics = [metric.to_dict() for metric in data.metrics]

@@ -1,4 +1,4 @@
-"""The command that makes a network as fast as it is asked to be: search."""
+"""The command `search`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def search(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search precision, 2:4, width and depth under measured latency; fine-tune, quantize and measure what it chose."""
+    """Search under measured latency."""
     effort = {"search.trials": trials, "search.hours": hours}
     changes = [f"{key}={value}" for key, value in effort.items() if value is not None]
     parsed = load_recipe(recipe, [*(set_ or ()), *changes])

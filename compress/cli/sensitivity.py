@@ -1,4 +1,4 @@
-"""The command that says which layers quantization hurts, and chooses a format for each: sensitivity."""
+"""The command `sensitivity`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sensitivity(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Each layer alone quantized, and each alone float: SQNR and metric. With a budget: a mixed-precision recipe."""
+    """Measure layers; with a budget, choose a format for each."""
     _check_choice(budget_ms, max_drop)
     mixed = budget_ms is not None or max_drop is not None
     if write is not None and not mixed:
@@ -89,7 +89,6 @@ def sensitivity(
 
 
 def _check_choice(budget_ms: float | None, max_drop: float | None) -> None:
-    """Refuse two ways to choose, and numbers that choose nothing."""
     if budget_ms is not None and max_drop is not None:
         raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
     for option, value in (("--budget-ms", budget_ms), ("--max-drop", max_drop)):

@@ -21,7 +21,7 @@ _POLL_S = 0.1
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield `batches` in order, each made by a thread while those before it are used.
 
-    The thread ends with the iterator; an exception of `batches` is raised here.
+    The thread ends with the iterator; errors of `batches` are raised here.
     """
     ready: queue.Queue[Any] = queue.Queue(DEPTH)
     stop = threading.Event()
@@ -44,7 +44,6 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def _make(batches: Iterator[Batch], device: torch.device, ready: queue.Queue[Any], stop: threading.Event) -> None:
-    """Put each batch with the event of its end into `ready`, then None or the exception."""
     last: Any = None
     try:
         with ExitStack() as contexts:

@@ -47,7 +47,7 @@ class Movement:
 def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
     """Return the input position of each output pixel, (N, S, S, 2), for (N, 2, 3) float32 maps.
 
-    As torch's `affine_grid` with align_corners=False, without its matrix product, which TF32 rounds to ten bits.
+    As torch's `affine_grid` with align_corners=False, without its matrix product in TF32.
     """
     at = (torch.arange(image_size, device=matrices.device, dtype=torch.float32) * 2 + 1) / image_size - 1
     by_row = at[None, :, None, None] * matrices[:, None, None, :, 1] + matrices[:, None, None, :, 2]

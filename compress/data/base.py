@@ -1,4 +1,4 @@
-"""Interface of the data sets: two splits of labelled images whose batches depend on (seed, epoch, step) alone."""
+"""Interface of the data sets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BatchPlan:
 
     Attributes:
         batch_size: images of one step over all processes.
-        epoch: None = stored order, no augmentation; a number = shuffled and augmented as in that epoch.
+        epoch: None = stored order, no augmentation; a number = that epoch's shuffle and augmentation.
         rank, world_size: this process takes elements rank, rank + world_size, ... of every batch.
-        first: index of the first batch; earlier ones are skipped (resume).
-        limit: use only the first so many images of the order; None = all.
+        first: index of the first batch; earlier ones are skipped.
+        limit: use the first so many images of the order.
         drop_last: leave out a smaller last batch.
     """
 
@@ -42,10 +42,10 @@ class BatchPlan:
 
 
 class Split(ABC):
-    """The training or the evaluation part of a data set: labelled images in a fixed order.
+    """Labelled images in a fixed order; batches depend on (seed, epoch, step) alone.
 
     Attributes:
-        skipped: unreadable files that were left out so far (`data.on_error: skip`).
+        skipped: unreadable files so far (`data.on_error: skip`).
     """
 
     def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing, seed: int) -> None:
@@ -74,12 +74,12 @@ class Split(ABC):
 
     @abstractmethod
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images and targets at `indices` of the stored order; augmented if `epoch` is a number."""
+        """Images and targets at `indices` of the stored order; augmented if `epoch` is a number."""
 
     def order(self, plan: BatchPlan) -> list[int]:
-        """Return the indices of the whole pass.
+        """Indices of the whole pass.
 
-        `limit` without an epoch takes a sample of the whole split, the same on every call.
+        `limit` without an epoch samples the whole split, the same on every call.
         """
         count = len(self)
         if plan.epoch is not None:
@@ -93,7 +93,7 @@ class Split(ABC):
         return indices if plan.limit is None else indices[: plan.limit]
 
     def batch_indices(self, plan: BatchPlan) -> list[list[int]]:
-        """Return the indices of each batch of this process.
+        """Indices of each batch of this process.
 
         Raises:
             DataError: a batch smaller than the number of processes.
@@ -110,14 +110,14 @@ class Split(ABC):
         return [batch[plan.rank :: plan.world_size] for batch in batches[plan.first :]]
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield (images, targets) on `device`; an empty share of a batch is left out."""
+        """Yield (images, targets); an empty share of a batch is left out."""
         device = torch.device(device)
         for indices in self.batch_indices(plan):
             if indices:
                 yield self.load(indices, epoch=plan.epoch, device=device)
 
     def notes(self) -> list[str]:
-        """Return sentences for the user about how images were read so far."""
+        """Sentences on how images were read."""
         return []
 
     def steps(self, plan: BatchPlan) -> int:
@@ -129,7 +129,7 @@ class Split(ABC):
 
 @dataclass(frozen=True)
 class DataSet:
-    """The two splits of a data set; calibration draws from `train`."""
+    """Two splits; calibration draws from `train`."""
 
     train: Split
     val: Split
@@ -140,7 +140,7 @@ class DataSet:
 
 
 def seed_of_changes(seed: int, epoch: int | None, *, augment: bool) -> int | None:
-    """Return the seed of a pass's random changes; None if there are none."""
+    """The seed of a pass's random changes; None if there are none."""
     return hash_seed(seed, epoch) if epoch is not None and augment else None
 
 

@@ -1,6 +1,6 @@
-"""Images with boxes, for detection, and their changes along with the image.
+"""Images with boxes, for detection.
 
-Training images are scaled by 0.7 to 1.4, moved and mirrored at random; of a box that is cut off, 30 % must be left.
+Training images are scaled by 0.7 to 1.4, moved and mirrored; of a cut box, 30 % must be left.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Annotation:
     """An image and its boxes.
 
     Attributes:
-        source: the annotation's name in messages.
-        size: (width, height) in pixels; None = not said.
-        boxes: (n, 4) left, top, right, bottom edge in pixels of the file.
-        labels: (n,) positions of the classes.
+        source: name in messages.
+        size: (width, height), if said.
+        boxes: (n, 4) edges in pixels of the file.
+        labels: (n,) positions of classes.
         ignored: (n,) boxes that count neither as found nor as missed.
     """
 
@@ -60,7 +60,7 @@ class Annotation:
 def annotation(
     image: Path, source: str, size: tuple[int, int] | None, rows: Iterable[tuple[Sequence[float], int, bool]]
 ) -> Annotation:
-    """Return the annotation of an image from (box, class, ignored) rows.
+    """The annotation of an image from (box, class, ignored) rows.
 
     Raises:
         DataError: a box that is empty, outside the image or not finite.
@@ -79,7 +79,7 @@ def annotation(
 
 
 def check_boxes(boxes: Boxes, size: tuple[int, int] | None, source: str) -> None:
-    """Refuse boxes that cannot be learned, and cut off what exceeds the image by a pixel; in place.
+    """Refuse unlearnable boxes, and cut off what exceeds the image by a pixel; in place.
 
     Raises:
         DataError: names the box.
@@ -104,9 +104,6 @@ class BoxSplit(ItemSplit):
     A target is {"boxes": (n, 4) float32 edges in pixels of the model's input; "labels": (n,) int64; "ignored": (n,)
     bool}.
 
-    Args:
-        augment: scale, move and mirror training images at random.
-
     Raises:
         DataError: no image has a box that counts.
     """
@@ -127,7 +124,7 @@ class BoxSplit(ItemSplit):
         return len(self.annotations)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the boxes, the names and sizes of the files, and the bytes of some."""
+        """Yield boxes, names, sizes, and the bytes of some files."""
         for one in self.annotations:
             yield from (one.boxes.tobytes(), one.labels.tobytes(), one.ignored.tobytes())
         yield from file_parts(Path(), [str(one.image) for one in self.annotations])
@@ -148,7 +145,7 @@ def _has_box(one: Annotation) -> bool:
 
 
 def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:
-    """Return targets on a device from each image's (boxes, labels, ignored) on the CPU; three copies for a batch."""
+    """Targets from (boxes, labels, ignored) on the CPU; three copies for a batch."""
     counts = [len(row[1]) for row in rows]
     parts = [to_device(torch.cat(part), device).split(counts) for part in zip(*rows, strict=True)]
     return [dict(zip(("boxes", "labels", "ignored"), row, strict=True)) for row in zip(*parts, strict=True)]
@@ -198,14 +195,9 @@ def moved(
 ) -> tuple[Tensor, Boxes, NDArray[np.bool_]]:
     """Return an image scaled, moved and mirrored, with its boxes.
 
-    Args:
-        image: RGB.
-        boxes: (n, 4) in pixels of the resized image.
-        size: height and width of the result.
-        draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
-
     Returns:
-        Pixels (3, H, W) uint8, boxes cut off at the border, and which of them keep at least 30 % of their area.
+        Pixels (3, H, W) uint8, boxes cut at the border, and which keep at least 30 % of their area. `size` is (H, W);
+            `draws` are scale, vertical and horizontal position, and mirror, of [0, 1).
     """
     height, width = size
     scale = _SCALES[0] * (_SCALES[1] / _SCALES[0]) ** draws[0]

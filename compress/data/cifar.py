@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) from files on disk; their pickles are read without running code."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009); their pickles are read without running code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ MOVEMENT = Movement(shift=1 / 8, flip=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """Files, keys and statistics of one data set."""
-
     folder: str
     train: tuple[str, ...]
     val: tuple[str, ...]
@@ -64,7 +62,7 @@ _FILES = {
 
 
 def cifar_data(spec: DataSpec) -> DataSet:
-    """Return CIFAR-10 or CIFAR-100; `spec.root` is the folder of the files or the one that holds it.
+    """CIFAR-10 or CIFAR-100 of the folder `spec.root` or the one in it.
 
     Raises:
         DataError: files are missing, truncated, or foreign.
@@ -115,7 +113,7 @@ def _labels(path: Path, files: _Files) -> tuple[str, ...]:
 
 
 def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return images (N, 3, 32, 32) uint8 and targets (N,) int64."""
+    """Images (N, 3, 32, 32) uint8 and targets (N,) int64."""
     content = _read_pickle(path)
     data, targets = content.get("data"), content.get(files.targets_key)
     if not isinstance(data, _Array) or not isinstance(targets, list) or not all(type(t) is int for t in targets):
@@ -150,7 +148,7 @@ class _Array:
         self.state = state
 
     def array(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the array of bytes, all parts checked."""
+        """The bytes, all parts checked."""
         if len(self.state) != 5 or not isinstance(self.state[2], _Dtype):
             raise DataError(f"{path} holds an array that cannot be read: write it with numpy's own pickling")
         _, shape, dtype, fortran, raw = self.state
@@ -169,11 +167,11 @@ class _Dtype:
         self.name = name
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Ignore the byte order."""
+        pass
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Undo Python 3's encoding of bytes in a pickle of protocol 2."""
+    """Undo Python 3's encoding of bytes in protocol 2."""
     if encoding != "latin1":
         raise DataError(f"text in encoding {encoding!r}, which a CIFAR file does not hold")
     return text.encode("latin1")

@@ -1,4 +1,4 @@
-"""The number of classes of a data set, found without reading images."""
+"""The number of classes of a data set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_SHAPES = 20
 
 
 def class_count(spec: DataSpec) -> int:
-    """Return the number of classes of a recipe's data; no image need be on this machine.
+    """The number of classes of a recipe's data; no image is read.
 
     Raises:
-        DataError: `data.num_classes` contradicts the data, or neither they nor the recipe tell the number.
+        DataError: `data.num_classes` contradicts the data, or nothing tells the number.
     """
     if spec.classes is not None:
         return len(spec.classes)
@@ -46,7 +46,7 @@ def class_count(spec: DataSpec) -> int:
 
 
 def agreed_count(spec: DataSpec, found: int) -> int:
-    """Return `found`, the data's number of classes.
+    """Check the number that was found.
 
     Raises:
         DataError: the recipe names another number.
@@ -59,7 +59,7 @@ def agreed_count(spec: DataSpec, found: int) -> int:
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the class folders; hidden ones are left out.
+    """The class folders, sorted, without hidden ones.
 
     Raises:
         DataError: there are none, or a name is not valid text.

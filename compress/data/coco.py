@@ -21,10 +21,10 @@ from compress.errors import DataError, first_few, near_misses
 
 
 def coco_data(spec: DataSpec) -> DataSet:
-    """Return the images and boxes under `spec.root`; boxes of crowds are ignored.
+    """Images and boxes under `spec.root`.
 
     Raises:
-        DataError: names the missing or damaged file, or the box that cannot be learned.
+        DataError: a missing or damaged file, or an unlearnable box.
     """
     root = Path(str(spec.root)).expanduser()
     found: tuple[str, ...] | None = None if spec.classes is None else tuple(spec.classes)
@@ -47,7 +47,7 @@ def coco_data(spec: DataSpec) -> DataSet:
 
 
 def _check_named(named: tuple[str, ...], known: tuple[str, ...], file: Path, spec: DataSpec) -> None:
-    """Refuse a class that no category has where others become background: it may be misspelt."""
+    """Refuse a class without category where others become background: it may be misspelt."""
     strange = [name for name in named if name not in known]
     if strange and spec.other_classes == "background":
         raise DataError(
@@ -65,7 +65,7 @@ def _annotations(
     skipped: list[str],
     limit: int | None,
 ) -> Iterator[Annotation]:
-    """Yield each image's annotation; skipped ones are added to `skipped`."""
+    """Yield annotations; skipped ones are added to `skipped`."""
     names = classes_in(content, file)
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
@@ -94,7 +94,7 @@ def _annotations(
 def _row(
     item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...], spec: DataSpec
 ) -> tuple[list[float], int, bool] | None:
-    """Return an annotation's box, class, and whether it is a crowd; None if it is background."""
+    """Box, class, and whether it is a crowd; None if it is background."""
     category = int(item["category_id"])
     if category in names and names[category] not in classes and spec.other_classes == "background":
         return None

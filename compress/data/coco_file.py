@@ -1,4 +1,4 @@
-"""The JSON files of COCO's layout, in one of three folder structures."""
+"""The JSON files of COCO's layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BESIDE = {"train": ("train",), "val": ("valid", "val")}
 
 
 def coco_classes(spec: DataSpec) -> tuple[str, ...]:
-    """Return the categories of the training split by id.
+    """Categories of the training split by id.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -23,7 +23,7 @@ def coco_classes(spec: DataSpec) -> tuple[str, ...]:
 
 
 def coco_files(root: Path, split: str) -> tuple[Path, Path]:
-    """Return the JSON file of a split and the folder of its images."""
+    """JSON file and image folder of a split."""
     for name in _BESIDE[split]:
         if (file := root / name / "_annotations.coco.json").is_file():
             return file, file.parent
@@ -42,10 +42,10 @@ def coco_files(root: Path, split: str) -> tuple[Path, Path]:
 
 
 def coco_content(file: Path) -> dict[str, Any]:
-    """Return the content of a COCO file.
+    """Read a COCO file.
 
     Raises:
-        DataError: not JSON, or without images, annotations or categories.
+        DataError: no JSON, or without images, annotations or categories.
     """
     try:
         content = read_json(file)
@@ -62,7 +62,7 @@ def coco_content(file: Path) -> dict[str, Any]:
 
 
 def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
-    """Return the categories by id, sorted.
+    """Categories by id, sorted.
 
     Raises:
         DataError: a category without id or name, or a repeated id.

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a pure function of (seed, image, column), the same on every device."""
+"""Counter-based random numbers, the same on every device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SECOND = 0x94D049BB133111EB
 
 
 def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:
-    """Return 64 random bits for each of `count` columns of each index: (N, count) int64.
+    """64 random bits, (N, count) int64.
 
-    Column j is the j-th output of a splitmix64 (Steele, Lea and Flood, OOPSLA 2014) whose initial state is hashed
-    from (seed, index).
+    Column j is the j-th output of a splitmix64 (Steele, Lea and Flood, OOPSLA 2014) that begins at a hash of (seed,
+    index).
     """
     states = _mix(indices * _signed(_GOLDEN) + _signed(hash_seed(seed)))
     steps = torch.arange(1, count + 1, device=indices.device) * _signed(_GOLDEN)
@@ -24,12 +24,12 @@ def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:
-    """Return `random_bits` as multiples of 2^-53 in [0, 1): (N, count) float64."""
+    """`random_bits` as multiples of 2^-53 in [0, 1), float64."""
     return ((random_bits(seed, indices, count) >> 11) & (1 << 53) - 1).double() * 2.0**-53
 
 
 def _mix(state: Tensor) -> Tensor:
-    """Apply the splitmix64 finalizer in place; the masks make arithmetic shifts logical."""
+    """The splitmix64 finalizer, in place; masks make arithmetic shifts logical."""
     state ^= (state >> 30) & (1 << 34) - 1
     state *= _signed(_FIRST)
     state ^= (state >> 27) & (1 << 37) - 1
@@ -39,6 +39,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits as `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

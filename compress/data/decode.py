@@ -1,4 +1,4 @@
-"""Decoding of an image file to 8-bit pixels."""
+"""Image files to 8-bit pixels."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ if hasattr(os, "register_at_fork"):  # a worker process that is forked from anot
 
 
 class Decoder(Dataset[Item]):
-    """Decodes a split's images one at a time; the item of an unreadable one holds the error.
+    """Decodes images one at a time; the item of an unreadable one holds the error.
 
     Args:
-        files: (N,) names relative to `folder`, as the file system's bytes.
-        max_pixels: of the largest image that is decoded.
+        files: (N,) names as the file system's bytes.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Decoder(Dataset[Item]):
         return self.folder / os.fsdecode(bytes(self.files[index]))
 
     def draws(self, place: Place) -> list[float] | None:
-        """Return the random numbers of `random_crop`; None for evaluation."""
+        """Random numbers of `random_crop`; None for evaluation."""
         index, seed = place
         if seed is None:
             return None
@@ -91,9 +90,7 @@ class Decoder(Dataset[Item]):
 
 @contextmanager
 def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iterator[Image.Image]:
-    """Yield an image file of which only the header has been read.
-
-    `max_pixels`: most pixels that it may have, in place of Pillow's limit.
+    """Yield an image of which only the header was read; `max_pixels` replaces Pillow's limit.
 
     Raises:
         OSError: unreadable, or of an unknown format.
@@ -125,8 +122,7 @@ def read_image(
 ) -> Image.Image:
     """Decode an image file.
 
-    `name`: for messages; "" = the path.
-    `convert`: from the opened file to the image; None = `rgb`.
+    `name` is for messages, "" = the path; `convert` makes the image, None = `rgb`.
 
     Raises:
         DataError: names the file and the problem.
@@ -141,7 +137,7 @@ def read_image(
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB, upright by its EXIF data; 16-bit values are scaled, not clipped.
+    """8-bit RGB, upright by EXIF; 16-bit values are scaled, not clipped.
 
     Raises:
         ValueError: 32-bit pixels, whose white is unknown.
@@ -165,7 +161,7 @@ def collate(items: list[Item]) -> Decoded:
 def centre_crop(
     image: Image.Image, size: tuple[int, int], *, crop_ratio: float, interpolation: str = "bilinear"
 ) -> Tensor:
-    """Return the centre (3, height, width) uint8 of `image`, resized so that it covers size / crop_ratio."""
+    """The centre (3, height, width) uint8, resized to cover size / crop_ratio."""
     transforms = _transforms()
     longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
@@ -177,7 +173,7 @@ def centre_crop(
 
 
 def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
-    """Return the centre (3, height, width) uint8 of `image` as evaluation takes it."""
+    """The centre (3, height, width) uint8 as evaluation takes it."""
     p = preprocessing
     return centre_crop(image, p.height_width, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
 
@@ -188,7 +184,7 @@ def longest_side(width: int, height: int, size: tuple[int, int]) -> int:
 
 
 def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) -> list[int]:
-    """Return the size, as torchvision's `resize` takes it, at which an image covers `size` / crop_ratio."""
+    """The size, for torchvision's `resize`, at which an image covers `size` / crop_ratio."""
     if size[0] == size[1]:
         return [round(size[0] / crop_ratio)]
     scale = max(size[0] / height, size[1] / width) / crop_ratio
@@ -198,9 +194,9 @@ def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) 
 def random_crop(
     image: Image.Image, size: tuple[int, int], draws: list[float], *, interpolation: str = "bilinear"
 ) -> Tensor:
-    """Return a random part of an RGB image, resized to (3, height, width) uint8 and mirrored half of the time.
+    """A random part of an RGB image as (3, height, width) uint8, mirrored half of the time.
 
-    `draws`: 41 random numbers of [0, 1): 4 for each of ten attempts at a part that fits, and one for the mirror.
+    `draws`: 41 numbers of [0, 1): 4 for each of ten attempts, and the mirror.
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
     transforms = _transforms()
@@ -215,18 +211,16 @@ def middle(outer: int, inner: int) -> int:
 
 
 def _part(image: Image.Image, top: int, left: int, height: int, width: int) -> Image.Image:
-    """Return a part of an image, without the pixel limit of `Image.crop`."""
+    """A part, without the pixel limit of `Image.crop`."""
     part = Image.new(image.mode, (width, height))
     part.paste(image, (-left, -top))
     return part
 
 
 def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of a random part: 8 to 100 % of the area, 3:4 to 4:3 in shape.
+    """(top, left, height, width): 8 to 100 % of the area, 3:4 to 4:3 (Szegedy et al., arXiv 1409.4842, section 6).
 
-    Szegedy et al., arXiv 1409.4842, section 6.
-
-    After ten attempts that do not fit it is the largest centred part of an allowed shape.
+    After ten misfits the largest centred part of an allowed shape.
     """
     for area, ratio, vertical, horizontal in zip(*(iter(draws),) * 4, strict=True):
         pixels = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
@@ -240,7 +234,7 @@ def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, i
 
 
 def prepare() -> None:
-    """Import what decoding needs, before worker processes are forked."""
+    """Import before worker processes are forked."""
     _transforms()
 
 

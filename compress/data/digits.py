@@ -21,7 +21,7 @@ _VAL_SHARE = 0.25
 
 
 def digits_data(spec: DataSpec) -> DataSet:
-    """Return the digits, grey repeated to three channels and resized to `spec.image_size`.
+    """The digits, repeated to three channels and resized.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -50,7 +50,7 @@ def digits_data(spec: DataSpec) -> DataSet:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    """Return images (1797, 1, 8, 8) uint8 and targets (1797,) int64."""
+    """Images (1797, 1, 8, 8) uint8 and targets (1797,) int64."""
     try:
         from sklearn.datasets import load_digits  # lazy: it takes seconds, and other data sets do not need it
     except ImportError as error:

@@ -20,8 +20,7 @@ class DrawnSplit(Split):
     """A split that makes its images on the device.
 
     Attributes:
-        chunk_images: images whose random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the
-            CPU.
+        chunk_images: whose random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the CPU.
     """
 
     chunk_images: int | None = None
@@ -32,7 +31,7 @@ class DrawnSplit(Split):
 
     @abstractmethod
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,) from a slice of what was drawn."""
+        """Images (n, 3, S, S) and targets (n,) of a slice of that."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """See `Split.load`."""
@@ -52,7 +51,6 @@ class DrawnSplit(Split):
 
 
 def _chunks(shares: list[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """Group shares in order; a group ends with the share that reaches `most` images."""
     group: list[list[int]] = []
     count = 0
     for share in shares:

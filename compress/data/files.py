@@ -27,14 +27,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, kw_only=True)
 class PictureInput:
-    """How an image becomes an input: resized, cropped, (pixel / 255 - mean) / std.
+    """An image as input: resized, cropped, (pixel / 255 - mean) / std.
 
     Attributes:
-        size: height and width in pixels.
-        mean, std: per channel, in units of pixel / 255.
-        layout: `NCHW` or `NHWC`.
-        channels: `RGB` or `BGR`.
-        crop_ratio: share of the shorter side that the centre crop keeps, for square inputs alone.
+        size: (height, width).
+        mean, std: in units of pixel / 255.
+        crop_ratio: share of the shorter side kept, for square inputs alone.
     """
 
     size: tuple[int, int] = (224, 224)
@@ -46,7 +44,7 @@ class PictureInput:
     crop_ratio: float = 0.875
 
     def read(self, path: Path) -> Tensor:
-        """Return an image as (C, H, W) or (H, W, C) float32.
+        """An image as (C, H, W) or (H, W, C) float32.
 
         Raises:
             DataError: it cannot be read.
@@ -66,10 +64,10 @@ class PictureInput:
 
 
 class Pictures:
-    """The images of a folder and its subfolders in batches, read when asked for.
+    """The images of a folder, to any depth, in batches, read when asked for.
 
     Args:
-        limit: use at most so many, evenly spaced in the order of names.
+        limit: at most so many, evenly spaced by name.
 
     Raises:
         DataError: no such folder, or no image in it.
@@ -95,7 +93,7 @@ class Pictures:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Return the image files of a folder and its subfolders, sorted.
+    """The image files of a folder, to any depth, sorted.
 
     Raises:
         DataError: there is none.
@@ -107,11 +105,9 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) -> Iterable[Any]:
-    """Return batches of a folder, an .npz file or a function.
+    """Batches of a folder, an .npz file or a function.
 
-    `source`: a folder, a path that ends in .npz, or `package.module:function` without arguments.
-    `form`: preprocessing of a folder's images.
-    `limit`: use at most so many images; not of a function.
+    `source`: a folder, a path that ends in .npz, or `package.module:function`; `form` and `limit` are for files.
 
     Raises:
         DataError: it is missing or cannot be read.

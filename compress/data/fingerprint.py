@@ -1,4 +1,4 @@
-"""The content of a split in a few bytes, compared when a run is resumed."""
+"""The content of a split in a few bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Fingerprint:
     """The content of a split.
 
     Attributes:
-        labels: class names in the order of the outputs.
-        content: SHA-256 of `Split.content`, in hexadecimal digits.
+        labels: class names in order.
+        content: SHA-256 of `Split.content`.
     """
 
     labels: tuple[str, ...]
@@ -35,7 +35,7 @@ class Fingerprint:
 
 
 def digest_of(parts: Iterable[bytes | str]) -> str:
-    """Return the SHA-256 of texts, each with its length."""
+    """SHA-256 of texts, each with its length."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
@@ -45,10 +45,7 @@ def digest_of(parts: Iterable[bytes | str]) -> str:
 
 
 def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
-    """Yield name and size of each file, and the first bytes of `SAMPLE` of them, evenly spread.
-
-    A file that is missing counts as empty.
-    """
+    """Yield names and sizes, and the first bytes of `SAMPLE` files, evenly spread; a missing file is empty."""
     step = max(1, len(names) // SAMPLE)
     for number, name in enumerate(names):
         path = folder / name
@@ -63,7 +60,7 @@ def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
 
 
 def changed_data(there: Mapping[str, Mapping[str, Any]], here: Mapping[str, Fingerprint]) -> list[str]:
-    """Return a line for each split of both sides whose fingerprint differs."""
+    """A line for each split of both sides that differs."""
     lines = []
     for name in here.keys() & there.keys():
         old, new = there[name], here[name]

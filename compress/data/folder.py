@@ -35,7 +35,7 @@ _MAX_WORKERS = 8
 
 
 def folder_data(spec: DataSpec) -> DataSet:
-    """Return the images under `spec.root`; classes are the folders of train/, sorted.
+    """Images under `spec.root`; classes are the folders of train/, sorted.
 
     Raises:
         DataError: a folder is missing, a class is empty, or val/ has other classes.
@@ -76,12 +76,12 @@ class FolderSplit(Split):
     """The images of one folder of class folders.
 
     Args:
-        limit: use only so many images, stratified; None = all.
-        augment: crop and mirror training images at random.
-        workers: processes that decode; 0 = this one.
-        on_error: `raise` at an unreadable image, or `skip` it; batches are then smaller.
-        decode: what decodes JPEG files for a GPU, `cpu` or `gpu`.
-        max_pixels: of the largest image that is decoded.
+        limit: stratified; None = all.
+        augment: crop and mirror.
+        workers: that decode; 0 = this process.
+        on_error: `raise`, or `skip` an unreadable image; batches are then smaller.
+        decode: of JPEG files for a GPU, `cpu` or `gpu`.
+        max_pixels: of an image.
 
     Raises:
         DataError: a class folder without images.
@@ -120,12 +120,12 @@ class FolderSplit(Split):
         return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the class, name and size of each file, and the bytes of some."""
+        """Yield class, name and size of each file, and the bytes of some."""
         yield self.targets.numpy().tobytes()
         yield from file_parts(self._folder, [os.fsdecode(bytes(name)) for name in self._files])
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,), decoded in this process.
+        """Images (n, 3, S, S) and targets (n,), decoded here.
 
         Raises:
             DataError: names the unreadable image, unless `on_error` is skip.
@@ -152,7 +152,7 @@ class FolderSplit(Split):
                 yield images, targets
 
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
-        """Yield batches whose files `device` decodes."""
+        """Yield batches decoded by `device`."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
         pin = device.type == "cuda"
         files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
@@ -171,7 +171,7 @@ class FolderSplit(Split):
         return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
-        """Make a batch of the decoded images; refuse or count the others."""
+        """Refuse or count unreadable images."""
         pixels, indices, failures = decoded
         for file, reason in failures:
             if self.on_error == "raise":
@@ -183,7 +183,7 @@ class FolderSplit(Split):
 
 
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
-    """Return sorted image files of the class folders, as bytes relative to `folder`, and targets (N,)."""
+    """Sorted files, as bytes relative to `folder`, and targets (N,)."""
     files: list[bytes] = []
     counts: list[int] = []
     above = {_identity(folder), *(_identity(folder / label) for label in labels)}
@@ -202,7 +202,7 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder with its files, links followed, each only once."""
+    """Yield folders with files, links followed, each once."""
     seen = above - {_identity(folder)}
     for parent, inner, names in os.walk(folder, followlinks=True):
         identity = _identity(parent)
@@ -220,5 +220,5 @@ def _identity(folder: Path | str) -> tuple[int, int]:
 
 
 def worker_count() -> int:
-    """Return the cores that this process may use, divided by the processes of this machine; 8 at most."""
+    """This process's cores over the processes of this machine; 8 at most."""
     return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

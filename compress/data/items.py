@@ -1,4 +1,4 @@
-"""A split of files that worker processes read ahead of their use."""
+"""A split of files that worker processes read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Item = tuple[Tensor | None, Any, str, str]
 
 
 class ItemSplit(Split):
-    """A split whose images and targets are files of the user's.
+    """A split of the user's files.
 
     Args:
         augment: change training images at random.
@@ -37,14 +37,14 @@ class ItemSplit(Split):
 
     @abstractmethod
     def reader(self) -> Dataset[Item]:
-        """Return the items in the stored order, by their `Place`."""
+        """Items in the stored order, by their `Place`."""
 
     @abstractmethod
     def targets_of(self, found: list[Any], device: torch.device) -> Any:  # a tensor, or a list with one for each image
-        """Return the targets of a batch in the form of the task."""
+        """Targets of a batch in the task's form."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, H, W) and targets, read in this process.
+        """Images (n, 3, H, W) and targets, read here.
 
         Raises:
             DataError: names the unreadable or wrong file, unless `on_error` is skip.

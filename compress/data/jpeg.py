@@ -31,9 +31,9 @@ class FileItem(NamedTuple):
 
     Attributes:
         file: (bytes,) uint8; None if the CPU decoded it.
-        window: part of the image; None likewise.
-        decoded: the CPU's result or error; None for a file.
-        reason: why the GPU does not decode it, and its name; "" for a file or an unreadable one.
+        window: part of the image, or None.
+        decoded: the CPU's result or error, or None.
+        reason: why the CPU decoded it, and its name, or "".
     """
 
     number: int
@@ -44,15 +44,15 @@ class FileItem(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch of `FileItem`s in one tensor: each tensor from a worker process costs a connection.
+    """A batch in one tensor: each tensor from a worker process costs a connection.
 
     Attributes:
-        indices: of the readable images, in order.
-        by_gpu: for each, whether it is a file for the GPU.
+        indices: of readable images.
+        by_gpu: for each, whether the GPU decodes it.
         files: (bytes,) uint8, concatenated.
-        lengths: bytes of each file.
-        decoded: other images and failures; None if none.
-        reasons: why the GPU does not decode them, with a file's name each.
+        lengths: bytes by file.
+        decoded: the others and failures, or None.
+        reasons: with a file's name each.
     """
 
     indices: list[int]
@@ -159,11 +159,10 @@ def pack(items: Sequence[FileItem]) -> Packed:
 def decode_packed(
     packed: Packed, decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
 ) -> Decoded:
-    """Decode a batch on `device`; returns as `collate`.
+    """Decode on `device`; returns as `collate`.
 
-    `decoder`: decodes all of it on the CPU if the GPU fails.
-    `seed`: with which the batch was read.
-    `reasons`: takes why the CPU decoded images, with a file's name each.
+    `decoder` takes all to the CPU if the GPU fails; `seed` is the batch's; `reasons` takes why, with a file's name
+    each.
     """
     for reason, file in packed.reasons.items():
         reasons.setdefault(reason, file)
@@ -189,7 +188,7 @@ def decode_packed(
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEG files, (bytes,) uint8 on the CPU, into images (3, H, W) uint8 on `device`.
+    """(bytes,) uint8 on the CPU to (3, H, W) uint8 on `device`.
 
     Raises:
         RuntimeError: the decoder fails, or the device has none.
@@ -213,7 +212,7 @@ def check_decoder(device: torch.device) -> None:
     """Refuse a device on which torchvision cannot decode.
 
     Raises:
-        DataError: says why.
+        DataError: why.
     """
     file = io.BytesIO()
     Image.new("RGB", (16, 16), (200, 100, 50)).save(file, "JPEG")

@@ -30,10 +30,7 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
 
 
 def load_data(spec: DataSpec) -> DataSet:
-    """Return the training and the evaluation split of a data set; nothing is ever downloaded.
-
-    Args:
-        spec: a recipe's `data` section.
+    """The training and the evaluation split; nothing is ever downloaded.
 
     Returns:
         Splits whose batches are images (N, C, H, W) float32, normalized, and targets: (N,) int64 for classification,

@@ -1,4 +1,4 @@
-"""A user's DataLoader as a split, in an order of our own."""
+"""A user's DataLoader as a split."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from compress.graph.batches import split_batch
 
 
 class LoaderSplit(Split):
-    """The images of a DataLoader, normalized and augmented by its data set.
+    """A DataLoader's images, normalized and augmented by its data set, in an order of our own.
 
-    With worker processes, augmentation draws from a seed of the epoch: a training resumed within an epoch draws anew.
+    With workers, augmentation draws from the epoch's seed: after a resume within it anew.
 
     Args:
         loader: over a data set with a length.
@@ -58,13 +58,13 @@ class LoaderSplit(Split):
 
 
 def loader_data(train: DataLoader[Any], val: DataLoader[Any] | None = None, *, seed: int = 0) -> DataSet:
-    """Return the data set of two loaders; without `val` the training images are evaluated."""
+    """Two loaders as data; without `val` the training images are evaluated."""
     split = LoaderSplit(train, seed=seed)
     return DataSet(train=split, val=split if val is None else LoaderSplit(val, seed=seed))
 
 
 def _example(loader: DataLoader[Any]) -> Tensor:
-    """Check the loader and return the images of its first batch."""
+    """Check the loader; return its first images."""
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(

@@ -102,7 +102,7 @@ class MaskSplit(ItemSplit):
         return len(self.pairs)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the names and sizes of the files, and the bytes of some."""
+        """Yield names and sizes, and the bytes of some files."""
         yield str(self.ignore_index)
         for part in ("image", "mask"):
             files = [getattr(pair, part) for pair in self.pairs]
@@ -113,15 +113,13 @@ class MaskSplit(ItemSplit):
         return _Reader(self)
 
     def targets_of(self, found: list[Any], device: torch.device) -> Tensor:
-        """Return the classes of a batch, (n, H, W) int64."""
+        """Classes (n, H, W) int64."""
         height, width = self.preprocessing.height_width
         classes = torch.stack(found) if found else torch.empty(0, height, width, dtype=torch.uint8)
         return to_device(classes, device).long()
 
 
 class _Reader(Dataset[Item]):
-    """Reads items one at a time: (pixels, classes, file, problem)."""
-
     def __init__(self, split: MaskSplit) -> None:
         self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
         self.ignore_index, self.max_pixels = split.ignore_index, split.max_pixels
@@ -151,7 +149,7 @@ class _Reader(Dataset[Item]):
         return image, Image.fromarray(self._checked(mask, pair.mask))
 
     def _checked(self, mask: np.ndarray, file: Path) -> np.ndarray:
-        """Return the classes as uint8, 255 = none."""
+        """Classes as uint8, 255 = none."""
         ignored = mask == self.ignore_index
         foreign = np.unique(mask[~ignored & ((mask < 0) | (mask >= len(self.labels)))])
         if len(foreign):
@@ -164,7 +162,7 @@ class _Reader(Dataset[Item]):
 
 
 def _single_channel(file: Image.Image) -> Image.Image:
-    """Return a mask's palette indices or grey levels, also if stored as RGB."""
+    """Palette indices or grey levels, also of RGB."""
     if file.mode in ("L", "P", "1", "I", "I;16"):
         return file.copy()
     if file.mode == "RGB":
@@ -178,7 +176,7 @@ def _single_channel(file: Image.Image) -> Image.Image:
 
 
 def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return image (3, H, W) uint8 and classes (H, W) uint8, resized to `size` (H, W)."""
+    """Image (3, H, W) and classes (H, W), uint8, resized to `size`."""
     height, width = size
     if (image.height, image.width) != size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -187,10 +185,10 @@ def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tupl
 
 
 def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws: list[float]) -> tuple[Tensor, Tensor]:
-    """Return a random part of image and mask, as `fitted` does.
+    """A random part, as `fitted`.
 
-    `size`: height and width of the result; the image is fitted to it, then scaled by 0.5 to 2.
-    `draws`: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
+    `size` is (height, width); the image is fitted, then scaled by 0.5 to 2. `draws` of [0, 1): scale, vertical and
+    horizontal position, mirror.
     """
     low, high = _SCALES
     scale = low * (high / low) ** draws[0]
@@ -207,7 +205,7 @@ def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws:
 
 
 def _window(length: int, size: int, draw: float) -> tuple[slice, slice]:
-    """Return the target and source positions of pixels along one axis."""
+    """Target and source positions along one axis."""
     if length >= size:
         start = int(draw * (length - size + 1))
         return slice(0, size), slice(start, start + size)

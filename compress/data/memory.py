@@ -1,4 +1,4 @@
-"""A split in memory as 8-bit images, which the device resizes, moves and normalizes."""
+"""A split in memory, which the device resizes, moves and normalizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemorySplit(DrawnSplit):
     Args:
         images: (N, 1 or 3, H, H) uint8.
         targets: (N,) int64.
-        movement: augmentation of training images; None = none.
+        movement: augmentation, or None.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class MemorySplit(DrawnSplit):
         return len(self.targets)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield the targets and the bytes of the images; of very many, of some evenly spread."""
+        """Yield targets and images; of very many, evenly spread ones."""
         step = 1 + self.images.nbytes // _FINGERPRINT_BYTES
         for tensor in (self.targets, self.images[::step]):
             yield str(tuple(tensor.shape))
             yield tensor.cpu().numpy().tobytes()
 
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Return where the images lie, and their movements (n, 2, 3) if there are any."""
+        """Positions, and movements (n, 2, 3) if any."""
         chosen = to_device(indices, self._stored(device)[0].device)
         if epoch is None or self.movement is None:
             return (chosen,)
@@ -61,7 +61,7 @@ class MemorySplit(DrawnSplit):
         return chosen, to_device(matrices, device)
 
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,)."""
+        """Images (n, 3, S, S) and targets (n,)."""
         chosen, *matrices = drawn
         images, targets = self._stored(device)
         pixels = to_device(images[chosen], device).float().div_(255)
@@ -84,12 +84,7 @@ class MemorySplit(DrawnSplit):
 def in_memory(
     split: Split, device: torch.device | str, *, movement: Movement | None = None, batch_size: int = 256
 ) -> MemorySplit:
-    """Read every RGB image of `split` once, without augmentation, and store it as 8-bit numbers.
-
-    `device`: that stores them.
-    `movement`: augmentation of training images; None = none.
-    `batch_size`: images read at once.
-    """
+    """Read RGB images once, without augmentation, as 8-bit numbers on `device`."""
     device = torch.device(device)
     prepared = split.preprocessing
     images = torch.empty(len(split), *prepared.input_shape, dtype=torch.uint8, device=device)
@@ -104,7 +99,7 @@ def in_memory(
 
 
 def resize(images: Tensor, size: int) -> Tensor:
-    """Resize (N, C, H, W) floats bilinearly, antialiased where that shrinks them."""
+    """(N, C, H, W) floats bilinearly, antialiased where that shrinks."""
     if images.shape[-1] == size:
         return images
     smaller = size < images.shape[-1]

@@ -29,9 +29,6 @@ class _Image(ctypes.Structure):
 class NvJpeg:
     """The decoders of one GPU.
 
-    Args:
-        library: path of libnvjpeg.
-
     Raises:
         RuntimeError: no JPEG decoder, or the library does not load.
     """
@@ -49,12 +46,10 @@ class NvJpeg:
             self._call("JpegStreamCreate", self._handle, ctypes.byref(self._header))
 
     def decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
-        """Decode JPEG files, (bytes,) uint8 contiguous on the CPU, on the current stream, and wait for it.
+        """Decode JPEG files, (bytes,) uint8 contiguous on the CPU, and wait.
 
         Returns:
-            Of each file its RGB image (3, H, W) uint8; None where the decoder does not take the file (such as
-                progressive
-            ones).
+            RGB (3, H, W) uint8; None where the decoder refuses the file (such as progressive ones).
 
         Raises:
             RuntimeError: the decoder fails on a file.
@@ -83,7 +78,7 @@ class NvJpeg:
             return found
 
     def _size(self, file: Tensor) -> tuple[int, int] | None:
-        """Return a file's height and width."""
+        """(height, width), if readable."""
         content, length = ctypes.c_void_p(file.data_ptr()), ctypes.c_size_t(len(file))
         if self._library.nvjpegJpegStreamParseHeader(self._handle, content, length, self._header):
             return None
@@ -102,7 +97,7 @@ class NvJpeg:
 
 @functools.cache
 def nvjpeg(device: torch.device) -> NvJpeg | None:
-    """Return the decoders of a GPU; None if it has none, or torchvision lacks nvJPEG."""
+    """A GPU's decoders; None without them or torchvision's nvJPEG."""
     library = _loaded_library() if device.type == "cuda" else None
     try:
         return None if library is None else NvJpeg(library, device)

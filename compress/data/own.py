@@ -30,10 +30,10 @@ class Examples(Protocol):
 
 
 def own_data(spec: DataSpec) -> DataSet:
-    """Return the splits that the function `spec.name` makes.
+    """The splits that the function `spec.name` makes.
 
     Raises:
-        DataError: it cannot be imported, fails, or returns something else.
+        DataError: no import, a failure, or another result.
     """
     function = imported(spec.name, key="data.name", error=DataError, what="a function that returns two splits")
     try:
@@ -63,7 +63,7 @@ class ExamplesSplit(Split):
     """A sequence of (image, target) as a split.
 
     Args:
-        spec: its `classes` are the labels, and its `mean` and `std` normalize pixels.
+        spec: `classes` are the labels; `mean` and `std` normalize.
 
     Raises:
         DataError: no example, or an image that is no tensor (C, H, W).
@@ -97,7 +97,7 @@ class ExamplesSplit(Split):
         return len(self.examples)
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images and targets at `indices`.
+        """See `Split.load`.
 
         Raises:
             DataError: an example is not (image, target), or images differ in size.

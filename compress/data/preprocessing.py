@@ -1,4 +1,4 @@
-"""Preprocessing from an image to a model's input, which the ONNX file holds too."""
+"""Preprocessing to a model's input, kept in the ONNX file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from compress.files import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Input of a model: (N, channels, height, width) float32, (pixel / 255 - mean) / std.
+    """(N, channels, height, width) float32, (pixel / 255 - mean) / std.
 
     Attributes:
-        image_size: side in pixels after resizing and cropping, or (height, width).
-        mean, std: per channel, in units of pixel / 255.
-        channels: `RGB` (grey is repeated), or `other` for another number than three.
-        layout: `NCHW`.
-        interpolation: `bilinear` or `bicubic`.
-        crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
+        image_size: side in pixels, or (height, width).
+        mean, std: in units of pixel / 255.
+        channels: `RGB` (grey is repeated), or `other`.
+        crop_ratio: image_size over the side before the centre crop.
     """
 
     image_size: int | tuple[int, int]
@@ -63,12 +61,12 @@ class Preprocessing:
         return (len(self.mean), *self.height_width)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Normalize (N, C, H, W) floats, pixel / 255, into a new tensor; grey is repeated as `mean` needs."""
+        """Normalize (N, C, H, W), pixel / 255; grey is repeated."""
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.sub(mean).div_(std)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Undo `normalize`: return (N, channels, H, W) uint8."""
+        """Undo `normalize`: (N, channels, H, W) uint8."""
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
@@ -81,7 +79,7 @@ class Preprocessing:
         """Read the JSON object of `to_json`.
 
         Raises:
-            DataError: the text is no such object.
+            DataError: no such object.
         """
         try:
             fields: dict[str, Any] = parse_json(text)
@@ -91,12 +89,12 @@ class Preprocessing:
             raise DataError(f"the preprocessing in the model's metadata is not readable ({error}): {text!r}") from None
 
     def differences(self, other: Preprocessing) -> list[str]:
-        """Return a line for each field that differs: 'mean: (0.5,) here, (0.4,) there'."""
+        """A line for each field: 'mean: (0.5,) here, (0.4,) there'."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
 
 
 @functools.lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` as (1, C, 1, 1); cached, because a copy to a GPU would wait for all of its work."""
+    """(1, C, 1, 1), cached: a copy to a GPU would wait for its work."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

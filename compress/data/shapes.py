@@ -1,4 +1,4 @@
-"""Images of shapes among clutter, drawn on the device as needed; an image depends on (seed, index) alone."""
+"""Shapes among clutter, drawn on the device; an image depends on (seed, index) alone."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class ShapesSplit(DrawnSplit):
     """Images numbered from `first`; the class is the number modulo `num_classes`.
 
     Args:
-        num_classes: 2 to 100.
-        movement: movement of the camera by augmentation; None = none.
+        movement: of the camera, or None.
     """
 
     def __init__(self, spec: DataSpec, *, num_classes: int, count: int, first: int, movement: Movement | None) -> None:
@@ -64,7 +63,7 @@ class ShapesSplit(DrawnSplit):
         return (type(self).__qualname__, *map(str, (self.seed, self.num_classes, self._first, self._clutter)))
 
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Return the images' numbers, classes and fields of `Scenes`."""
+        """Numbers, classes and fields of `Scenes`."""
         positions = to_device(indices, device)
         numbers, targets = positions + self._first, positions % self.num_classes
         size, camera = self.preprocessing.height_width[0], None
@@ -74,7 +73,7 @@ class ShapesSplit(DrawnSplit):
         return numbers, targets, *with_clutter(scenes, self._clutter).tensors()
 
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Draw the images (n, 3, S, S), with targets (n,)."""
+        """Images (n, 3, S, S) and targets (n,)."""
         numbers, targets, *fields = drawn
         scenes, size = Scenes(*fields), self.preprocessing.height_width[0]
         images = paint(scenes, size)
@@ -87,7 +86,7 @@ class ShapesSplit(DrawnSplit):
 
 
 def paint(scenes: Scenes, size: int) -> Tensor:
-    """Draw N scenes without noise: (N, 3, size, size) float32 RGB, mostly from 0 to 1."""
+    """Scenes without noise: (N, 3, size, size) float32, mostly 0 to 1."""
     outlines, patterns = _banks(scenes.base.device)
     canvas = F.interpolate(scenes.base, size=(size, size), mode="bilinear", align_corners=True)
     for layer in range(LAYERS):
@@ -102,7 +101,7 @@ def paint(scenes: Scenes, size: int) -> Tensor:
 
 
 def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
-    """Return uniform noise from -1 to 1, (N, 3, size, size) float32, for the images `numbers` (N,) int64."""
+    """Uniform from -1 to 1, (N, 3, size, size) float32, for images `numbers` (N,) int64."""
     bits = random_bits(seed, numbers, size * size).view(-1, 1, size, size)
     shifts = torch.arange(3, device=bits.device).view(1, 3, 1, 1) * _NOISE_BITS
     return ((bits >> shifts) & (1 << _NOISE_BITS) - 1).float() * 2.0 ** (1 - _NOISE_BITS) - 1

@@ -1,4 +1,4 @@
-"""Signed distances of the outlines of `shapes`: negative inside; x to the right, y down, from -EXTENT to EXTENT."""
+"""Signed distances of outlines: negative inside; x right, y down, from -EXTENT to EXTENT."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def outline_bank() -> Tensor:
 
 
 def bank_coordinates() -> Tensor:
-    """Return a bank's pixel centres, (96, 96, 2) as (x, y), float64."""
+    """Pixel centres, (96, 96, 2) as (x, y), float64."""
     line = ((torch.arange(BANK_SIZE, dtype=torch.float64) * 2 + 1) / BANK_SIZE - 1) * EXTENT
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y), dim=-1)
 
 
 def polygon(at: Tensor, corners: list[Point]) -> Tensor:
-    """Return the distance of points (..., 2) to a polygon's nearest edge, negative inside (even-odd rule)."""
+    """Distance of points (..., 2) to the nearest edge, negative inside (even-odd rule)."""
     nearest = torch.full(at.shape[:-1], math.inf, dtype=at.dtype)
     inside = torch.zeros(at.shape[:-1], dtype=torch.bool)
     x, y = at.unbind(-1)
@@ -56,7 +56,7 @@ def disc(at: Tensor, centre: Point, radius: float) -> Tensor:
 
 
 def blobs(at: Tensor) -> list[Tensor]:
-    """Return rounded lumps: a radius that varies in three random waves."""
+    """Lumps whose radius varies in three random waves."""
     angle, radius = torch.atan2(at[..., 1], at[..., 0]), at.norm(dim=-1)
     lumps = []
     for draws in uniform(_BLOB_SEED, torch.arange(BLOBS), 6).tolist():
@@ -68,7 +68,7 @@ def blobs(at: Tensor) -> list[Tensor]:
 
 
 def _around(radii: list[float], *, start: float = -90.0) -> list[Point]:
-    """Return corners at equal angles, from `start` degrees, at the given radii."""
+    """Corners at equal angles, from `start` degrees."""
     angles = [math.radians(start + 360 * i / len(radii)) for i in range(len(radii))]
     return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The patterns that fill the outlines of `shapes`: values from 0 to 1, each in several versions."""
+"""Patterns that fill outlines, 0 to 1, in several versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pattern_bank() -> Tensor:
 
 
 def _draw(pattern: str, at: Tensor, spacing: float, direction: float, phase_x: float, phase_y: float) -> Tensor:
-    """Draw one version; the last four arguments are of [0, 1)."""
+    """The last four arguments are of [0, 1)."""
     wave = 2 * math.pi / (_SPACING[0] + spacing * (_SPACING[1] - _SPACING[0]))
     cos, sin = math.cos(2 * math.pi * direction), math.sin(2 * math.pi * direction)
     u = (at[..., 0] * cos + at[..., 1] * sin) * wave + 2 * math.pi * phase_x
@@ -37,7 +37,7 @@ def _draw(pattern: str, at: Tensor, spacing: float, direction: float, phase_x: f
 
 
 def _edge(wave: Tensor) -> Tensor:
-    """Map -1..1 to 0..1 with steep, smooth edges."""
+    """-1..1 to 0..1 with steep, smooth edges."""
     return torch.sigmoid(_SHARPNESS * 2 * wave)
 
 

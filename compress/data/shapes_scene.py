@@ -1,4 +1,4 @@
-"""Content of each image of `shapes` as numbers: the class's object, and clutter with the same cues separately."""
+"""Images of `shapes` as numbers: an object, and clutter with the same cues apart."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Scenes:
     """N images of L layers, back to front.
 
     Attributes:
-        matrices: (N, L, 2, 3) from image to bank coordinates, both -1 to 1.
-        outlines, patterns: (N, L) int64 rows of the banks.
+        matrices: (N, L, 2, 3) image to bank, -1 to 1.
+        outlines, patterns: (N, L) int64 rows of banks.
         colours: (N, L, 2, 3) RGB of pattern values 0 and 1.
-        sizes: (N, L) half of a layer's side, where the image's half is 1.
+        sizes: (N, L) half sides; the image's is 1.
         opacity: (N, L).
-        base: (N, 3, 5, 5) colours of the background, to be interpolated.
+        base: (N, 3, 5, 5) background, to be interpolated.
         noise: (N,) largest magnitude.
     """
 
@@ -75,7 +75,7 @@ def cue_counts(num_classes: int) -> tuple[int, int, int]:
 
 
 def class_cues(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outline, pattern and tone (N,) of each class (N,)."""
+    """Outline, pattern and tone (N,) of classes (N,)."""
     outlines, patterns, _ = cue_counts(num_classes)
     return targets % outlines, targets // outlines % patterns, targets // (outlines * patterns)
 
@@ -89,10 +89,9 @@ def class_names(num_classes: int) -> tuple[str, ...]:
 def make_scenes(
     seed: int, indices: Tensor, targets: Tensor, *, num_classes: int, camera: Tensor | None = None
 ) -> Scenes:
-    """Return the images at `indices` (N,) int64 with an object of each of `targets` (N,) int64.
+    """Images at `indices` (N,) int64 with objects of `targets` (N,) int64.
 
-    `num_classes`: 2 to 100.
-    `camera`: (N, 2, 3) float64 movements of the whole image; None = none.
+    `camera`: (N, 2, 3) float64 movements, or None.
     """
     draws = uniform(seed, indices, LAYERS * _LAYER_DRAWS + _SCENE_DRAWS)
     layers, rest = draws.split([LAYERS * _LAYER_DRAWS, _SCENE_DRAWS], dim=1)
@@ -131,7 +130,7 @@ def with_clutter(scenes: Scenes, share: float) -> Scenes:
 
 @functools.lru_cache(maxsize=16)
 def _on(device: torch.device, values: tuple[object, ...]) -> Tensor:
-    """Return constants as float64 on `device`; cached, because a copy to a GPU would wait for all of its work."""
+    """float64 constants, cached: a copy to a GPU would wait for its work."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -140,7 +139,6 @@ def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:
 
 
 def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """Return the layers' centres (N, L, 2)."""
     centres = torch.stack((x, y), dim=-1) * 2 - 1
     centres[:, OBJECT] *= 1 - 0.9 * sizes[:, OBJECT, None]
     angle, reach = 2 * math.pi * x[:, OBJECT + 1 :, None], (0.6 + 0.4 * y[:, OBJECT + 1 :, None])
@@ -150,7 +148,7 @@ def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> Tensor:
-    """Return the maps from image to bank coordinates."""
+    """Maps from image to bank."""
     stretch = ((2 * aspect - 1) * _ASPECT).exp()
     cos, sin = (2 * math.pi * angle).cos(), (2 * math.pi * angle).sin()
     rows = torch.stack((cos * stretch, sin * stretch, -sin / stretch, cos / stretch), dim=-1).unflatten(-1, (2, 2))
@@ -159,14 +157,14 @@ def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> 
 
 
 def _after(outer: Tensor, inner: Tensor) -> Tensor:
-    """Return the affine map (..., 2, 3) that applies `inner`, then `outer`."""
+    """The affine map (..., 2, 3) of `inner`, then `outer`."""
     linear, shift = outer[..., :2], outer[..., 2:]
     moved = (linear[..., :, :, None] * inner[..., None, :, :]).sum(-2)
     return torch.cat((moved[..., :2], moved[..., 2:] + shift), dim=-1)
 
 
 def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chroma: Tensor) -> Tensor:
-    """Return two colours of one hue for each layer, (N, L, 2, 3); plain layers have the same twice."""
+    """Two colours of one hue by layer, (N, L, 2, 3); of plain layers the same twice."""
     angle = _WARM_HUE + math.pi * tones + (2 * hue - 1) * _HUE_SPREAD
     channels = _on(hue.device, _CHANNELS)
     tint = _between(_CHROMA, chroma)[..., None] * (angle[..., None] - channels).cos()
@@ -177,6 +175,6 @@ def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chrom
 
 
 def _base(draws: Tensor) -> Tensor:
-    """Return the background's uneven light (N, 3, 5, 5)."""
+    """The background's light (N, 3, 5, 5)."""
     cells = draws.view(-1, 4, _BASE_CELLS, _BASE_CELLS)
     return _between((0.3, 0.7), cells[:, :1]) + _between((-0.12, 0.12), cells[:, 1:])

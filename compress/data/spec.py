@@ -114,7 +114,7 @@ def check_data_spec(spec: DataSpec) -> None:
     """Refuse values out of range and contradictions.
 
     Raises:
-        DataError: names each key, what was got and what is allowed.
+        DataError: each key, what was got, what is allowed.
     """
     validate(spec, DataSpec, section="data", error=DataError, rules=data_contradictions)
 

@@ -1,4 +1,4 @@
-"""Subsets with every class in proportion, the same on every machine."""
+"""Stratified subsets, the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ORDER_SEED = 1797
 
 
 def stratified_order(targets: Tensor) -> Tensor:
-    """Return an order (N,) int64 of which every prefix has the classes `targets` (N,) in proportion."""
+    """An order (N,) int64 whose every prefix has the classes in proportion."""
     count = len(targets)
     shuffled = random_bits(_ORDER_SEED, torch.arange(count), 1)[:, 0].argsort(stable=True)
     by_class = shuffled[targets[shuffled].argsort(stable=True)]
@@ -25,7 +25,7 @@ def stratified_order(targets: Tensor) -> Tensor:
 
 
 def bounded(targets: Tensor, limit: int | None) -> Tensor:
-    """Return the positions of at most `limit` images, stratified, in stored order; None = all."""
+    """Positions of at most `limit` images, stratified, in stored order."""
     if limit is None or limit >= len(targets):
         return torch.arange(len(targets))
     return stratified_order(targets)[:limit].sort().values

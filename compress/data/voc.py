@@ -17,10 +17,10 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def voc_data(spec: DataSpec) -> DataSet:
-    """Return the images and boxes under `spec.root`; difficult objects are ignored.
+    """Images and boxes under `spec.root`; difficult objects are ignored.
 
     Raises:
-        DataError: names the missing or damaged file, or the box that cannot be learned.
+        DataError: a missing or damaged file, or an unlearnable box.
     """
     root = Path(str(spec.root)).expanduser()
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
@@ -74,7 +74,7 @@ def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
     """Read one XML file of VOC.
 
     Raises:
-        DataError: a missing or damaged file, an unknown class, or a box that is empty or outside the image.
+        DataError: a missing or damaged file, an unknown class, or a bad box.
     """
     classes = tuple(spec.classes or ())
     try:

@@ -1,4 +1,4 @@
-"""Worker processes that read a split's items ahead, and stay for the next pass."""
+"""Worker processes that read ahead, and stay for the next pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Place = tuple[int, int | None]
 
 
 class Workers:
-    """The processes of a split; copies and pickles start their own.
+    """Processes of a split; copies and pickles start their own.
 
     Args:
-        count: most processes; 0 = this one reads.
+        count: at most; 0 = this one reads.
     """
 
     def __init__(self, count: int) -> None:
@@ -39,14 +39,12 @@ class Workers:
         *,
         pin: bool = False,
     ) -> Iterator[T]:
-        """Return batches of the items of each share, in order; processes start before it returns.
+        """Batches of each share, in order; processes start before it returns.
 
-        They stay for the next pass when all has been taken, and end when a pass is left.
+        They stay when all has been taken, and end when a pass is left.
 
-        `items`: called with a `Place`; the same ones in every call.
-        `collate`: makes a batch of a list of items, in the worker.
-        `shares`: indices of each batch; empty ones are left out.
-        `pin`: put batches into pinned memory.
+        `items` are called with a `Place`, the same in every call; `collate` runs in the worker; empty `shares` are left
+        out; `pin` pins memory.
 
         Raises:
             DataError: a process died; while batches are taken.
@@ -86,8 +84,6 @@ class Workers:
 
 
 class _Shares:
-    """The present pass's shares, as a loader's sampler."""
-
     def __init__(self) -> None:
         self.shares: Sequence[list[int]] = ()
         self.seed: int | None = None

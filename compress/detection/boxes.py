@@ -1,4 +1,4 @@
-"""Boxes and scores of torchvision's one-stage detectors as one network of plain operations, which a file can hold."""
+"""Boxes and scores of torchvision's one-stage detectors by plain operations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Suppression:
     """Which boxes of a picture remain.
 
     Attributes:
-        least_score: only those of a higher score.
-        overlap: intersection over union with a better box of the same class above which a box goes.
-        most: number of boxes of a picture.
+        least_score: exclusive.
+        overlap: with a better box of the class above which one goes.
+        most: in a picture.
     """
 
     least_score: float
@@ -29,12 +29,12 @@ class BoxesAndScores(nn.Module):
     """From the outputs of a detector's network to boxes and scores, before non-maximum suppression.
 
     Args:
-        detector: one that `has_plain_boxes`.
-        names: of the network's outputs, in order.
-        anchors: (A, 4), left, top, right and bottom edge in pixels.
-        levels: number of anchors of each feature map.
-        image_size: height and width of the input in pixels.
-        num_classes: number of classes of the data.
+        detector: `has_plain_boxes`.
+        names: of outputs, in order.
+        anchors: (A, 4) edges in pixels.
+        levels: anchors by map.
+        image_size: (height, width).
+        num_classes: of the data.
     """
 
     centres: Tensor
@@ -71,10 +71,10 @@ class BoxesAndScores(nn.Module):
         self.largest = 0.0 if self.linear else float(coder.bbox_xform_clip)
 
     def forward(self, *outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return boxes (N, A, 4) in pixels, and scores (N, classes, A), 0 where no box is looked for.
+        """Boxes (N, A, 4) in pixels, scores (N, classes, A), 0 = not looked for.
 
         Args:
-            outputs: of the network, each (N, A, ...), in the order of `names`.
+            outputs: (N, A, ...), in the order of `names`.
         """
         named = dict(zip(self.names, outputs, strict=True))
         corners = self._linear_boxes if self.linear else self._boxes
@@ -83,24 +83,24 @@ class BoxesAndScores(nn.Module):
         return boxes, scores[:, : self.num_classes]
 
     def _boxes(self, codes: Tensor) -> Tensor:
-        """Return the corners that (Ren et al., arXiv 1506.01497, equation 2) encodes."""
+        """Corners (Ren et al., arXiv 1506.01497, equation 2)."""
         codes = codes / self.weights
         centres = codes[..., :2] * self.sizes + self.centres
         half = 0.5 * (codes[..., 2:].clamp(max=self.largest).exp() * self.sizes)
         return torch.cat([centres - half, centres + half], -1)
 
     def _linear_boxes(self, codes: Tensor) -> Tensor:
-        """Return the corners of distances from the anchors' centres (Tian et al., arXiv 1904.01355, equation 1)."""
+        """Corners by distances from centres (Tian et al., arXiv 1904.01355, equation 1)."""
         first, last = codes[..., :2] * self.sizes, codes[..., 2:] * self.sizes
         return torch.cat([self.centres - first, self.centres + last], -1)
 
     def _by_class(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return the best scores of each class, the background left out."""
+        """Best scores by class, without background."""
         scores = named["cls_logits"].softmax(-1)[..., self.first_class :].transpose(1, 2)
         return best_alone(scores, self.candidates)
 
     def _by_level(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return the best scores of each feature map, all classes together."""
+        """Best scores by map, all classes."""
         scores = named["cls_logits"].sigmoid()
         if "bbox_ctrness" in named:
             scores = (scores * named["bbox_ctrness"].sigmoid()).sqrt()
@@ -110,7 +110,7 @@ class BoxesAndScores(nn.Module):
 
 
 def best_alone(scores: Tensor, count: int) -> Tensor:
-    """Return scores (..., n) in which all but the `count` best of the last dimension are 0."""
+    """Scores (..., n) with all but the `count` best 0."""
     if scores.shape[-1] <= count:
         return scores
     best, places = scores.topk(count, -1)
@@ -118,7 +118,7 @@ def best_alone(scores: Tensor, count: int) -> Tensor:
 
 
 def has_plain_boxes(detector: nn.Module) -> bool:
-    """Return True for a detector that decodes and selects its boxes as torchvision's RetinaNet, FCOS and SSD do."""
+    """True if boxes are decoded and selected as in torchvision's RetinaNet, FCOS and SSD."""
     from torchvision.models.detection import FCOS, RetinaNet, _utils, ssd  # lazy: it takes seconds
 
     def method(kind: Any) -> Callable[..., Any] | None:

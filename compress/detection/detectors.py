@@ -1,4 +1,4 @@
-"""torchvision's one-stage detectors in two parts: the network that is quantized and built, and what stays in float."""
+"""torchvision's one-stage detectors: the network to quantize, and the float head."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FAMILIES = ("retinanet", "fcos", "ssd")
 
 
 def is_detector(model: nn.Module) -> bool:
-    """Return True for RetinaNet, FCOS, SSD and SSDLite of torchvision, also with a backbone of the user's."""
+    """True for RetinaNet, FCOS, SSD and SSDLite, with any backbone."""
     from torchvision.models import detection  # lazy: it takes seconds, and other tasks do not need it
 
     return isinstance(model, (detection.RetinaNet, detection.FCOS, detection.ssd.SSD))
 
 
 def has_background(name_or_model: str | nn.Module) -> bool:
-    """Return True if class 0 of a detector is the background, as in SSD and SSDLite."""
+    """True if class 0 is background, as in SSD and SSDLite."""
     if isinstance(name_or_model, str):
         return name_or_model.startswith(("ssd", "fasterrcnn"))
     from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds, and other tasks do not need it
@@ -37,10 +37,10 @@ def has_background(name_or_model: str | nn.Module) -> bool:
 
 
 class DetectorNetwork(nn.Module):
-    """Backbone and head of a detector; it shares their modules.
+    """Backbone and head, shared with the detector.
 
     Args:
-        detector: one for which `is_detector` is true.
+        detector: `is_detector`.
     """
 
     def __init__(self, detector: nn.Module) -> None:
@@ -49,7 +49,7 @@ class DetectorNetwork(nn.Module):
         self.head = detector.get_submodule("head")
 
     def forward(self, images: Tensor) -> Any:
-        """Return the head's outputs of images (N, 3, H, W) by name, each (N, anchors, ...)."""
+        """Outputs of images (N, 3, H, W) by name, (N, anchors, ...)."""
         features = self.backbone(images)
         return self.head([features] if isinstance(features, Tensor) else list(features.values()))
 
@@ -57,15 +57,15 @@ class DetectorNetwork(nn.Module):
 def maps_and_outputs(
     network: nn.Module, name: str, image_size: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the backbone's maps and the outputs of a detector's network on the meta device, by name, for one image.
+    """A backbone's maps and outputs on the meta device, for one image.
 
     Args:
-        network: has a `backbone`, and returns its outputs by name.
-        name: of the detector, for the error.
-        image_size: height and width in pixels.
+        network: with a `backbone`.
+        name: for the error.
+        image_size: (height, width).
 
     Raises:
-        ModelError: the network fails on images of this size.
+        ModelError: this size fails.
     """
     images = torch.empty(1, 3, *image_size, device="meta")
     try:
@@ -79,15 +79,15 @@ def maps_and_outputs(
 
 
 class DetectorHead:
-    """The part of a detector outside the network: losses, and decoding of outputs to boxes.
+    """Losses, and decoding of outputs.
 
     Args:
-        detector: one for which `is_detector` is true; it is not changed.
-        image_size: height and width of the network's input in pixels.
-        num_classes: number of classes of the data.
+        detector: `is_detector`; not changed.
+        image_size: (height, width).
+        num_classes: of the data.
 
     Raises:
-        ModelError: the detector fails on images of this size, or has too few classes.
+        ModelError: this size fails, or too few classes.
     """
 
     def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
@@ -112,10 +112,10 @@ class DetectorHead:
             raise ModelError(f"{name} has {width} classes: the data need {needed}{background}; set model.num_classes")
 
     def check(self, outputs: Sequence[Tensor], images: Tensor) -> None:
-        """Refuse outputs that do not belong to the anchors.
+        """Refuse outputs of other anchors.
 
         Raises:
-            ModelError: names the shapes.
+            ModelError: names shapes.
         """
         got = [tuple(tensor.shape) for tensor in outputs]
         wanted = [(len(images), *shape) for shape in self.shapes.values()]
@@ -126,12 +126,7 @@ class DetectorHead:
             )
 
     def loss(self, outputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor:
-        """Return the sum of the detector's own losses, each a mean over the batch, in float32.
-
-        Args:
-            outputs: of the network, in the order of its names.
-            targets: boxes of each image.
-        """
+        """Sum of the detector's losses, means over the batch, in float32."""
         device = outputs[0].device
         moved = [{name: value.to(device) for name, value in target.items()} for target in targets]
         learned = [{**target, "labels": target["labels"] + self.first_class} for target in moved]
@@ -145,7 +140,7 @@ class DetectorHead:
         return torch.stack([losses[name] for name in sorted(losses)]).sum()
 
     def anchors(self, device: torch.device) -> Tensor:
-        """Return the anchors (A, 4) in pixels on a device; they are made once."""
+        """(A, 4) in pixels, made once."""
         if device not in self._anchors:
             from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
 
@@ -155,10 +150,10 @@ class DetectorHead:
         return self._anchors[device]
 
     def boxes_and_scores(self) -> BoxesAndScores:
-        """Return the decoding up to non-maximum suppression as a network, which a file can hold.
+        """The decoding before non-maximum suppression, as a network.
 
         Raises:
-            ModelError: the detector has a decoding of its own.
+            ModelError: the detector has its own.
         """
         if not has_plain_boxes(self._detector):
             raise ModelError(
@@ -172,7 +167,7 @@ class DetectorHead:
 
     @torch.no_grad()
     def decode(self, outputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Return boxes (n, 4), scores (n,) and labels (n,) of each image after the detector's NMS, by falling score."""
+        """Boxes (n, 4), scores (n,) and labels (n,) by image after NMS, by falling score."""
         found = self._run(outputs, None)
         rows = []
         for row in found:
@@ -185,7 +180,7 @@ class DetectorHead:
         return dict(zip(self.shapes, (tensor.float() for tensor in outputs), strict=True))
 
     def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
-        """Run the detector's own forward with these outputs as those of its head."""
+        """The detector's forward with these outputs of its head."""
         given = self._named(outputs)
         detector = self._detector.train(targets is not None)
         detector.backbone.like = outputs[0]
@@ -195,11 +190,7 @@ class DetectorHead:
 
 
 class _Features(nn.Module):
-    """Stands for a backbone: returns maps of the right sizes, from which anchors are made.
-
-    Attributes:
-        like: a tensor on the device of the outputs.
-    """
+    """A backbone that returns maps of the right sizes, for anchors."""
 
     def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
@@ -212,7 +203,7 @@ class _Features(nn.Module):
 
 
 class Unchanged(nn.Module):
-    """Stands for a detector's transform: images have their size and normalization from the data."""
+    """A transform that leaves images to the data."""
 
     def forward(self, images: list[Tensor], targets: Any = None) -> tuple[Any, Any]:
         """Return the images as one batch with their sizes, and the targets as they are."""

@@ -1,4 +1,4 @@
-"""The losses of torchvision's RetinaNet and SSD, of a whole batch at once."""
+"""Losses of torchvision's RetinaNet and SSD, for whole batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LARGEST = 2**25
 
 @dataclass(frozen=True)
 class Truth:
-    """The true boxes of a batch, padded to the number M of the image that has most.
+    """True boxes, padded to the largest number M.
 
     Attributes:
-        boxes: (N, M, 4), left, top, right and bottom edge in pixels.
-        labels: (N, M) int64, in the detector's own numbers.
-        present: (N, M), False for padding and for boxes that are to be ignored.
+        boxes: (N, M, 4) edges in pixels.
+        labels: (N, M) int64, the detector's numbers.
+        present: (N, M), False for padding and ignored boxes.
     """
 
     boxes: Tensor
@@ -37,7 +37,7 @@ BatchLoss = Callable[[Mapping[str, Tensor], Truth, Tensor], Tensor]
 
 
 def batch_loss(detector: nn.Module) -> BatchLoss | None:
-    """Return the loss of a detector for whole batches; None for one that computes another loss than torchvision's."""
+    """A loss for whole batches; None if the detector computes another."""
     from torchvision.models.detection import RetinaNet, retinanet  # lazy: it takes seconds
     from torchvision.models.detection._utils import Matcher, SSDMatcher  # lazy: it takes seconds
     from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds
@@ -56,7 +56,7 @@ def batch_loss(detector: nn.Module) -> BatchLoss | None:
 
 
 def padded(targets: list[dict[str, Tensor]]) -> Truth:
-    """Return the boxes, labels and, where there is one, the "ignored" of all images together."""
+    """Boxes of all images together."""
     empty = {"boxes": targets[0]["boxes"].new_zeros(1, 4), "labels": targets[0]["labels"].new_zeros(1)}
     boxes, labels = (  # one more row, so that there is a box to look at where no image has any
         nn.utils.rnn.pad_sequence([*(target[name] for target in targets), empty[name]], batch_first=True)[:-1]
@@ -73,13 +73,7 @@ def padded(targets: list[dict[str, Tensor]]) -> Truth:
 
 @torch.no_grad()
 def matches(matcher: Any, truth: Truth, anchors: Tensor) -> Tensor:
-    """Return the box (N, A) that each anchor learns, or a negative number, as `Matcher` and `SSDMatcher` do.
-
-    Args:
-        matcher: with the thresholds.
-        truth: the boxes.
-        anchors: (A, 4).
-    """
+    """The box (N, A) that each anchor learns, or negative, as `Matcher` and `SSDMatcher`."""
     count = max(1, _LARGEST // (truth.present.shape[1] * len(anchors)))
     parts = zip(truth.boxes.split(count), truth.present.split(count), strict=True)
     return torch.cat([_matches(matcher, boxes, present, anchors) for boxes, present in parts])
@@ -105,7 +99,7 @@ def _matches(matcher: Any, boxes: Tensor, present: Tensor, anchors: Tensor) -> T
 
 
 def _learned(coder: Any, truth: Truth, found: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether each anchor learns a box (N, A), the box's class (N, A) and its encoded form (N, A, 4)."""
+    """Whether anchors learn (N, A), classes (N, A), codes (N, A, 4)."""
     from torchvision.models.detection._utils import encode_boxes  # lazy: it takes seconds
 
     learns, chosen = found >= 0, found.clamp(min=0)
@@ -118,7 +112,7 @@ def _learned(coder: Any, truth: Truth, found: Tensor, anchors: Tensor) -> tuple[
 
 
 def _retinanet_loss(detector: Any, outputs: Mapping[str, Tensor], truth: Truth, anchors: Tensor) -> Tensor:
-    """Focal loss of the classes and L1 of the boxes, each over the anchors that learn a box of their image."""
+    """Focal loss and L1, over learning anchors of each image."""
     from torchvision.ops import sigmoid_focal_loss  # lazy: it takes seconds
 
     found = matches(detector.proposal_matcher, truth, anchors)
@@ -133,7 +127,7 @@ def _retinanet_loss(detector: Any, outputs: Mapping[str, Tensor], truth: Truth, 
 
 
 def _ssd_loss(detector: Any, outputs: Mapping[str, Tensor], truth: Truth, anchors: Tensor) -> Tensor:
-    """Cross entropy of the boxes' anchors and the hardest of the others, and smooth L1 of the boxes."""
+    """Cross entropy with the hardest others, and smooth L1."""
     found = matches(detector.proposal_matcher, truth, anchors)
     learns, labels, forms = _learned(detector.box_coder, truth, found, anchors)
     wanted = torch.where(learns, labels, 0)

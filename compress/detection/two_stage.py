@@ -1,4 +1,4 @@
-"""torchvision's Faster R-CNN in two parts: the network that is quantized and built, and what stays in float."""
+"""torchvision's Faster R-CNN: the network to quantize, and the float head."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TWO_STAGE = ("fasterrcnn",)
 
 
 def is_two_stage(model: nn.Module) -> bool:
-    """Return True for Faster R-CNN of torchvision, also with a backbone of the user's; not with masks or keypoints."""
+    """True for Faster R-CNN with any backbone, without masks or keypoints."""
     from torchvision.models.detection import FasterRCNN  # lazy: it takes seconds, and other tasks do not need it
 
     return isinstance(model, FasterRCNN) and not (model.roi_heads.has_mask() or model.roi_heads.has_keypoint())
 
 
 class ProposalNetwork(nn.Module):
-    """Backbone and head of region proposals of a detector; it shares their modules.
+    """Backbone and head of proposals, shared with the detector.
 
     Args:
-        detector: one for which `is_two_stage` is true.
+        detector: `is_two_stage`.
     """
 
     def __init__(self, detector: nn.Module) -> None:
@@ -40,9 +40,9 @@ class ProposalNetwork(nn.Module):
         self.pooled: tuple[str, ...] = tuple(pool.featmap_names)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Return for images (N, 3, H, W) the maps of features (N, C, h, w) that regions are pooled from, by name.
+        """Maps of images (N, 3, H, W) by name, (N, C, h, w), to pool regions from.
 
-        Then for each map the objectness (N, A, h, w) and the box codes (N, 4 A, h, w) of its anchors.
+        Then objectness (N, A, h, w) and codes (N, 4 A, h, w) by map.
         """
         features = self.backbone(images)
         maps = {"0": features} if isinstance(features, Tensor) else features
@@ -53,15 +53,15 @@ class ProposalNetwork(nn.Module):
 
 
 class TwoStageHead(DetectorHead):
-    """The part of Faster R-CNN outside the network: losses, proposals, and the box head in float.
+    """Losses, proposals, and the box head in float.
 
     Args:
-        detector: one for which `is_two_stage` is true, with the weights of its box head; it is not changed.
-        image_size: height and width of the network's input in pixels.
-        num_classes: number of classes of the data.
+        detector: `is_two_stage`, with trained box head; not changed.
+        image_size: (height, width).
+        num_classes: of the data.
 
     Raises:
-        ModelError: the detector fails on images of this size, or has too few classes.
+        ModelError: this size fails, or too few classes.
     """
 
     def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
@@ -82,7 +82,7 @@ class TwoStageHead(DetectorHead):
             self._check_classes(type(detector).__name__, width)
 
     def boxes_and_scores(self) -> BoxesAndScores:
-        """Refuse: boxes are found by the box head, which is outside the file.
+        """Refuse: the box head is outside the file.
 
         Raises:
             ModelError: always.
@@ -93,7 +93,7 @@ class TwoStageHead(DetectorHead):
         )
 
     def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
-        """Run the detector's own forward with these outputs as those of its backbone and of its head of proposals."""
+        """The detector's forward with these outputs of backbone and proposals."""
         images, device = len(outputs[0]), outputs[0].device
         named = {name: tensor.float() for name, tensor in zip(self.shapes, outputs, strict=True)}
         nothing = torch.zeros(1, device=device)
@@ -112,7 +112,7 @@ class TwoStageHead(DetectorHead):
 
 
 class _Given(nn.Module):
-    """Stands for a part of a detector: returns what it is given as `value`."""
+    """A part that returns `value`."""
 
     value: Any = None
 

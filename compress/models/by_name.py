@@ -1,4 +1,4 @@
-"""The model that a recipe names: one of torchvision, one of timm, or the result of the user's function."""
+"""The model that a recipe names."""
 
 from __future__ import annotations
 
@@ -59,11 +59,10 @@ _RESERVED = {"num_classes": "num_classes", "weights": "weights", "pretrained": "
 
 
 class BuiltModel(NamedTuple):
-    """A model, and a sentence for each change that its user might not expect, such as a new classifier.
+    """A model, and a sentence for each change to be told.
 
     Attributes:
-        weights_classes: number of classes of the weights where it is another than the model's: its classifier is then
-            random; None otherwise.
+        weights_classes: of the weights where another number: the classifier is then random.
     """
 
     model: nn.Module
@@ -76,14 +75,14 @@ def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
 
     Args:
         spec: name, weights and options.
-        num_classes: number of classes of the data.
-        task: its networks of torchvision are those that a plain name means.
+        num_classes: of the data.
+        task: of a plain torchvision name.
 
     Returns:
-        The model; `build_model_with_notes` also returns notes, such as that of a new classifier.
+        The model, without the notes of `build_model_with_notes`.
 
     Raises:
-        ModelError: the model or the named weights do not exist or cannot be downloaded, or the options do not fit.
+        ModelError: model or weights do not exist or download, or options do not fit.
         CheckpointError: the weights file is missing, damaged or of another model.
 
     Examples:
@@ -106,7 +105,7 @@ def build_model_with_notes(spec: ModelSpec, *, num_classes: int, task: str = "cl
 
 
 def _check_box_head(spec: ModelSpec, notes: tuple[str, ...]) -> None:
-    """Refuse a two-stage detector whose box head is fresh: it stays outside of the network, and nothing trains it."""
+    """Refuse a two-stage detector with a fresh box head: nothing trains it."""
     fresh = spec.weights is None and not is_import_path(spec.name)
     if fresh or notes:
         why = notes[0] if notes else "model.weights is null"
@@ -155,7 +154,6 @@ _AUXILIARY = ("googlenet", "inception_v3")
 
 
 def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> BuiltModel:
-    """Make a network of torchvision for a task."""
     import torchvision  # lazy: it takes seconds, and models from elsewhere do not need it
 
     kinds = {
@@ -191,7 +189,7 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
 
 
 def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
-    """Return the member of the model's weights, an enum of torchvision, that `spec` names."""
+    """The member of torchvision's enum that `spec` names."""
     enum, _, wanted = str(spec.weights).rpartition(".")
     if enum in ("", members.__name__) and wanted in members.__members__:
         return members[wanted]
@@ -203,7 +201,7 @@ def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
 
 
 def _fetched(member: Any) -> Path:
-    """Return the file of torchvision's weights in torch's cache; download it and check its hash if it is missing."""
+    """The file in torch's cache; downloaded and its hash checked if missing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(member.url).name
     if path.is_file():
         return path
@@ -224,7 +222,6 @@ def _fetched(member: Any) -> Path:
 
 
 def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
-    """Make a model of timm."""
     try:
         import timm  # optional: an extra of the package
     except ImportError as error:
@@ -264,7 +261,6 @@ _READER = "compress.onnx_ptq.to_torch.network:from_onnx"
 
 
 def _onnx(spec: ModelSpec, num_classes: int) -> BuiltModel:
-    """Make the network that an ONNX file holds, weights included."""
     if spec.weights is not None or spec.num_classes is not None:
         raise ModelError(f"model.name is the file {spec.name}, which has its own weights and classes; set both to null")
     return BuiltModel(_made(spec, partial(_factory(_READER), spec.name), num_classes), ())
@@ -274,7 +270,6 @@ def _onnx(spec: ModelSpec, num_classes: int) -> BuiltModel:
 
 
 def _factory(path: str) -> Callable[..., Any]:
-    """Return the user's function that `package.module:factory` names."""
     maker: Callable[..., Any] = imported(path, key="model.name", error=ModelError, what="a function that makes a model")
     return maker
 
@@ -283,7 +278,7 @@ _CLASSES_ARGUMENTS = ("num_classes", "classes", "num_labels")
 
 
 def _classes_argument(maker: Callable[..., Any]) -> str | None:
-    """Return the argument of `maker` that takes the number of classes; None if it has none."""
+    """The argument of the number of classes, or None."""
     try:
         parameters = inspect.signature(maker).parameters
     except (TypeError, ValueError):  # a function without a signature, as of an extension
@@ -293,7 +288,7 @@ def _classes_argument(maker: Callable[..., Any]) -> str | None:
 
 
 def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaults: Any) -> nn.Module:
-    """Call `maker`; refuse options that it does not take and results that are no module."""
+    """Call; refuse wrong options and results."""
     name = _classes_argument(maker)
     classes = {} if name is None else {name: num_classes}
     try:
@@ -309,7 +304,6 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
 
 
 def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
-    """Load the file `spec.weights` if there is one."""
     if spec.weights is None:
         return BuiltModel(model, ())
     state = read_state_dict(spec.weights)
@@ -335,5 +329,5 @@ def _with_path(spec: ModelSpec) -> ModelSpec:
 
 
 def _is_file(weights: str) -> bool:
-    """Return True if `weights` names a file and not a set of weights: by its suffix, or because it names a folder."""
+    """True for a file, by suffix or folder, not a set of weights."""
     return Path(weights).suffix in SUFFIXES or "/" in weights or "\\" in weights

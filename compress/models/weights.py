@@ -1,4 +1,4 @@
-"""Weights from a file into a model: read without running code, compared by name, then loaded whole or not at all."""
+"""Weights into a model: no code runs, names are compared, all or nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def load_weights(model: nn.Module, path: Path | str, *, num_classes: int | None 
     """Load the file at `path` into `model`.
 
     Args:
-        model: is not changed if anything does not fit.
-        path: .safetensors, or a file of `torch.save(model.state_dict())`.
-        num_classes: number of classes that `model` was made for. If it is given, a classifier in the file for another
-            number of classes is left out, and that of the model stays.
+        model: unchanged if anything does not fit.
+        path: .safetensors, or of `torch.save(model.state_dict())`.
+        num_classes: of the data; a classifier for another number is then left out.
 
     Returns:
-        A sentence for each change of the file's tensors, such as a removed prefix.
+        A sentence for each change, such as a removed prefix.
 
     Raises:
         CheckpointError: the file is missing, truncated, holds more than tensors, or does not fit.
@@ -46,10 +45,10 @@ def load_weights(model: nn.Module, path: Path | str, *, num_classes: int | None 
 
 
 def read_state_dict(path: Path | str) -> dict[str, Tensor]:
-    """Return the tensors in a file, on the CPU, without their wrapping. No code of the file runs.
+    """Tensors of a file, on the CPU, unwrapped; no code of it runs.
 
     Raises:
-        CheckpointError: the file is missing, truncated or holds something other than named tensors.
+        CheckpointError: missing, truncated or other content.
     """
     path = expand_user(path)
     if not path.is_file():
@@ -76,14 +75,8 @@ def load_state(
 ) -> tuple[str, ...]:
     """Load named tensors into `model`, all or none; see `load_weights`.
 
-    Args:
-        model: stays as it was when anything does not fit.
-        state: as `read_state_dict` gives it.
-        source: the file's name, for messages.
-        num_classes: see `load_weights`.
-
     Raises:
-        CheckpointError: names the tensors that are missing, unexpected or of another shape.
+        CheckpointError: tensors missing, unexpected or of another shape.
     """
     return fit_state(model, state, source=source, num_classes=num_classes).notes
 
@@ -92,7 +85,7 @@ class Loaded(NamedTuple):
     """What was done to the tensors of a file.
 
     Attributes:
-        other_classes: number of classes of the file's classifier if it was left out; None = nothing was.
+        other_classes: of a classifier left out, or None.
     """
 
     notes: tuple[str, ...]
@@ -100,7 +93,7 @@ class Loaded(NamedTuple):
 
 
 def fit_state(model: nn.Module, state: Mapping[str, Tensor], *, source: str, num_classes: int | None = None) -> Loaded:
-    """Load named tensors as `load_state` does, and return the number of classes of a classifier that did not fit."""
+    """As `load_state`; returns the number of classes of a misfit classifier."""
     own = model.state_dict()
     fitted, notes = _renamed(state, own)
     missing = [name for name in own if name not in fitted and not name.endswith("num_batches_tracked")]
@@ -124,7 +117,6 @@ def fit_state(model: nn.Module, state: Mapping[str, Tensor], *, source: str, num
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the named tensors in the content of a file."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors; save model.state_dict()")
     for wrapper in _WRAPPERS:
@@ -155,7 +147,7 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
 
 
 def _classes_of_foreign_head(shapes: Shapes, num_classes: int) -> int | None:
-    """Return the number of classes of the file if its shapes differ from the model's in nothing else, else None."""
+    """The file's number of classes if nothing else differs, else None."""
     counts = set()
     for there, here in shapes.values():
         if not there or not here or there[1:] != here[1:] or here[0] % num_classes:
@@ -168,7 +160,6 @@ def _classes_of_foreign_head(shapes: Shapes, num_classes: int) -> int | None:
 
 
 def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shapes) -> str:
-    """Describe the differences between a file and a model."""
     reshaped = [f"{name} {there} in the file, {here} in the model" for name, (there, here) in shapes.items()]
     parts = (
         f"{len(missing)} missing in the file ({first_few(missing)})" if missing else "",
@@ -180,11 +171,7 @@ def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shap
 
 
 def mask_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Return advice for a file and a model that differ by masks; "" if they do not.
-
-    Args:
-        missing: names, as in a `state_dict`, that the file lacks.
-        unexpected: names that the model lacks.
+    """Advice where file and model differ by masks, or "".
 
     >>> mask_hint(["fc.parametrizations.weight.0.mask"], ["fc.weight"])
     ' (the file is of a dense network and the model is masked: load it before sparsify)'
@@ -198,5 +185,4 @@ def mask_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -1,4 +1,4 @@
-"""From a recipe to a run folder, step by step; every step can be resumed."""
+"""From a recipe to a run folder, in steps that can be resumed."""
 
 from compress.pipeline.commands import default_folder, run
 from compress.pipeline.state import COMMANDS

@@ -30,7 +30,7 @@ from compress.variants import Variant
 
 
 def variants_in(folder: Path) -> list[Variant]:
-    """Return the networks whose weights a run folder holds, in order."""
+    """Networks whose weights a run folder holds, in order."""
     return [variant for variant in Variant if (folder / variant.weights_file).is_file()]
 
 
@@ -46,9 +46,8 @@ def export_again(
 ) -> Path:
     """Write a network of a run as ONNX.
 
-    `variant`: "" = the last. `target`: None = the first. `out`: None = `<folder>/<variant>-<precision>.onnx`.
-    `precision`: `fp32` or `fp16`, of all that is not quantized. `opset`: 19 or later. `dynamic_batch`: leave the batch
-    size open.
+    `variant` "" = the last, `target` None = the first, `out` None = `<folder>/<variant>-<precision>.onnx`. `precision`
+    is of all that is not quantized, `opset` 19 or later.
 
     Raises:
         RunError: the folder holds no such network.
@@ -72,7 +71,7 @@ def export_again(
 
 
 def chosen_variant(folder: Path, name: str = "") -> Variant:
-    """Return the variant of that name; "" = the last.
+    """The variant of that name; "" = the last.
 
     Raises:
         RunError: the folder holds no such network.
@@ -87,7 +86,7 @@ def chosen_variant(folder: Path, name: str = "") -> Variant:
 
 
 def finished_run(folder: Path) -> Run:
-    """Return a run whose steps load their results; its data are loaded anew.
+    """A run whose steps load their results; data are loaded anew.
 
     Raises:
         RunError: the folder holds no run, or the data have changed.
@@ -99,7 +98,7 @@ def finished_run(folder: Path) -> Run:
 
 
 def network(run: Run, variant: Variant, target: Target | None = None) -> nn.Module:
-    """Return a network of a finished run with its weights; `target` None = the first.
+    """A network with its weights; `target` None = the first.
 
     Raises:
         RunError: the run is not for that target.
@@ -122,10 +121,10 @@ def _network(run: Run, variant: Variant) -> nn.Module:
 
 
 def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
-    """Return networks by name: a run folder's variants, or ONNX files by stem, by path where two stems are equal.
+    """Networks by variant of a run folder, or ONNX files by stem, by path where stems are equal.
 
     Raises:
-        RunError: a folder without ONNX files, a missing file, or files and folders mixed.
+        RunError: no ONNX files, a missing file, or files and folders mixed.
     """
     if any(path.is_dir() for path in files):
         if len(files) > 1:
@@ -142,7 +141,6 @@ def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
 
 
 def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
-    """Return the files of a run's network."""
     paths = {target: folder / f"{stem(variant, target)}.onnx" for target in TARGETS}
 
     def in_torch(threads: int | None) -> Engine:
@@ -159,7 +157,7 @@ def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
 def bench_again(
     files: Sequence[Path], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress | None = None
 ) -> list[Metric]:
-    """Measure the latency of ONNX files, or of one run folder's, which then keeps the figures."""
+    """Measure latency of ONNX files, or of a run folder's, which keeps the figures."""
     folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
     networks = networks_of(files)
     metrics = bench(networks, spec, sides=sides, progress=progress or NoProgress())

@@ -1,4 +1,4 @@
-"""A run's file as a model repository of Triton Inference Server or of OpenVINO Model Server."""
+"""A run's file as a model repository of Triton or OpenVINO Model Server."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write_bundle(
 ) -> list[Path]:
     """Write `<out>/<name>/1/model.onnx`, and for Triton `<out>/<name>/config.pbtxt`.
 
-    `server`: `triton` or `openvino`. `variant`: "" = the last. `name`: "" = that of the run folder. `max_batch_size`:
-    largest batch that Triton puts together.
+    `server` is `triton` or `openvino`; `variant` "" = the last; `name` "" = the run folder's; Triton joins batches up
+    to `max_batch_size`.
 
     Raises:
         RunError: no such server or network, or the repository holds a model of that name.
@@ -53,7 +53,6 @@ def write_bundle(
 
 
 def _engine_of(folder: Path, variant: Variant, server: str) -> str:
-    """Return the engine of the run's first target that the server has."""
     engines, quantization = SERVERS[server], recipe_of(folder).quantization
     if not variant.is_quantized or quantization is None:
         return engines[0]
@@ -69,7 +68,7 @@ def _engine_of(folder: Path, variant: Variant, server: str) -> str:
 def config_text(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], engine: str = "onnxruntime", *, max_batch_size: int
 ) -> str:
-    """Return Triton's configuration; batches are put together where the file leaves the size open."""
+    """Triton's configuration; batches are joined where the file leaves the size open."""
     batched = all(tensor.shape and tensor.shape[0] == -1 for tensor in (*inputs, *outputs))
 
     def rows(kind: str, tensors: Sequence[TensorInfo]) -> str:

@@ -42,14 +42,14 @@ def run(
     """Run all steps of `command`, from the baseline to the report.
 
     Args:
-        recipe: from `load_recipe`.
+        recipe: of `load_recipe`.
         command: `train` (baseline only), `ptq`, `qat`, or `prune` (sparse, and sparse INT8 with a `quantization`
             section).
-        out: the run folder.
+        out: run folder.
         resume: go on with the run in `out`.
         device: `cpu` or `cuda`; None = a GPU where there is one.
         processes: of torchrun; rank 0 exports, measures and writes.
-        progress: is advanced during long work.
+        progress: listener.
 
     Returns:
         The folder, with metrics.json, report.md and report.html.
@@ -103,7 +103,6 @@ def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, 
 
 
 def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
-    """Make the sparse network; with a `quantization` section also dense and sparse INT8."""
     float_model = models[Variant.FLOAT]
     models[Variant.SPARSE] = sparse = sparse_step(this, float_model)
     if this.recipe.quantization is None:
@@ -116,7 +115,6 @@ def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
 
 
 def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
-    """Make files, accuracy, latency and report."""
     export_step(this, models)
     if Variant.SPARSE in models:
         check_pattern(this, [variant for variant in models if variant.is_sparse])
@@ -139,6 +137,6 @@ def _best_device() -> str:
 def default_folder(
     recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs", recipe: Recipe | None = None
 ) -> Path:
-    """Return `runs/<recipe>-<command>`, numbered if it exists; with `resume`, the latest, if possible of `recipe`."""
+    """`runs/<recipe>-<command>`, numbered if it exists; with `resume` the latest, if possible of `recipe`."""
     name = f"{Path(recipe_name).stem}-{command}"
     return latest_folder(Path(parent), name, recipe) if resume else free_folder(Path(parent), name)

@@ -1,4 +1,4 @@
-"""The run folder: its run, its finished steps, and the refusal of another run's folder."""
+"""The run folder and its finished steps; another run's folder is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Data = Mapping[str, Fingerprint]
 
 
 class RunFolder:
-    """A folder that holds one run of one recipe; see `open_run`."""
+    """A folder that holds one run of one recipe."""
 
     def __init__(self, path: Path, state: State, *, lock: FolderLock | None = None) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """A line for each recipe key changed on a resume."""
+        """A line for each key changed on a resume."""
         return self._state.changes
 
     @property
@@ -77,16 +77,12 @@ class RunFolder:
         return dict(self._state.steps.get(step, {}))
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts; whole or not at all."""
+        """Record an ended step, whole or not at all."""
         self._state = replace(self._state, steps={**self._state.steps, step: facts})
         self._state.write(self.path)
 
     def check_data(self, data: Data) -> None:
-        """Refuse data other than those of the run's begin, if they are known.
-
-        Raises:
-            RunError: names what differs.
-        """
+        """Refuse data that differ from those of the begin."""
         changes = changed_data(self._state.data or {}, data)
         if changes:
             raise RunError(
@@ -95,7 +91,7 @@ class RunFolder:
             )
 
     def without_path(self, text: str) -> str:
-        """Return `text` with paths of this folder made relative."""
+        """Make paths of this folder relative."""
         for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
             if path.name:
                 text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)
@@ -110,7 +106,7 @@ class RunFolder:
         return list(METRICS.read(self.path) or ())
 
     def add_metrics(self, metrics: list[Metric], *, without: Callable[[Metric], bool] = lambda metric: False) -> None:
-        """Add numbers in place of older ones for the same thing; `without` says which others to drop."""
+        """Add numbers in place of those for the same thing and of those that `without` names."""
         rows = {_key(m): m for m in self.metrics() if not without(m)} | {_key(m): m for m in metrics}
         METRICS.write(self.path, list(rows.values()))
 
@@ -122,12 +118,11 @@ def _key(metric: Metric) -> tuple[str, str, str, int | None]:
 def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Data | None = None) -> RunFolder:
     """Begin a run in an empty or new folder, or go on with it, and lock the folder.
 
-    `command` is of the run, or a study's name. With `resume` only keys of steps not yet taken may have changed, for
-    studies
-    none. `data`: fingerprints, compared on a resume.
+    With `resume` only keys of steps not yet taken may have changed; for studies none. `data`: fingerprints, compared on
+    a resume.
 
     Raises:
-        RunError: the folder holds something else or another run, `resume` is missing, or another process works in it.
+        RunError: the folder holds something else or another run, `resume` is missing, or it is locked.
     """
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; --out names a folder")
@@ -156,7 +151,6 @@ def _plain(data: Data | None) -> dict[str, dict[str, Any]] | None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a folder with anything but a run or its beginning."""
     if not path.is_dir() or (path / STATE_FILE).is_file():
         return
     left = [p.name for p in sorted(path.iterdir()) if not p.name.endswith(".part")]
@@ -166,7 +160,6 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _write(folder: RunFolder, recipe: Recipe) -> None:
-    """Write the recipe and the state where needed."""
     text, path = recipe.to_yaml(), folder / RECIPE_FILE
     if not path.is_file() or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
@@ -178,7 +171,7 @@ def read_state(path: Path) -> RunFolder:
     """Return an existing run folder.
 
     Raises:
-        RunError: it is none, or its state cannot be read.
+        RunError: it is none, or its state is damaged.
     """
     return RunFolder(path, read_state_file(path))
 
@@ -196,7 +189,7 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def recipe_from_anywhere(path: Path) -> Recipe:
-    """Return the recipe of a run, relative paths resolved to the folder in which it was begun, where they exist.
+    """The recipe of a run; relative paths are resolved to where it was begun, where they exist.
 
     Raises:
         RunError, RecipeError: as `recipe_of`.
@@ -233,7 +226,6 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _check_sources(path: Path, state: State, sources: dict[str, str]) -> None:
-    """Refuse changed code of the recipe's own parts."""
     before = state.sources or sources
     changed = [name for name in before if before[name] != sources.get(name)]
     if changed and state.steps:
@@ -277,7 +269,6 @@ def _reopened(path: Path, recipe: Recipe, command: str, sources: dict[str, str],
 
 
 def _changed(path: Path, recipe: Recipe) -> list[Difference]:
-    """Return the keys that differ from a run's recipe."""
     try:
         old = recipe_of(path)
     except (RunError, RecipeError) as error:
@@ -295,7 +286,7 @@ def _sweep(path: Path) -> None:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """Return `parent/name`, or the first of `parent/name-2`, ... that does not exist."""
+    """`parent/name`, or the first free `parent/name-2`, ..."""
     number = 1
     while (path := parent / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
@@ -303,7 +294,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def latest_folder(parent: Path, name: str, recipe: Recipe | None = None) -> Path:
-    """Return the last of `parent/name`, `parent/name-2`, ... of a run of `recipe`; else the last, or the first."""
+    """The last numbered folder with a run of `recipe`; else the last, or the first."""
     found = [parent / name]
     while (path := parent / f"{name}-{len(found) + 1}").exists():
         found.append(path)

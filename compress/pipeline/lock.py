@@ -1,4 +1,4 @@
-"""The lock that keeps two runs out of one folder."""
+"""Keeps two runs out of one folder."""
 
 from __future__ import annotations
 

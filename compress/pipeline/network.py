@@ -1,4 +1,4 @@
-"""The networks of a run for engines: a file for each target, or the module itself."""
+"""The networks of a run for engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.variants import Variant
 
 
 def stem(variant: str, target: Target | None = None) -> str:
-    """Return the name of a network's files; `target` is None for the first target.
+    """The name of a network's files; None is the first target.
 
     >>> stem("ptq"), stem("ptq", "openvino")
     ('ptq', 'ptq.openvino')
@@ -34,7 +34,7 @@ def layer_weight(model: nn.Module, path: str) -> Tensor:
 
 
 def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
-    """Return the quantizer of a layer's weight."""
+    """The quantizer of a layer's weight."""
     quantizer = model.get_submodule(path).weight_quantizer
     if not isinstance(quantizer, Quantizer):
         raise ModelError(f"{path} has no quantized weight: name a layer that the placement quantizes")
@@ -42,7 +42,7 @@ def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
 
 
 def torch_label(variant: Variant, target: Target | None = None) -> str:
-    """Return a network's label in torch."""
+    """A network's label in torch."""
     if not variant.is_quantized:
         return "torch"
     return f"torch (fake quantization{f', {target}' if target else ''})"
@@ -53,9 +53,9 @@ class NetworkFiles:
     """One network to be measured.
 
     Attributes:
-        file: ONNX file of the first target.
-        further: file of each further target.
-        in_torch: makes the engine `torch` of a number of threads; None without a module.
+        file: ONNX, first target.
+        further: other targets' files.
+        in_torch: makes the engine `torch` with a number of threads; None without a module.
     """
 
     file: Path
@@ -63,7 +63,7 @@ class NetworkFiles:
     in_torch: Callable[[int | None], Engine] | None = None
 
     def of(self, engine: str) -> Path:
-        """Return the file for an engine, else the first target's."""
+        """An engine's file, else the first target's."""
         target = target_of(engine)
         return self.file if target is None else self.further.get(target, self.file)
 

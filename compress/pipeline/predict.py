@@ -1,4 +1,4 @@
-"""Predictions of a run's network on an engine."""
+"""Predictions on an engine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Prediction:
     """One image and its prediction.
 
     Attributes:
-        classes: (name, share): the likeliest five with probabilities, or of a segmentation the shares of pixels.
-        boxes: class, score, and left, top, right, bottom in pixels of the input.
-        drawn: file with masks or boxes; None for a classifier.
+        classes: (name, share): five likeliest with probabilities, or shares of pixels.
+        boxes: class, score, edges in pixels of the input.
+        drawn: masks or boxes; None for a classifier.
     """
 
     image: str
@@ -54,15 +54,14 @@ def predict(
     variant: str = "",
     out: Path | None = None,
 ) -> list[Prediction]:
-    """Run a finished run's file on images.
+    """Run a finished run's file on images; its data need not be here.
 
-    `images`: files, or folders, searched to any depth. `variant`: "" = the last. `out`: folder of drawn masks and
-    boxes;
-    None = `predictions` in the run folder. The run's data need not be here.
+    `images` are files, or folders searched to any depth; `variant` "" = the last. `out` takes drawn masks and boxes;
+    None = `predictions` in the run folder.
 
     Raises:
         RunError: no such network, or a task of the user's own.
-        DataError: a file is no image, a folder holds none, or a drawing would replace one of `images`.
+        DataError: no image, or a drawing would replace one of `images`.
         EngineError: the engine cannot run the file.
     """
     run = run_without_data(folder)
@@ -94,7 +93,6 @@ def predict(
 
 
 def _names(images: Sequence[Path], out: Path) -> dict[Path, Path]:
-    """Return the file drawn for each image; repeated names get a number."""
     names: dict[Path, Path] = {}
     taken: set[Path] = set()
     for given in images:
@@ -118,9 +116,9 @@ def _check_apart(names: dict[Path, Path]) -> None:
 
 
 def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
-    """Read an image as evaluation does, as (channels, height, width) uint8.
+    """Read an image as evaluation does, (channels, height, width) uint8.
 
-    `cropped`: take the centre, as classifiers do; else the whole image is stretched. `max_pixels`: of the largest file.
+    `cropped`: the centre, as classifiers do; else the whole is stretched.
 
     Raises:
         DataError: the file is missing or no image.

@@ -1,4 +1,4 @@
-"""Refusals before a run begins, without any training."""
+"""Refusals before a run trains."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ LONG_TRAINING = 10_000
 
 
 def check_sections(recipe: Recipe, command: str) -> None:
-    """Refuse a recipe without a command's sections, or with a file form that cannot be written.
+    """Refuse missing sections and file forms that cannot be written.
 
     Raises:
-        RecipeError: no such command, or a missing section.
-        ExportError: the `export` section.
+        RecipeError, ExportError: names the section.
     """
     if command not in COMMANDS:
         raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
@@ -52,7 +51,7 @@ def check_sections(recipe: Recipe, command: str) -> None:
 
 
 def check_trainings(recipe: Recipe, command: str) -> None:
-    """Refuse users' optimizers, schedules and augmentations that cannot be imported.
+    """Refuse optimizers, schedules and augmentations that cannot be imported.
 
     Raises:
         RecipeError: names the key.
@@ -74,7 +73,7 @@ def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
     """Refuse weights for another number of classes without a training to follow.
 
     Raises:
-        ModelError: says both numbers and what to do.
+        ModelError: both numbers and what to do.
     """
     if recipe.train.epochs or built.weights_classes is None:
         return
@@ -90,10 +89,10 @@ def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
 
 
 def check_memory(recipe: Recipe, world_size: int) -> None:
-    """Refuse a batch whose float32 images would fill the memory.
+    """Refuse a batch that fills the memory in float32.
 
     Raises:
-        DataError: names the keys and both numbers.
+        DataError: the keys and both numbers.
     """
     data = recipe.data
     height, width = data.height_width
@@ -111,7 +110,7 @@ def check_memory(recipe: Recipe, world_size: int) -> None:
 
 
 def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet) -> None:
-    """Refuse a network that cannot be quantized, made sparse or exported, tried untrained with two images."""
+    """Try quantization, sparsity and export untrained, with two images."""
     if recipe.export.nms:
         boxes_and_scores(recipe, data)
     if command == "train":
@@ -126,13 +125,12 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
 
 
 def _passes(recipe: Recipe, command: str, images: int) -> int:
-    """Return how many images a command's trainings show."""
+    """Number of images that all trainings show."""
     later = {"prune": (recipe.finetune, recipe.qat), "qat": (recipe.qat,)}.get(command, ())
     return images * sum(spec.epochs for spec in (recipe.train, *later) if spec is not None)
 
 
 def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
-    """Write and delete the file of an untrained network."""
     spec = recipe.export
     with TemporaryDirectory() as folder:
         export_onnx(
@@ -149,7 +147,6 @@ def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
 def _try_quantization(
     recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool, long: bool
 ) -> None:
-    """Quantize a copy without the slow parts."""
     quick = replace(
         spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
     )

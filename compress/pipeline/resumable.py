@@ -1,4 +1,4 @@
-"""Which keys of a recipe may change on a resume: those that only steps not yet taken depend on."""
+"""Which keys may change on a resume: those of steps not yet taken."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ STEPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A key that differs between a run's recipe and the new one.
+    """A key that differs between two recipes.
 
     Attributes:
-        key: path of the key, or of a section that one lacks.
-        words: the key with both values.
+        key: its path, or that of a section that one lacks.
+        words: with both values.
     """
 
     key: str
     words: str
 
     def binding(self, taken: Collection[str]) -> list[str]:
-        """Return the taken steps that depend on the key."""
+        """Taken steps that depend on the key."""
         parts = self.key.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         steps = next((STEPS[name] for name in names if name in STEPS), None)
@@ -65,7 +65,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
 
 
 def taken_steps(folder: Path, finished: Collection[str]) -> list[str]:
-    """Return the finished steps, the training of a checkpoint, and a begun study."""
+    """Finished steps, the training of a checkpoint, a begun study."""
     suffix = ".checkpoint.safetensors"
     begun = (path.name.removesuffix(suffix) for path in sorted(folder.glob(f"*{suffix}")))
     studied = [SENSITIVITY] if any(folder.glob(f"{SENSITIVITY}-*.json")) else []

@@ -41,11 +41,11 @@ def task_of(recipe: Recipe, data: DataSet) -> Task:
 
 
 def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:
-    """Return the decoding that `export.nms` puts into files.
+    """The decoding that `export.nms` puts into files.
 
     Raises:
-        RecipeError: no detector of torchvision.
-        ModelError: it has a decoding of its own.
+        RecipeError: no torchvision detector.
+        ModelError: its own decoding.
     """
     size = data.val.preprocessing.height_width
     detector = detector_head(recipe.model, num_classes=len(data.val.labels), image_size=size)
@@ -62,9 +62,9 @@ class Run:
     """A run in progress.
 
     Attributes:
-        resume: whether steps may go on from files in the folder.
-        further: quantized networks of further targets.
-        notes: of the step under way, for the user.
+        resume: steps may go on from files.
+        further: networks of further targets.
+        notes: of the current step.
     """
 
     recipe: Recipe
@@ -103,7 +103,7 @@ class Run:
         return self.batches("train", 2, limit=2)[0]
 
     def batches(self, split: str, batch_size: int, *, limit: int | None = None, share: bool = False) -> list[Tensor]:
-        """Return images of a split, unaugmented, on the CPU; with `share`, only this process's."""
+        """Unaugmented images on the CPU; `share`: only this process's."""
         part = self.data.train if split == "train" else self.data.val
         rank, world = (self.processes.rank, self.processes.world_size) if share else (0, 1)
         plan = BatchPlan(batch_size=batch_size, limit=limit, rank=rank, world_size=world)
@@ -125,7 +125,7 @@ class Run:
         return target if variant.is_quantized and target in self.further_targets else None
 
     def files(self, variant: Variant, model: nn.Module | None = None) -> NetworkFiles:
-        """Return a network's files for measuring; with its module, in torch too."""
+        """Files for measuring; with the module, torch too."""
         further = {t: self.path(f"{stem(variant, t)}.onnx") for t in self.further_targets if variant.is_quantized}
         return NetworkFiles(
             file=self.path(variant.onnx_file),
@@ -142,7 +142,7 @@ class Run:
         return TorchEngine(model, shape, device=str(self.device), label=label, threads=threads)
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts, notes and unreadable images."""
+        """Record an ended step with facts, notes and unreadable images."""
         left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
         said = {note for facts in self.folder.facts() for note in facts.get("notes", ())}
         read = [f"data, {name}: {note}" for name, split in self._splits().items() for note in split.notes()]
@@ -152,7 +152,7 @@ class Run:
         self.notes.clear()
 
     def all_notes(self) -> list[str]:
-        """Return the recipe's changes, the notes of all steps, and the images left out."""
+        """Changes of the recipe, notes of all steps, images left out."""
         steps = self.folder.facts()
         notes = [*self.folder.changes, *(note for facts in steps for note in facts.get("notes", ()))]
         for name, split in self._splits().items():

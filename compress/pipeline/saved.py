@@ -1,4 +1,4 @@
-"""Networks of finished runs in one's own code, and weights in files."""
+"""Networks of finished runs, and weights in files."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def load(
 
     Args:
         path: a run folder, or a .safetensors file.
-        variant: of a run: `float`, `ptq`, `qat`, ...; "" = the last.
+        variant: `float`, `ptq`, `qat`, ...; "" = the last.
         target: one of the run's; None = the first.
-        into: of a file: the module that takes the weights, in place.
+        into: takes the weights of a file, in place.
 
     Returns:
-        The module in evaluation mode, on the CPU; a quantized one is a GraphModule with `.placement`.
+        In evaluation mode on the CPU; a quantized one is a GraphModule with `.placement`.
 
     Raises:
-        RunError: the folder holds no such network.
+        RunError: no such network.
         CheckpointError: the file is damaged, does not fit `into`, or `into` is missing.
 
     Examples:
@@ -73,11 +73,7 @@ def load(
 def save(model: nn.Module, path: Path | str) -> Path:
     """Write a module's weights and quantizer ranges as safetensors with a checksum; whole or not at all.
 
-    Code is not saved: a quantized network is rebuilt by `insert_quantizers` with the same model and spec.
-
-    Args:
-        model: any module, on any device.
-        path: file that ends in .safetensors.
+    A quantized network is rebuilt by `insert_quantizers` with the same model and spec.
 
     Raises:
         CheckpointError: another ending, a lazy module, or the file cannot be written.
@@ -97,7 +93,6 @@ def save(model: nn.Module, path: Path | str) -> Path:
 
 
 def _measured_hint(path: Path) -> str:
-    """Return advice where calibration images left layers float."""
     layers = read_tensors(path, "model").data.get(_MEASURED) or []
     if not layers:
         return ""
@@ -108,11 +103,7 @@ def _measured_hint(path: Path) -> str:
 
 
 def run_without_data(folder: Path) -> Run:
-    """Return a finished run with black images for data, to rebuild its networks.
-
-    Raises:
-        RunError: the folder holds no run.
-    """
+    """A finished run with black images for data, to rebuild its networks."""
     recipe, state = recipe_from_anywhere(folder), read_state_file(folder)
     kept = (state.data or {}).get("val", {}).get("labels")
     labels = tuple(kept) if kept else tuple(str(number) for number in range(class_count(recipe.data)))

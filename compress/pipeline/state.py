@@ -1,4 +1,4 @@
-"""The file `state.json` of a run folder: its run and finished steps."""
+"""The file `state.json` of a run folder."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class State:
     """The state of a run.
 
     Attributes:
-        format: version of the file's form.
-        steps: facts of each finished step, in order.
-        data: fingerprint of each split; None = not kept.
-        sources: SHA-256 of the recipe's own modules by name; None = not kept.
-        changes: a line for each key changed on a resume.
-        begun_in: absolute folder from which relative paths of the recipe start; None = not kept.
+        format: version.
+        steps: facts by finished step, in order.
+        data: fingerprints; None = not kept.
+        sources: SHA-256 of the recipe's modules by name; None = not kept.
+        changes: lines, see `RunFolder`.
+        begun_in: folder of the recipe's relative paths; None = not kept.
     """
 
     format: int
@@ -46,7 +46,7 @@ class State:
 
 
 def read_state_file(folder: Path) -> State:
-    """Return the state of a run folder.
+    """The state of a run folder.
 
     Raises:
         RunError: there is none, or it is damaged.
@@ -74,7 +74,6 @@ def read_state_file(folder: Path) -> State:
 
 
 def _odd_facts(step: str, facts: Mapping[str, Any]) -> list[str]:
-    """Yield lines for facts that later steps do not expect."""
     notes, left_out = facts.get("notes", []), facts.get("left_out", {})
     odd = []
     if not _texts(notes):

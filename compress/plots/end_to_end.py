@@ -1,4 +1,4 @@
-"""The time from a picture to its classes: a bar for each variant, divided into stages."""
+"""The time from image to classes, by stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READABLE = 0.08
 
 
 def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
-    """Stacked bars of milliseconds for one picture, one for each variant and batch size, so that batches compare."""
+    """Stacked milliseconds for one image, by variant and batch size."""
     figure = new_figure(form, 0.5 * len(results) + (2.1 if form.narrow else 1.5))
     axes = figure.subplots()
     longest = max(result.total_ms / result.batch_size for result in results)

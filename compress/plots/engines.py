@@ -1,4 +1,4 @@
-"""The activations that engines move for one image: a bar for each engine, cut by the role of its kernels."""
+"""The activations that engines move for one image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = {
 
 
 def role_bytes(engine: EngineRow) -> dict[str, float]:
-    """Activation bytes an image by role, in the figure's order; roles that move none are left out."""
+    """Activation bytes by role, without those that move none."""
     sums: dict[str, float] = dict.fromkeys(_ROLES, 0.0)
     for layer in engine.layers:
         sums[layer.role if layer.role in sums else "float"] += layer.activation_bytes
@@ -30,7 +30,7 @@ def role_bytes(engine: EngineRow) -> dict[str, float]:
 
 
 def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
-    """Stacked bars of the bytes that each engine moves for one image, by role, with the estimate for fp16."""
+    """Stacked bytes by role, with the estimate for fp16."""
     figure = new_figure(form, 0.5 * len(engines) + (2.2 if form.narrow else 1.5))
     axes = figure.subplots()
     longest = max(max(e.activation_bytes, e.fp16_bytes) for e in engines)

@@ -1,4 +1,4 @@
-"""Pictures of receptive fields: where a unit looks, on the image, linear and logarithmic; growth; before and after.
+"""Pictures of receptive fields.
 
 A dashed box is the theoretical field, a cross the unit's centre, ellipses one and two sigma of the fitted Gaussian.
 Axes are in pixels of the image.
@@ -26,20 +26,14 @@ _WIDE = 10.6
 
 
 def background(image: Tensor) -> Tensor:
-    """A normalized image (3, h, w) as grey levels (h, w) between 0 and 1, for drawing under a map."""
+    """A normalized image (3, h, w) as grey levels (h, w) from 0 to 1."""
     grey = image.detach().float().cpu().mean(0)
     low, high = grey.quantile(0.01), grey.quantile(0.99)
     return ((grey - low) / (high - low).clamp_min(1e-6)).clamp(0, 1)
 
 
 def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, name: str = "") -> Figure:
-    """One unit's field on the image, on a linear and on a logarithmic scale, with its sizes.
-
-    Args:
-        field: measured.
-        image: one of the images, (C, height, width); None = no picture under the map.
-        name: of the model; "" = its class.
-    """
+    """One unit's field, linear and logarithmic, over one of the images (C, height, width) where given."""
     with styled():
         figure = Figure(figsize=(_WIDE, 5.0), layout="constrained")
         figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr, call-arg]
@@ -70,9 +64,9 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, n
 
 
 def sizes(field: EffectiveReceptiveField) -> str:
-    """The field's sizes in a sentence or two.
+    """The field's sizes in words.
 
-    The side is that of a square of as many pixels as have above 4.55 % of the largest influence.
+    The side is that of a square of as many pixels as exceed 4.55 % of the largest influence.
     """
     metrics, row = field.metrics, field.theoretical
     vertical, horizontal = metrics.gaussian.sigma
@@ -106,7 +100,7 @@ def _legend(field: EffectiveReceptiveField) -> str:
 
 
 def _box(field: EffectiveReceptiveField) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """((first row, last), (first column, last)) of the local theoretical field, not clipped."""
+    """((first row, last), (first column, last)), not clipped."""
     row = field.theoretical
     if row is None or not row.located:
         return None
@@ -127,7 +121,7 @@ def _draw_on_image(axes: Axes, field: EffectiveReceptiveField, image: Tensor | N
 
 
 def draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
-    """Draw the theoretical field, where it is a window, as a dashed box cut at the image."""
+    """Draw the theoretical field as a dashed box cut at the image."""
     box = _box(field)
     if box is None:
         return
@@ -179,11 +173,11 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
 def draw_gallery(
     rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, columns_of: Sequence[str] = (), text: str = ""
 ) -> Figure:
-    """Models below one another, layers side by side from early to late, logarithmic scale.
+    """Models below one another, layers from left to right, logarithmic.
 
     Args:
-        rows: (label, fields in order) for each model, as many fields each.
-        columns_of: a name for each column, where models stand side by side; drawn above it.
+        rows: (label, fields), as many fields each.
+        columns_of: names of columns.
         text: what to see.
     """
     columns = max(len(fields) for _, fields in rows)
@@ -242,11 +236,11 @@ def _of_theory(field: EffectiveReceptiveField) -> str:
 def draw_growth(
     curves: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, image_side: int, text: str = ""
 ) -> Figure:
-    """Size of the theoretical (dashed) and the effective field (full) through networks.
+    """Size of the theoretical (dashed) and the effective field through networks.
 
     Args:
-        curves: (label, fields in order) for each model.
-        image_side: of the images, pixels.
+        curves: (label, fields in order).
+        image_side: pixels.
         text: what to see.
     """
     with styled():
@@ -275,14 +269,14 @@ def draw_growth(
 
 
 def theory_side(field: EffectiveReceptiveField) -> float:
-    """Side of the theoretical field without global operations, pixels: geometric mean of both; NaN = not known."""
+    """Geometric mean of the theoretical sides without global operations; NaN = unknown."""
     row = field.theoretical
     known = [s for s in row.local_size if s] if row is not None else []
     return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
 
 
 def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", text: str = "") -> Figure:
-    """A field before and after a change of the network, their difference, and the influence by radius."""
+    """A field before and after, their difference, and influence by radius."""
     with styled():
         figure = Figure(figsize=(_WIDE + 1.6, 4.1), layout="constrained")
         panels = figure.subplots(ncols=4, width_ratios=(1, 1, 1, 1.15))
@@ -317,7 +311,7 @@ def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after",
 
 
 def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
-    """Theoretical size of every node, in order, against the side of the image; macs of layers that see it all."""
+    """Theoretical sizes in order against the image's side; macs of layers that see it all."""
     with styled():
         figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
         axes = figure.subplots()
@@ -362,7 +356,6 @@ def _image_side(axes: Axes, side: int) -> None:
 
 
 def _log_sizes(axes: Axes) -> None:
-    """A logarithmic axis of pixels with plain numbers."""
     axes.set_yscale("log", base=2)
     plain_ticks(axes.yaxis)
 

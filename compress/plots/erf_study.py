@@ -1,4 +1,4 @@
-"""Figures of studies of effective receptive fields: growth with depth, and networks that learn to look farther."""
+"""Figures of studies of effective receptive fields."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _COLOURS = ("blue", "alarm", "green", "amber", "purple")
 
 @dataclass(frozen=True, kw_only=True)
 class PowerLaw:
-    """y = factor * x^exponent through points, by least squares of the logarithms."""
+    """y = factor * x^exponent."""
 
     exponent: float
     factor: float
 
 
 def power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """The power law through positive points.
+    """The least squares of logarithms, positive points.
 
     >>> power_law([1, 2, 4], [3, 12, 48])
     PowerLaw(exponent=2.0, factor=3.0)
@@ -43,7 +43,7 @@ def draw_depth(
     theory: Mapping[int, int],
     text: str,
 ) -> Figure:
-    """Size against depth, and its share of the theoretical field, both logarithmic.
+    """Size against depth, and its share of the theoretical field.
 
     Args:
         sizes: name -> (layers, measured size in pixels).
@@ -94,7 +94,7 @@ def _plain_logs(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def ring_share(field: EffectiveReceptiveField, ring: tuple[float, float]) -> float:
-    """Share of a field's influence at distances from its centre within `ring`, pixels."""
+    """Share of influence at distances within `ring`, pixels."""
     distance = distances(field.heat.shape, field.centre)
     inside = (distance >= ring[0]) & (distance <= ring[1])
     return float(field.heat[inside].sum() / field.heat.sum())
@@ -103,11 +103,11 @@ def ring_share(field: EffectiveReceptiveField, ring: tuple[float, float]) -> flo
 def draw_training(
     fields: Sequence[tuple[int, float, EffectiveReceptiveField]], *, ring: tuple[float, float], text: str
 ) -> Figure:
-    """A network's field before, while and after it learns, with the ring in which the answer lies.
+    """A field while a network learns, with the ring that holds the answer.
 
     Args:
-        fields: (step, accuracy in percent, field), in order; the first and the last are drawn as maps.
-        ring: least and largest distance from the centre of what the network has to see, pixels.
+        fields: (step, accuracy in percent, field); first and last are drawn as maps.
+        ring: least and largest distance, pixels.
         text: what to see.
     """
     with styled():

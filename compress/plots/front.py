@@ -1,4 +1,4 @@
-"""The front of a search: every configuration that was measured, as a picture whose marks say what they are."""
+"""The front of a search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mark:
 
     Attributes:
         x: time over that of the float network.
-        text: shown while the pointer is on it.
+        text: shown under the pointer.
     """
 
     x: float
@@ -34,7 +34,7 @@ _NAMES = {"front": "front", "chosen": "chosen", "trial": "other trials", "baseli
 
 
 def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: str) -> Figure:
-    """The picture as a figure, for a file."""
+    """The front as a figure."""
     figure = new_figure(form, 3.4)
     axes = figure.subplots()
     for kind, colour in _COLOURS.items():
@@ -51,15 +51,7 @@ def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: st
 
 
 def front_svg(marks: Sequence[Mark], *, width: float, label: str, x_label: str, y_label: str) -> str:
-    """The picture as an <svg> element in which every mark has a title, which browsers show while the pointer is on it.
-
-    Args:
-        marks: all points.
-        width: in pixels.
-        label: text alternative.
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
-    """
+    """The front as <svg>, each mark with a title; `width` is in pixels, `label` the text alternative."""
     height = 0.62 * width
     right = max([mark.x for mark in marks] + [0.1]) * 1.06
     top = max([mark.y for mark in marks] + [1e-6]) * 1.06

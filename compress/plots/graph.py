@@ -1,7 +1,6 @@
 """The figure of a block of a network with its Q/DQ pairs.
 
-Boxes are kernels, pills are quantizers; an edge is drawn strong where integers flow. Boxes with a dashed border are
-around the block.
+Boxes are kernels, pills quantizers; strong edges carry integers; dashed boxes are outside the block.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ _TOP, _ROW = 0.6, 0.26
 
 
 def draw_block(graph: BlockGraph, form: Format | None = None) -> Figure:
-    """Draw one block of a quantized network.
-
-    Args:
-        graph: of `block_graph`.
-        form: page that the figure is for; None = it is as wide as the block needs.
-    """
+    """Draw `block_graph`, as wide as it needs without a `form`."""
     layout = lay_out(list(graph.boxes), graph.edges)
     with styled():
         return _draw(graph, layout, form)
@@ -93,7 +87,6 @@ def _rectangle(axes: Any, centre: tuple[float, float], size: tuple[float, float]
 
 
 def _edge(axes: Any, points: list[tuple[float, float]], strong: bool, target: Box) -> None:
-    """A smooth line through the points, ending at the upper border of its target."""
     half = 0.22 if target.kind == "quantizer" else 0.24
     points = [*points[:-1], (points[-1][0], points[-1][1] - half - 0.03)]
     vertices, codes = [points[0]], [Line.MOVETO]

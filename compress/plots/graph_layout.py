@@ -1,7 +1,6 @@
 """Layout of a small directed graph: layers from top to bottom (Sugiyama, Tagawa and Toda, IEEE Trans. SMC 11(2), 1981).
 
-A node's layer is the longest path to it; an edge gets a waypoint in each layer that it spans. Within a layer, nodes are
-ordered by the mean position of their neighbours, swept a few times down and up.
+A node's layer is the longest path to it; within a layer, nodes are ordered by the mean of their neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Layout:
     """Positions, x in widths of a box from left, y in layers from the top.
 
     Attributes:
-        routes: for each edge the points that it goes through, its ends included.
+        routes: the points of each edge.
     """
 
     places: dict[str, Place]
@@ -54,7 +53,7 @@ def _chain(edge: tuple[str, str], level: Mapping[str, int]) -> list[str]:
 
 
 def _columns(level: Mapping[str, int], links: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Column of every node and waypoint: neighbours pull, and a box's width is kept between two of one layer."""
+    """Columns: neighbours pull, boxes of one layer keep a width."""
     rows: dict[int, list[str]] = {}
     for node, depth in level.items():
         rows.setdefault(depth, []).append(node)
@@ -74,7 +73,6 @@ def _columns(level: Mapping[str, int], links: Sequence[tuple[str, str]]) -> dict
 
 
 def _spread(row: Sequence[str], pull: Mapping[str, float], x: dict[str, float]) -> None:
-    """Place a row where it is pulled to, at least one width apart, its mean unmoved."""
     previous = None
     for node in row:
         x[node] = pull[node] if previous is None else max(pull[node], x[previous] + (1.0 if ">" not in node else 0.75))

@@ -1,7 +1,6 @@
-"""Activation histograms with their amax: what calibration kept, and what it clipped.
+"""Activation histograms with their amax.
 
-Those tensors are shown to which quantization is expected to add the most noise: step^2 / 12 inside amax (Bennett,
-1948), beyond it the squared distance to amax.
+Tensors of the largest expected noise: step^2 / 12 inside amax (Bennett, 1948), squared distance beyond.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def bins_of(histogram: Histogram) -> tuple[Array, Array]:
 
 
 def clipped_share(histogram: Histogram) -> float:
-    """Share of the values beyond amax, 0 to 1; a bin that amax cuts counts in proportion."""
+    """Share of values beyond amax, 0 to 1; a bin that amax cuts counts in proportion."""
     counts, edges = bins_of(histogram)
     total = counts.sum()
     if not total:
@@ -45,14 +44,14 @@ def clipped_share(histogram: Histogram) -> float:
 
 
 def largest(histogram: Histogram) -> float:
-    """The outer edge of the outermost bin that counted anything: the largest magnitude, to a bin."""
+    """The largest magnitude, to a bin."""
     counts, edges = bins_of(histogram)
     filled = np.flatnonzero(counts)
     return float(max(abs(edges[filled[0]]), abs(edges[filled[-1] + 1]))) if len(filled) else 0.0
 
 
 def expected_sqnr_db(histogram: Histogram, *, num_bits: int = 8) -> float:
-    """Signal over the noise expected of quantization at amax, in dB, from the histogram alone."""
+    """Expected signal to quantization noise, dB, from the histogram alone."""
     counts, edges = bins_of(histogram)
     centres = np.abs(edges[:-1] + edges[1:]) / 2
     levels = 2 ** (num_bits - 1) - 1 if histogram.signed else 2**num_bits - 1
@@ -63,13 +62,13 @@ def expected_sqnr_db(histogram: Histogram, *, num_bits: int = 8) -> float:
 
 
 def interesting(histograms: Sequence[Histogram], count: int = SHOWN) -> tuple[Histogram, ...]:
-    """The `count` tensors that quantization is expected to hurt most, worst first; empty ones are left out."""
+    """The `count` tensors of the worst expected SQNR, worst first."""
     usable = [h for h in histograms if sum(h.counts) > 0 and finite(h.amax) and h.amax > 0]
     return tuple(sorted(usable, key=expected_sqnr_db)[:count])
 
 
 def draw_histograms(histograms: Sequence[Histogram], form: Format) -> Figure:
-    """Small multiples: log counts, the part beyond amax in another colour, amax as a line."""
+    """Log counts, amax as a line, the clipped part in another colour."""
     columns = min(len(histograms), 2 if form.narrow else 3)
     rows = math.ceil(len(histograms) / columns)
     figure = new_figure(form, rows * (1.75 if form.narrow else 2.05))
@@ -109,7 +108,6 @@ def _panel(axes: Axes, histogram: Histogram) -> None:
 
 
 def _coarse(counts: Array, edges: Array) -> tuple[Array, Array]:
-    """Neighbouring bins summed to at most `_BINS`."""
     factor = math.ceil(len(counts) / _BINS)
     if factor == 1:
         return counts, edges

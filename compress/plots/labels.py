@@ -1,7 +1,7 @@
-"""Placement of labels so that none covers another or a point, or lies outside.
+"""Placement of labels so that none covers another or a point.
 
-Each label takes the cheapest place on rings around its point: overlaps cost most, then distance. The most crowded
-point chooses first; sweeps over all labels undo early mistakes. Greedy and deterministic.
+Greedy: each takes the cheapest place on rings around its point (overlap, then distance), the most crowded first; sweeps
+undo early mistakes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def place_labels(
     """A box for each label.
 
     Args:
-        anchors: the points that are labelled; every label avoids all of them.
-        sizes: width and height of each label, in the units of `anchors`.
+        anchors: points that every label avoids.
+        sizes: in the units of `anchors`.
         bounds: the area for labels.
-        obstacles: boxes that labels avoid.
-        point_radius: half the side of the square that a point covers.
+        obstacles: boxes to avoid.
+        point_radius: half the side of a point.
         gap: room kept around labels.
     """
     taken = [_around(a, point_radius) for a in anchors] + list(obstacles)
@@ -61,7 +61,6 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def _candidates(anchor: Point, size: Point, radius: float) -> list[Box]:
-    """Boxes whose nearest edge or corner touches a ring around the anchor."""
     boxes = []
     for ring in _RINGS:
         reach = radius + ring

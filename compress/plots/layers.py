@@ -1,4 +1,4 @@
-"""Per-layer figures: how much noise quantization adds, and where the bytes went."""
+"""Noise of quantization and bytes, by layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SERIES = {
 
 
 def sqnr_series(layers: Sequence[LayerRow]) -> dict[str, list[tuple[str, float]]]:
-    """Panel title -> (layer, SQNR in dB) in network order, for what was measured."""
+    """Panel title -> (layer, dB) in network order."""
     series = {}
     for attribute, title in _SERIES.items():
         values = [(row.name, float(getattr(row, attribute))) for row in layers if finite(getattr(row, attribute))]
@@ -43,12 +43,12 @@ def sqnr_series(layers: Sequence[LayerRow]) -> dict[str, list[tuple[str, float]]
 
 
 def worst(values: Sequence[tuple[str, float]], count: int = WORST) -> list[tuple[str, float]]:
-    """The `count` layers of the lowest SQNR, lowest first; none of them where all are alike in number."""
+    """The layers of the lowest SQNR, lowest first; none where all are alike."""
     return sorted(values, key=lambda item: item[1])[: min(count, max(1, len(values) // 2))]
 
 
 def draw_sqnr(series: Mapping[str, Sequence[tuple[str, float]]], form: Format) -> Figure:
-    """Bars of SQNR in network order, one panel for a series; the worst layers stand out, numbered and named."""
+    """Bars of SQNR in network order; the worst are named."""
     figure = new_figure(form, len(series) * (3.3 if form.narrow else 2.5))
     panels = figure.subplots(nrows=len(series), squeeze=False).ravel()
     for axes, (title, values) in zip(panels, series.items(), strict=True):
@@ -91,7 +91,6 @@ def _sqnr_panel(axes: Axes, values: Sequence[tuple[str, float]], form: Format) -
 
 
 def _levels(places: Sequence[int], *, gap: float) -> list[int]:
-    """A height for each mark, left to right, so that marks nearer than `gap` have different ones."""
     ends: list[float] = []
     levels = []
     for x in places:
@@ -102,7 +101,6 @@ def _levels(places: Sequence[int], *, gap: float) -> list[int]:
 
 
 def _stages(axes: Axes, names: Sequence[str], *, most: int) -> None:
-    """Ticks where the beginning of the layers' names changes (layer1, layer2, ...): where one is in the network."""
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     for depth in (1, 2):
         spans = stages(names, depth=depth)
@@ -117,7 +115,7 @@ def _stages(axes: Axes, names: Sequence[str], *, most: int) -> None:
 
 
 def stages(names: Sequence[str], *, depth: int) -> list[tuple[str, int, int]]:
-    """(last part, first index, one past the last) of runs of names that agree in their first `depth` parts.
+    """(last part, first index, one past the last) of names that agree in `depth` parts.
 
     >>> stages(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"], depth=1)
     [('conv1', 0, 1), ('layer1', 1, 3), ('fc', 3, 4)]
@@ -128,9 +126,9 @@ def stages(names: Sequence[str], *, depth: int) -> list[tuple[str, int, int]]:
 
 
 def weight_groups(layers: Sequence[LayerRow]) -> list[tuple[str, int, int]]:
-    """(block, float bytes, quantized bytes) in network order; blocks split deeper while there is room for them.
+    """(block, float bytes, quantized bytes); blocks split deeper while there is room.
 
-    Layers without quantized bytes count with their float bytes on both sides: they stayed float.
+    Layers that stay float count alike on both sides.
     """
     rows = [row for row in layers if row.float_weight_bytes > 0]
     depth, best = 1, 1
@@ -159,13 +157,7 @@ def _largest(groups: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
 
 
 def draw_bytes(groups: Sequence[tuple[str, int, int]], files: Sequence[tuple[str, float]], form: Format) -> Figure:
-    """Bytes of weights per block, float beside quantized, and the sizes of the files.
-
-    Args:
-        groups: of `weight_groups`; may be empty.
-        files: (variant, bytes of the model file); may be empty, but not both.
-        form: what it is drawn for.
-    """
+    """Bytes of weights by block, and the sizes of files."""
     tall = [0.42 * len(groups) + 0.9] * bool(groups) + [0.36 * len(files) + 0.8] * bool(files)
     figure = new_figure(form, sum(tall) if form.narrow else max(*tall, 2.6))
     if form.narrow:

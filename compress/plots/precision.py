@@ -1,4 +1,4 @@
-"""Precision of detectors by recall: a panel for each class, a line for each variant."""
+"""Precision of detectors by recall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_CLASSES = 6
 
 
 def draw_precision(rows: Sequence[PrecisionRow], form: Format) -> Figure:
-    """A panel for each class with the precision at each recall, in percent, of each variant."""
+    """A panel for each class, a line for each variant."""
     classes = list(dict.fromkeys(row.label for row in rows))
     variants = tuple(dict.fromkeys(row.variant for row in rows))
     colours = variant_colours(variants)

@@ -1,8 +1,6 @@
-"""Roofline plots: the roofs of a device, the layers of a network under them, and where the time goes.
+"""Rooflines: layers under the roofs of a device, and where the time goes.
 
-Left of a roof's ridge point memory decides (the slope), right of it the arithmetic (the level). A layer without a
-measured time is drawn on its roof, one with a time below it; the area of a marker is its share of the time. Operations
-without products have no intensity; their share of the time is written out.
+A layer without a measured time stands on its roof; the area of a marker is its share of the time.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def family(row: Row) -> str:
 
 
 def draw_roofline(roofline: Roofline, *, top: int = 12) -> Figure:
-    """One network on one device: its layers under the roofs, and the layers that take longest."""
+    """Layers under the roofs, and the `top` that take longest."""
     with styled():
         figure = Figure(figsize=(_WIDTH + 2.4, 5.4), layout="constrained")
         left, right = figure.subplots(ncols=2, width_ratios=(1.75, 1))
@@ -83,7 +81,7 @@ def draw_rooflines(rooflines: Sequence[Roofline], *, columns: int = 2) -> Figure
 
 
 def draw_ceilings(ceilings: Ceilings) -> Figure:
-    """The roofs that were measured, with the matrix products and their sizes that found them."""
+    """Measured roofs with the matrix products that found them."""
     device = ceilings.as_device()
     with styled():
         figure = Figure(figsize=(_WIDTH, 4.8), layout="constrained")
@@ -168,7 +166,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
 
 
 def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
-    """(intensity, rate, family) -> ms of the rows there; rows within some 3 % of one another become one point."""
+    """(intensity, rate, family) -> ms; rows within 3 % become one."""
     places: dict[tuple[int, int, str], tuple[float, float, str]] = {}
     points: dict[tuple[float, float, str], float] = {}
     for row in roofline.rows:
@@ -182,7 +180,7 @@ def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
 
 
 def _levels(device: Device, chosen: str = "") -> dict[float, list[str]]:
-    """Peak -> precisions that share it (within 3 %): the dense ones, and the 2:4 one of the chosen precision."""
+    """Peak -> precisions within 3 %: the dense ones, and the chosen one's 2:4."""
     wanted = parse_precision(chosen) if chosen else None
     names = [n for n in device.precisions if not n.endswith(SPARSE) or not wanted or n == wanted.base + SPARSE]
     levels: dict[float, list[str]] = {}
@@ -202,7 +200,6 @@ def _draw_roofs(
     chosen: str = "",
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """The slope of the memory and the levels of the precisions, named at the right; the chosen one stands out."""
     x_low, x_high, y_low, y_high = limits
     axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(y_low, y_high))
     bandwidth, top = device.bandwidth_bytes_per_s, max(levels)
@@ -228,7 +225,7 @@ def _draw_roofs(
 
 
 def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
-    """Bars of the layers that take longest; with measurements, the least time is drawn inside the measured one."""
+    """Bars of the longest layers; the least time stands inside the measured one."""
     rows = sorted(roofline.rows, key=lambda row: -_time(row))[:top]
     measured = roofline.measured_ms is not None
     for place, row in enumerate(rows):
@@ -259,7 +256,6 @@ def _time(row: Row) -> float:
 
 
 def _operation(names: Sequence[str]) -> str:
-    """Unit of work of one or several precisions: a floating-point operation is an operation too."""
     units = {parse_precision(name).operation for name in names}
     return "op" if "op" in units else "flop"
 
@@ -278,7 +274,6 @@ def rate_ticks(axis: Axis) -> None:
 
 
 def _finish(figure: Figure, rooflines: Sequence[Roofline], text: str) -> None:
-    """Legend of the kinds that occur, above; the caption, below."""
     single = len(rooflines) == 1
     used = {family(row) for roofline in rooflines for row in roofline.rows if single or row.macs}
     handles: list[Line2D | Patch] = [

@@ -1,4 +1,4 @@
-"""Teaching figures: which convolutions can use a machine at all, and which networks look far while they do."""
+"""Figures of docs: which convolutions can use a machine, and which networks look far."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Block:
     """One block of a network, for one image.
 
     Attributes:
-        least_time_ms: bound of the block on a device.
-        receptive_field: how many pixels wide a unit at its end can see; infinite for global.
-        effective_field: how many pixels wide it does see (`ErfMetrics.size`); NaN where its units have no place.
+        least_time_ms: bound on a device.
+        receptive_field: pixels; infinite for global.
+        effective_field: pixels (`ErfMetrics.size`); NaN where units have no place.
     """
 
     name: str
@@ -49,13 +49,12 @@ class Block:
 def network_blocks(
     roofline: Roofline, fields: Mapping[str, float], effective: Mapping[str, float], *, depth: int = 2
 ) -> tuple[Block, ...]:
-    """Gather the rows of a network into blocks by the first parts of their paths.
+    """Gather rows into blocks by the first `depth` parts of their paths.
 
     Args:
-        roofline: whose rows are gathered; costs are for one image of its batch.
-        fields: receptive field, in pixels, by node name or module path; infinite for global. What is missing takes the
-            field of what came before it.
-        effective: effective receptive field, in pixels, by the name of a block.
+        roofline: costs are for one image of its batch.
+        fields: pixels, by node name or module path; what is missing takes the field before it.
+        effective: pixels, by block.
         depth: how many parts of a path name a block: 2 makes `layer2.0` of `layer2.0.conv1`.
     """
     blocks: list[Block] = []
@@ -72,14 +71,14 @@ def network_blocks(
 
 
 def block_of(path: str, depth: int) -> str:
-    """Name of the block that a module is in: `layer2.0` of `layer2.0.conv1` at depth 2."""
+    """`layer2.0` of `layer2.0.conv1` at depth 2."""
     return ".".join(path.split(".")[:depth])
 
 
 def convolution_rows(
     kernel: str, *, device: Device, precision: str, batch_size: int, size: int, channels: Sequence[int] = CHANNELS
 ) -> tuple[Row, ...]:
-    """Rows of one kind of convolution (a key of `KERNELS`), as many channels out as in, one row for each width."""
+    """Rows of a key of `KERNELS`, as many channels out as in."""
     side, depthwise = KERNELS[kernel]
     operations = tuple(
         convolution(channels=c, size=size, kernel=side, groups=c if depthwise else 1, batch_size=batch_size)
@@ -89,7 +88,7 @@ def convolution_rows(
 
 
 def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: int = 32, size: int = 28) -> Figure:
-    """The roof above, and below it a line for each kind of convolution with its channels at their intensity."""
+    """The roof, and each kind's channels at their intensity."""
     bandwidth, ridge = device.bandwidth_bytes_per_s, device.ridge_point(precision)
     peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     with styled():
@@ -142,7 +141,7 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
 
 
 def draw_convolution_shares(device: Device, *, precision: str = "int8", batch_sizes: Sequence[int] = (1, 32)) -> Figure:
-    """Share of the peak that each convolution can reach: channels across, map size down, a panel a kind and batch."""
+    """Share of the peak by channels and map size, a panel for each kind and batch."""
     peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     colours = LinearSegmentedColormap.from_list("share", [LIGHT["paper"], LIGHT["sky"], LIGHT["blue"]])
     with styled():
@@ -176,12 +175,12 @@ def draw_convolution_shares(device: Device, *, precision: str = "int8", batch_si
 def draw_blocks(
     networks: Mapping[str, Sequence[Block]], *, input_size: int, device_title: str, precision: str, note: str = ""
 ) -> Figure:
-    """Receptive field, effective and theoretical, against what it has cost so far, block by block, a colour a network.
+    """Receptive fields against the cost so far, block by block.
 
     Args:
-        networks: name -> blocks in order.
-        input_size: width of the image; fields are cut there.
-        device_title: whose bound the times are.
+        networks: blocks in order.
+        input_size: pixels, where fields are cut.
+        device_title: of the bound.
         precision: likewise.
         note: on what the effective fields were measured; ends the caption.
     """
@@ -241,7 +240,6 @@ def _workload(operations: tuple[Operation, ...], batch_size: int) -> Workload:
 
 
 def _label_channels(axes: Axes, x: Sequence[float], level: int) -> None:
-    """Channels above the dots; dots at the same place share a label."""
     groups: list[list[int]] = []
     for index, value in enumerate(x):
         if groups and value < x[groups[-1][0]] * 1.28:

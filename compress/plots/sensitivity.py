@@ -1,4 +1,4 @@
-"""The loss of each layer when it alone is quantized, and the gain when it alone stays float."""
+"""The loss of each layer quantized alone, and the gain when it alone stays float."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _COLOURS = ("blue", "amber", "green", "purple", "sky", "alarm")
 
 
 def draw_sensitivity(reports: Mapping[str, Sensitivity], form: Format) -> Figure:
-    """Two panels over the layers in network order: the noise of each alone, and what leaving it float wins back.
-
-    Args:
-        reports: by format, not empty; each becomes a row of marks.
-        form: what it is drawn for.
-    """
+    """Both as panels over the layers, a row of marks for each format."""
     names = list(dict.fromkeys(row.layer for report in reports.values() for row in report.rows))
     height = max(2.6, 0.9 + 0.17 * len(names))
     figure = new_figure(form, 2 * height if form.narrow else height)

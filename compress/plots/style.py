@@ -1,7 +1,7 @@
-"""The style of all figures: one palette that colour-blind readers can distinguish, fonts, sizes, and both formats.
+"""The style of all figures: a palette for colour-blind readers, fonts, sizes, formats.
 
-Colours are those of Okabe and Ito (2008). The PNG uses a colour's light value, the SVG a CSS variable, so one drawing
-serves light and dark screens. Each figure is drawn twice for the page, wide and narrow.
+Colours are those of Okabe and Ito (2008). PNG uses a colour's light value, SVG a CSS variable for light and dark
+screens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The page that a figure is drawn for: its width in inches, and whether panels are placed below one another."""
+    """A page: width in inches, and whether panels are stacked."""
 
     name: str
     width: float
@@ -76,19 +76,19 @@ NARROW = Format(name="narrow", width=3.5, narrow=True)
 
 
 def label(name: str, limit: int = 22) -> str:
-    """A variant or an engine as people write it, no longer than `limit`, so that it leaves room for the drawing."""
+    """A name as people write it, at most `limit` long."""
     return shorten(display(name), limit)
 
 
 def variant_colours(variants: tuple[str, ...]) -> dict[str, str]:
-    """A palette colour for each variant; float, PTQ and QAT have the same ones in every figure."""
+    """The same colours in every figure."""
     others = [v for v in variants if v not in _VARIANT_COLOURS]
     rest = {v: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, v in enumerate(others)}
     return {v: LIGHT[_VARIANT_COLOURS.get(v) or rest[v]] for v in variants}
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names without the dotted beginning and end that all of them share; a single name stays as it is.
+    """Names without the dotted beginning and end that all share.
 
     >>> distinct(["quantizers.conv1", "quantizers.fc"]), distinct(["conv1.input", "fc.input"])
     (['conv1', 'fc'], ['conv1', 'fc'])
@@ -104,7 +104,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def compact(value: float, _position: object = None) -> str:
-    """A number for a tick: 1500 -> 1.5k, 2000000 -> 2M.
+    """A number for a tick.
 
     >>> [compact(v) for v in (0, 0.25, 12, 1500, 2_000_000)]
     ['0', '0.25', '12', '1.5k', '2M']
@@ -117,7 +117,7 @@ def compact(value: float, _position: object = None) -> str:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The style, for as long as figures are made and saved. Names are text, never mathematics or markup."""
+    """The style while figures are made and saved; names are text, never markup."""
     settings: dict[Any, Any] = {
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],
@@ -160,7 +160,7 @@ def styled() -> Iterator[None]:
 
 
 def tip(artist: Artist, text: str) -> None:
-    """Show `text` over a mark where the pointer rests on it, in figures on pages."""
+    """Show `text` under the pointer, on pages."""
     artist.set_gid(_TIP + text.encode("utf-8").hex())
 
 
@@ -173,7 +173,7 @@ def new_figure(form: Format, height: float) -> Figure:
 
 
 def settle(figure: Figure) -> Figure:
-    """Lay the figure out once and for all: what is added or saved afterwards moves nothing."""
+    """Lay out for good: later additions move nothing."""
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
@@ -182,13 +182,13 @@ def settle(figure: Figure) -> Figure:
 
 
 def bare(axes: Axes, *, grid: Literal["x", "y"] = "y") -> None:
-    """Keep grid lines of one axis only."""
+    """Grid lines of one axis."""
     axes.grid(visible=False)
     axes.grid(visible=True, axis=grid)
 
 
 def name_rows(axes: Axes, names: Sequence[str], *, end: float) -> None:
-    """Name the horizontal bars at 0, 1, ... from the top down, on an axis from 0 to `end`."""
+    """Name bars from the top down on an axis from 0 to `end`."""
     axes.set_yticks(range(len(names)), list(names))
     axes.invert_yaxis()
     axes.set_xlim(0, end or 1)
@@ -203,20 +203,20 @@ def byte_ticks(axes: Axes, count: int) -> None:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Plain numbers on a logarithmic axis, and none between its major ticks."""
+    """Plain numbers at major ticks of a logarithmic axis."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def caption(figure: Figure, text: str) -> None:
-    """Put a caption below a figure; a number and its unit stay on one line."""
+    """A caption below; numbers keep their units."""
     text = text.replace(" %", "\u00a0%").replace(" px", "\u00a0px")
     wrapped = textwrap.fill(text, int(figure.get_figwidth() * 15.5))
     figure.supxlabel(wrapped, fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left")
 
 
 def save_figure(figure: Figure, path: Path | str, *, dpi: int = 160) -> Path:
-    """Write a figure as PNG, whole or not at all, and return the path."""
+    """Write a PNG, whole or not at all."""
     with styled(), replacing(path) as temporary:
         temporary.write_bytes(to_png(figure, dpi=dpi))
     return Path(path)
@@ -232,7 +232,7 @@ def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
 
 @contextmanager
 def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
-    """Set the resolution for a print by the canvas, which may change it, and restore it afterwards."""
+    """The canvas may change the resolution: restore it."""
     before = figure.dpi
     figure.dpi = dpi
     try:
@@ -242,7 +242,7 @@ def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
 
 
 def to_inline_svg(figure: Figure, *, key: str, label: str) -> str:
-    """The figure as an <svg> element for a page: colours as CSS variables, ids made unique with `key`."""
+    """The figure as <svg> with CSS variables and ids made unique by `key`."""
     buffer = io.StringIO()
     with _printed_at(figure, figure.dpi):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -264,7 +264,6 @@ _VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
 
 
 def _page_tag(tag: str, key: str, used: set[str]) -> str:
-    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed."""
     if said := re.search(rf' id="{_TIP}([0-9a-f]*)"', tag):
         text = html.escape(plain(bytes.fromhex(said[1]).decode("utf-8")))
         return f'<g class="mark"><title>{text}</title>'
@@ -278,7 +277,7 @@ def _page_tag(tag: str, key: str, used: set[str]) -> str:
 
 
 def nice_limits(values: list[float], *, least_span: float) -> tuple[float, float]:
-    """Axis limits around `values` with a margin, spanning at least `least_span`, so noise does not fill the axis."""
+    """Limits with a margin, spanning at least `least_span`: noise must not fill the axis."""
     low, high = min(values), max(values)
     span = max(high - low, least_span)
     middle = (low + high) / 2

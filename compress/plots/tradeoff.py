@@ -1,4 +1,4 @@
-"""Accuracy against latency: the figure that compression is judged by, and how latency spreads beside it."""
+"""Accuracy against latency, and the spread of latency."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL_RIGHT = 100.4
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A variant on an engine that has both a score, such as top-1 in percent, and a latency."""
+    """A variant on an engine with score and latency."""
 
     variant: str
     engine: str
@@ -58,10 +58,7 @@ def tradeoff_points(rows: Sequence[SummaryRow]) -> tuple[Point, ...]:
 
 
 def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP1) -> Figure:
-    """Points for (variant, engine): p50 latency to the right, the metric upwards.
-
-    Colour is the variant and shape the engine; each point is named, on a narrow figure by its variant alone.
-    """
+    """p50 to the right, the metric upwards; colour = variant, shape = engine."""
     figure = new_figure(form, 4.4 if not form.narrow else 4.2)
     axes = figure.subplots()
     _scale(axes, points, judged)
@@ -124,7 +121,6 @@ def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
 
 
 def _better(axes: Axes) -> Text:
-    """Mark the corner that points should move to."""
     axes.annotate(
         "",
         xy=(0.015, 0.985),
@@ -136,7 +132,6 @@ def _better(axes: Axes) -> Text:
 
 
 def _label(figure: Figure, axes: Axes, points: Sequence[Point], names: Sequence[str], better: Text) -> None:
-    """Put its name at each point, with a thin leader where the name had to move away."""
     settle(figure)
     to_pixels = axes.transData.transform
     texts = [axes.text(0, 0, name, fontsize=8.5, va="bottom", ha="left") for name in names]
@@ -162,7 +157,7 @@ def _label(figure: Figure, axes: Axes, points: Sequence[Point], names: Sequence[
 
 
 def draw_latency(rows: Sequence[SummaryRow], form: Format) -> Figure:
-    """A bar to p50 and a line on to p99 for each (engine, batch size, variant), one panel for each batch size."""
+    """Bars to p50 and lines on to p99, a panel for each batch size."""
     batches = sorted({row.batch_size for row in rows if row.batch_size is not None})
     groups = [[row for row in rows if row.batch_size == batch] for batch in batches]
     tall = [0.21 * len(group) + 0.16 * len({r.engine for r in group}) + 0.75 for group in groups]

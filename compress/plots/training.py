@@ -1,4 +1,4 @@
-"""Training curves: the float baseline, then QAT, on one axis of epochs."""
+"""Training curves on one axis of epochs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def phases(
     sparse: Sequence[EpochRow] = (),
     sparse_qat: Sequence[EpochRow] = (),
 ) -> list[tuple[str, str, Sequence[EpochRow]]]:
-    """The trainings of the run, in the order in which they ran."""
+    """The trainings in their order."""
     every = (
         ("float training", "grey", train),
         ("fine-tuning after pruning", "green", sparse),
@@ -37,7 +37,7 @@ def phases(
 
 
 def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figure:
-    """Loss and accuracy by epoch; QAT goes on where float training ended."""
+    """Loss and metric by epoch; QAT goes on where float ended."""
     figure = new_figure(form, 5.4 if form.narrow else 3.1)
     loss, score = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
     start = 0
@@ -102,7 +102,6 @@ def _curve(axes: Axes, start: int, values: Values, name: str, *, colour: str, da
 
 
 def _last(axes: Axes, start: int, values: Values, training: Sequence[float | None]) -> None:
-    """Write the last evaluated value at its point."""
     known = [(i, epoch, value) for i, (epoch, value) in enumerate(values) if finite(value)]
     if known:
         i, epoch, value = known[-1]

@@ -1,6 +1,6 @@
-"""The files of recipes: found by path or name, and read as trees; their keys are `recipe`'s subject.
+"""Recipes found by path or name, as trees.
 
-Nothing here imports torch: the command line refuses a recipe that is not there before it waits for it.
+Without torch, so that a missing recipe is refused at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from compress.support.safe_yaml import load_yaml
 
 
 def read_recipe(recipe: Path | str) -> tuple[Path, Any]:
-    """Return the path of a recipe, and its tree over those of the recipes that `base` names.
+    """Path and tree of a recipe, over those of its `base`.
 
     Raises:
-        RecipeError: there is no such recipe, or it is empty, not YAML, or extends itself.
+        RecipeError: missing, empty, no YAML, or extending itself.
     """
     path = find_recipe(recipe)
     tree = _extended(_read(path), path, ())
@@ -34,7 +34,7 @@ def find_recipe(recipe: Path | str) -> Path:
     """Return the path of a recipe given by path or name.
 
     Raises:
-        RecipeError: there is none; names near misses.
+        RecipeError: none; names near misses.
     """
     given = expand_user(recipe)
     name = given.name if given.suffix in {".yaml", ".yml"} else f"{given.name}.yaml"
@@ -50,7 +50,7 @@ def find_recipe(recipe: Path | str) -> Path:
 
 
 def recipe_folders() -> list[Path]:
-    """Return the folders in which names are looked up: ./recipes, then that of the recipes shipped with compress."""
+    """./recipes, then those shipped with compress."""
     package = Path(__file__).parents[1]
     return [f for f in (Path("recipes"), package / "recipes", package.parent / "recipes") if f.is_dir()]
 
@@ -71,7 +71,6 @@ def _read(path: Path) -> object:
 
 
 def _extended(tree: object, path: Path, extending: tuple[Path, ...]) -> object:
-    """Return a recipe's tree over that of the recipe which its key `base` names."""
     if not isinstance(tree, dict) or "base" not in tree:
         return tree
     chain = (*extending, path.resolve())
@@ -89,7 +88,7 @@ def _extended(tree: object, path: Path, extending: tuple[Path, ...]) -> object:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with the keys of `above` in their place, section by section; lists are replaced."""
+    """Section by section; lists are replaced."""
     merged = dict(below)
     for key, value in above.items():
         known = merged.get(key)

@@ -1,4 +1,4 @@
-"""Every key of a recipe with its type, range, default and meaning, read from the docstrings of the specs themselves."""
+"""Keys of a recipe, from the docstrings of specs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class RecipeKey:
     """One key.
 
     Attributes:
-        section: its section, such as `quantization.weights`; `[]` after a name is a list of such sections.
-        kind: type and range of its values.
-        default: default as YAML; "" for a key that must be given or whose default is a section of its own.
+        section: such as `quantization.weights`; `[]` marks a list.
+        kind: type and range.
+        default: as YAML; "" = must be given, or a section.
     """
 
     section: str
@@ -48,7 +48,7 @@ class RecipeKey:
 
 
 def recipe_keys() -> tuple[RecipeKey, ...]:
-    """Return all keys, in the order of the sections. A section that extends another has only the keys that differ."""
+    """Return all keys, in the order of the sections. Of a section that extends another, keys that differ."""
     about = attribute_texts(Recipe)
     keys = []
     for field in dataclasses.fields(Recipe):
@@ -65,7 +65,7 @@ def recipe_keys() -> tuple[RecipeKey, ...]:
 
 
 def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
-    """Return the keys of a section, such as `quantization`, and of the sections in it.
+    """Keys of a section and of those in it.
 
     Raises:
         RecipeError: no section has that name.
@@ -82,7 +82,7 @@ def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
 
 
 def recipe_keys_markdown(section: str | None = None) -> str:
-    """Return `recipe_keys` as a Markdown page, or the part of it for a section.
+    """A Markdown page of all keys or of a section.
 
     Raises:
         RecipeError: no section has that name.
@@ -103,7 +103,7 @@ def _sections(keys: Sequence[RecipeKey]) -> str:
 
 
 def attribute_texts(spec: type) -> dict[str, str]:
-    """Return the description of each attribute in a dataclass's docstring and those of its bases; "" without one."""
+    """Texts of attributes in a dataclass and its bases, or ""."""
     texts = dict.fromkeys((field.name for field in dataclasses.fields(spec)), "")
     for cls in reversed([c for c in spec.__mro__ if dataclasses.is_dataclass(c)]):
         for names, text in _entries(inspect.getdoc(cls) or ""):
@@ -113,7 +113,7 @@ def attribute_texts(spec: type) -> dict[str, str]:
 
 
 def _entries(doc: str) -> Iterator[tuple[list[str], str]]:
-    """Yield (names, text) of each entry under `Attributes:` of a Google docstring."""
+    """Yield (names, text) of `Attributes:`."""
     body = doc.partition("Attributes:\n")[2]
     for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", body, flags=re.MULTILINE):
         text = " ".join(entry[1].split())

@@ -1,6 +1,6 @@
-"""The recipe: one typed tree, read from YAML, changed by `key=value` overrides, refused when anything is off.
+"""The recipe as one typed tree.
 
-The sections are the dataclasses that the library's functions take; `validation.parse` reads them strictly.
+Its sections are the dataclasses that functions take.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Recipe:
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Convert dataclasses and tuples to dicts and lists."""
     tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
     return tree
 
@@ -112,12 +111,12 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        recipe: a path; or a name (`resnet50`, `resnet50.yaml`) in ./recipes or among those that ship with compress. Its
-            key `base` names another recipe, whose keys it changes: a path relative to its own folder, or a name.
-        overrides: `section.key=value` each, the value in YAML; an index reaches into a list (`rules.0.enable=false`).
+        recipe: path, or a name in ./recipes or shipped with compress; its key `base` names another, relative to its
+            folder, which it changes.
+        overrides: `section.key=value` in YAML; indices reach into lists (`rules.0.enable=false`).
 
     Raises:
-        RecipeError: no such recipe, not YAML, or keys, types or ranges that are not allowed (all of them are listed).
+        RecipeError: no recipe, no YAML, or keys, types or ranges (all are listed).
 
     Examples:
         >>> recipe = compress.load_recipe("quickstart", ["data.batch_size=16", "qat=null"])
@@ -132,7 +131,7 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
     """Make a recipe from the tree of a YAML file; see `load_recipe`.
 
     Raises:
-        RecipeError: keys, types or ranges that are not allowed.
+        RecipeError: as `load_recipe`.
     """
     if not isinstance(tree, dict):
         raise RecipeError(
@@ -152,7 +151,7 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
 
 
 def _odd_values(value: Any, where: str = "") -> Iterator[str]:
-    """Yield a line for each value that is no text, finite number, list or mapping; YAML also has dates and .nan."""
+    """Yield values that are no text, finite number, list or mapping, as YAML's dates."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield from _odd_values(inner, f"{where}.{key}" if where else str(key))
@@ -163,7 +162,7 @@ def _odd_values(value: Any, where: str = "") -> Iterator[str]:
 
 
 def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
-    """Return `tree` with one `a.b.c=value` applied; the tree itself is not changed."""
+    """A copy with `a.b.c=value`."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise RecipeError(f"--set {override!r} is not of the form key=value, such as qat.epochs=1")
@@ -206,7 +205,7 @@ _RULES: dict[str, Callable[[Any], Iterable[str]]] = {
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each contradiction within a section or between sections."""
+    """Within or between sections."""
     for section, rules in _RULES.items():
         spec = getattr(recipe, section)
         if spec is not None:

@@ -1,4 +1,4 @@
-"""The files of a run folder as types: what steps write is what reports read."""
+"""The files of a run folder as types."""
 
 from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
 from compress.records.run import RunData, read_run

@@ -1,6 +1,6 @@
-"""Each file of a run folder: its name, the type of its content, and how that is read and written.
+"""Each file of a run folder: name, type, reading and writing.
 
-Files that were written by a later version are read too: keys and columns that are not known are ignored.
+Unknown keys and columns, of later versions, are ignored.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class RecordFile(Generic[T]):
     """A file of a run folder.
 
     Attributes:
-        parse: makes the content of the file's text and path; raises RunError where the text is something else.
+        parse: of text and path; raises RunError where the text is something else.
     """
 
     name: str
     parse: Callable[[str, Path], T]
 
     def read(self, folder: Path) -> T | None:
-        """The content; None where the file is not there.
+        """The content; None without the file.
 
         Raises:
-            RunError: the file cannot be read, or is not what its name says; with its path.
+            RunError: it cannot be read, or is not what its name says.
         """
         path = folder / self.name
         try:
@@ -69,13 +69,13 @@ class JsonFile(RecordFile[T]):
     """A JSON file that a step of a run writes.
 
     Attributes:
-        plain: makes JSON values of the content.
+        plain: makes JSON values.
     """
 
     plain: Callable[[T], Any]
 
     def write(self, folder: Path, content: T) -> Path:
-        """Write the content, whole or not at all, and return the path."""
+        """Write the content, whole or not at all."""
         return write_json(folder / self.name, self.plain(content))
 
 
@@ -97,7 +97,7 @@ def _listed(text: str, path: Path, kind: type, what: str) -> list[Any]:
 
 
 def _typed(rows: Iterable[Mapping[str, Any]], path: Path, kind: type[T]) -> tuple[T, ...]:
-    """Rows as dataclasses; a value that is None takes the field's default."""
+    """Rows as dataclasses; None takes the field's default."""
     adapter = TypeAdapter(kind)
     made = []
     for number, row in enumerate(rows, start=1):
@@ -114,8 +114,6 @@ def _typed(rows: Iterable[Mapping[str, Any]], path: Path, kind: type[T]) -> tupl
 
 
 def _table(name: str, kind: type[T]) -> RecordFile[Sequence[T]]:
-    """A CSV file with a header line; the package that declares its rows writes it."""
-
     def parse(text: str, path: Path) -> tuple[T, ...]:
         reader = csv.DictReader(io.StringIO(text, newline=""))
         rows = ({k: v or None for k, v in row.items() if k is not None} for row in reader)
@@ -125,7 +123,7 @@ def _table(name: str, kind: type[T]) -> RecordFile[Sequence[T]]:
 
 
 def _epochs(name: str) -> RecordFile[Sequence[EpochRow]]:
-    """A CSV file of epochs; columns `val_<name>` without a field of their own are figures of the task's metric."""
+    """Columns `val_<name>` without a field are figures of the task's metric."""
     known = {field.name for field in fields(EpochRow)}
 
     def parse(text: str, path: Path) -> tuple[EpochRow, ...]:

@@ -1,4 +1,4 @@
-"""Engines that were given a quantized file which is placed for another engine."""
+"""Engines that were given a file placed for another engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from compress.variants import QUANTIZED
 
 
 def foreign_files(run: RunData) -> tuple[str, ...]:
-    """Return a sentence for each engine of a run whose quantized networks were placed for other engines alone.
-
-    Such a file computes the same, but an engine runs in integers only what stands between quantizers as it fuses them.
-    """
+    """A sentence for each of them: it computes the same, but not all in integers."""
     return tuple(_sentences(run))
 
 
@@ -36,7 +33,7 @@ def _sentences(run: RunData) -> Iterator[str]:
 
 
 def _targets(tree: Any) -> list[str]:
-    """Return the targets that the tree of a recipe names; none where it quantizes nothing."""
+    """Targets named by a recipe's tree; none where it quantizes nothing."""
     section = tree.get("quantization") if isinstance(tree, dict) else None
     found = section.get("target") if isinstance(section, dict) else None
     return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []

@@ -1,8 +1,4 @@
-"""Results of a run that no measuring package has a type for: rows about layers, files and engines.
-
-Epochs, decisions of a placement, metrics and end-to-end times are rows too; their types are declared where they are
-measured (`EpochRow`, `Decision`, `Metric`, `EndToEnd`).
-"""
+"""Rows about layers, files and engines that no measuring package declares."""
 
 from __future__ import annotations
 
@@ -19,15 +15,15 @@ from compress.measure.end_to_end import EndToEnd
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A layer of the float network, and what quantization does to it.
+    """A layer, and what quantization does to it.
 
     Attributes:
-        name: module path, or node name of a function.
-        macs: multiply-accumulates of one image; None = unknown.
-        float_weight_bytes: bytes of the weight in the float file.
-        quantized_weight_bytes: bytes of the weight and its scales in the quantized file; None = float there.
-        weight_sqnr_db: signal to quantization noise of the weight; None = not quantized or not measured.
-        activation_sqnr_db: the same of the layer's output, quantized network against float; None = not measured.
+        name: module path, or node name.
+        macs: of one image; None = unknown.
+        float_weight_bytes: in the float file.
+        quantized_weight_bytes: with scales; None = float.
+        weight_sqnr_db: None = not quantized or not measured.
+        activation_sqnr_db: of the output against float; None = not measured.
     """
 
     name: str
@@ -42,13 +38,12 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRow:
-    """The metric of a network on an engine and its difference from float there, with 95 % intervals.
+    """The metric on an engine and its difference from float, with 95 % intervals.
 
     Attributes:
-        unit: of all values, such as `%`.
-        measurable: whether the interval of the difference leaves out zero.
-        value, low, high: the metric and the ends of its interval.
-        difference, difference_low, difference_high: the same of its difference from float, in pairs of images.
+        unit: of all values.
+        measurable: the interval of the difference leaves out zero.
+        difference, difference_low, difference_high: in pairs of images.
     """
 
     variant: str
@@ -81,12 +76,12 @@ class PrecisionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRow:
-    """A picture of the evaluation split with what a network found in it.
+    """An evaluation image with what a network found.
 
     Attributes:
-        image: index of the picture in the split.
-        file: of the picture, in the run folder.
-        text: prediction in words, for tasks without a drawing.
+        image: index in the split.
+        file: in the run folder.
+        text: of tasks without a drawing.
     """
 
     image: int
@@ -98,13 +93,12 @@ class PredictionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """The values of one tensor as calibration counted them.
+    """The values of a tensor as calibration counted them.
 
     Attributes:
-        bin_edges: one more than counts, ascending; or just the first and the last of equal bins. Magnitudes when
-            the first is 0 or above, signed values otherwise.
-        amax: largest magnitude that is not clipped.
-        signed: True for signed integers; unsigned ones have twice the steps below amax.
+        bin_edges: ascending, one more than counts, or the first and last of equal bins; magnitudes from 0, else signed.
+        amax: largest unclipped magnitude.
+        signed: unsigned integers have twice the steps below amax.
 
     Raises:
         RunError: no counts, or another number of edges.
@@ -126,11 +120,11 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationRow:
-    """A weighted operation of a variant's exported file, and whether it is INT8 there.
+    """A weighted operation of a file, and whether it is INT8.
 
     Attributes:
-        int8: True if its input and its weight are integers of 8 bits or fewer.
-        reason: why it is not INT8; "" when it is.
+        int8: input and weight have 8 bits or fewer.
+        reason: against INT8; "" if it is.
     """
 
     variant: str
@@ -143,10 +137,10 @@ class OperationRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Time of a layer, with what follows it up to the next, on an engine that times its layers itself.
+    """Time of a layer with what follows it up to the next.
 
     Attributes:
-        float_ms, quantized_ms: median time of a run in either file.
+        float_ms, quantized_ms: median.
     """
 
     layer: str
@@ -161,14 +155,14 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedRow:
-    """A network that leaves layers in float which an engine runs slower in INT8, as it was built and measured.
+    """A measured network that leaves slow INT8 layers in float.
 
     Attributes:
-        layers: left in float beyond what the recipe leaves.
-        p50_ms, float_p50_ms: median time of a run, in turn.
-        score: the metric on the engine, in words.
-        recipe: file of the run folder that makes it.
-        unquiet: why its time is not to be compared with float's, nor with those of other choices; "" = it is.
+        layers: float beyond the recipe's.
+        p50_ms, float_p50_ms: in turn.
+        score: on the engine, in words.
+        recipe: its file.
+        unquiet: why its time is not comparable; "" = it is.
     """
 
     layers: tuple[str, ...]
@@ -181,15 +175,15 @@ class MixedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRow:
-    """A quantized network that is not faster than float on an engine, and which of its layers are to blame.
+    """A quantized network that is not faster than float, and the layers to blame.
 
     Attributes:
-        engine, float_engine: label of the engine at its fastest for either network.
-        target: whose placement rules the engine's file follows; "" where it follows no engine's.
-        layers: those that take longer than in float, the costliest first.
-        rest_ms, float_rest_ms: time of conversions and of all else that follows no layer.
-        mixed: the fastest network without the costliest of these layers; None = none was built.
-        unquiet: why the layers' times are not to be compared, so that none is named; "" = they are.
+        engine, float_engine: label at its fastest.
+        target: of the file's placement; "" = of no engine.
+        layers: slower than in float, the costliest first.
+        rest_ms, float_rest_ms: what follows no layer, conversions included.
+        mixed: the fastest network without the costliest; None = none was built.
+        unquiet: why layers' times are not comparable; "" = they are.
     """
 
     variant: str
@@ -208,12 +202,12 @@ class SlowRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltRow:
-    """An engine file that a run built, or the reason why there is none.
+    """An engine file that a run built, or why not.
 
     Attributes:
-        reason: why it was not built; "" when it was.
-        version: of the library that built it.
-        sms: compute capabilities that it runs on.
+        reason: "" when it was built.
+        version: of the library.
+        sms: compute capabilities.
     """
 
     variant: str
@@ -233,17 +227,15 @@ class EngineRow:
     """An audited engine; bytes are of one image.
 
     Attributes:
-        variant, engine: network, and label of the engine.
-        source: what the layers were read from; "" for an engine of which only the requirement was checked.
-        kernels: layers that run on the GPU.
-        unknown_sizes: activations whose bytes are unknown and not among these.
-        fp16_bytes: estimate of the activation bytes of the same network in fp16.
-        int8_share: share of the macs that are computed in 8 bits, 0 to 1.
-        sparse_kernels: how many layers with 2:4 weights run a sparse kernel, in words; "" without such layers.
-        advice: what to change; "" = nothing.
-        findings: what is wrong, the largest first.
-        layers: those that run on the GPU.
-        unmet: what `export.require` asks and the engine is not, in words.
+        source: of the layers; "" where only the requirement was checked.
+        kernels: layers on the GPU.
+        unknown_sizes: activations of unknown bytes.
+        fp16_bytes: estimate of activation bytes in fp16.
+        int8_share: of macs, 0 to 1.
+        sparse_kernels: 2:4 layers with a sparse kernel, in words; "" without such layers.
+        advice: "" = nothing to change.
+        findings: the largest first.
+        unmet: parts of `export.require`, in words.
     """
 
     variant: str
@@ -284,17 +276,17 @@ class EngineRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Times from pictures to classes.
+    """Times from images to classes.
 
     Attributes:
-        results: by batch size, then variant and engine.
-        unavailable: reason why an engine is not among them, by name.
+        results: by batch size, variant, engine.
+        unavailable: reason by engine.
     """
 
     results: tuple[EndToEnd, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the sum of the stages."""
+        """JSON values, with the sum of the stages."""
         rows = [{**asdict(row), "stage_ms": dict(row.stage_ms), "total_ms": row.total_ms} for row in self.results]
         return {"results": rows, "unavailable": dict(self.unavailable)}

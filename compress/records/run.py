@@ -1,7 +1,6 @@
-"""The content of a run folder, as a report reads it: every part typed, every part optional.
+"""The content of a run folder, every part typed and optional.
 
-A part whose file is not there is None or empty, and `RunData.absent` says why; a file that holds something else is
-refused with its path.
+A missing part is None or empty with a reason in `RunData.absent`; a wrong file is refused.
 """
 
 from __future__ import annotations
@@ -77,16 +76,11 @@ class RunData:
     """All that a run folder holds for a report.
 
     Attributes:
-        recipe: as resolved, in YAML.
-        metrics: every measured number.
-        train, qat: epochs of the float network and of quantization-aware training.
-        sparse, sparse_qat: epochs of fine-tuning the sparse network, and of its quantization-aware training.
-        intervals: of the metric, and of its differences from float.
-        precision: of detectors by recall.
-        layers: bytes and noise of each layer.
-        operations: weighted operations of the exported files.
+        recipe: resolved YAML.
+        train, qat: epochs.
+        sparse, sparse_qat: epochs of fine-tuning and of its QAT.
         slower: quantized networks that are not faster than float on an engine.
-        absent: a sentence for each missing file, by its name.
+        absent: a sentence for each missing file.
     """
 
     folder: Path
@@ -113,7 +107,7 @@ class RunData:
 
 
 def recipe_tree(run: RunData) -> object:
-    """Return the tree of a run's recipe; None if there is none or it cannot be read."""
+    """The tree of the recipe; None if it cannot be read."""
     try:
         return yaml.safe_load(run.recipe or "")
     except yaml.YAMLError:
@@ -121,7 +115,7 @@ def recipe_tree(run: RunData) -> object:
 
 
 def recipe_value(run: RunData, *path: str) -> Any:  # whatever YAML holds there
-    """Return what a run's recipe has under nested keys; None if there is no such thing."""
+    """A recipe's value under nested keys, or None."""
     value = recipe_tree(run)
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
@@ -129,9 +123,9 @@ def recipe_value(run: RunData, *path: str) -> Any:  # whatever YAML holds there
 
 
 def is_untrained(run: RunData) -> bool:
-    """Return True if a run's float network has the random weights that it was made with.
+    """True if the float network has random weights.
 
-    A function of the user's, and an ONNX file, may bring weights of their own: of them it is not said.
+    Functions and ONNX files may bring weights: False.
     """
     name, weights = recipe_value(run, "model", "name"), recipe_value(run, "model", "weights")
     source, colon, _ = str(name).partition(":")
@@ -140,7 +134,7 @@ def is_untrained(run: RunData) -> bool:
 
 
 def refuse_file_folder(folder: Path) -> None:
-    """Refuse what `ptq --onnx` wrote: there is no network that was trained or judged, and so no run.
+    """Refuse what `ptq --onnx` wrote, which is no run.
 
     Raises:
         RunError: says which commands take its file.
@@ -157,7 +151,7 @@ def read_run(folder: Path | str) -> RunData:
     """Read the files of a run.
 
     Raises:
-        RunError: `folder` does not exist or holds none of a run's files, or a file is not what its name says.
+        RunError: no run folder, or a file is not what its name says.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -1,8 +1,4 @@
-"""Quantized networks that are not faster than float on an engine: which layers cost it, and the recipe without them.
-
-An engine decides by itself which operations it has integer kernels for, and how it converts between them. So layers are
-judged by the engine's own times, in the float file and in the quantized one.
-"""
+"""Quantized networks that are not faster than float: which layers cost it, by the engine's own times."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ RULES_TITLE = "In a recipe these lines leave the layers in float which the engin
 
 
 def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
-    """Yield the quantized networks slower than float by more than the margin, each engine at its fastest, no layers.
-
-    Args:
-        metrics: of a run; what counts is p50 at each batch size.
-    """
+    """Rows without layers of networks slower than float by more than the margin, each engine at its fastest."""
     best: dict[tuple[str, int], dict[str, tuple[float, str]]] = {}
     for metric in metrics:
         if metric.name == "p50_ms" and metric.value is not None and metric.status == "complete":
@@ -56,18 +48,18 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
 
 
 def costly(row: SlowRow) -> tuple[str, ...]:
-    """Return the layers whose loss is worth a rule, the costliest first."""
+    """Layers worth a rule, the costliest first."""
     least = max(_MARGIN_MS, _LEAST * sum(cost.lost_ms for cost in row.layers))
     return tuple(cost.layer for cost in row.layers if cost.lost_ms >= least and cost.lost_ms > _MARGIN * cost.float_ms)
 
 
 def slower_sentences(rows: Sequence[SlowRow]) -> tuple[str, ...]:
-    """Return what is said of each network: how much slower it is, which layers cost the most, and what is faster."""
+    """How much slower, which layers, and what is faster."""
     return tuple(_sentence(row) + _mixed(row) for row in rows)
 
 
 def _mixed(row: SlowRow) -> str:
-    """The network that leaves layers in float, where one was built; else the command that builds it."""
+    """The mixed network, or the command that builds it."""
     if row.mixed is None:
         return ". `bench RUN --mixed` builds and times the network without them" if costly(row) else ""
     found, count = row.mixed, len(row.mixed.layers)
@@ -104,13 +96,12 @@ def _sentence(row: SlowRow) -> str:
 
 
 def _times(ms: float, float_ms: float, unit: str, where: str = "") -> str:
-    """Return a time as a ratio to float's, and both."""
     ratio = ms / float_ms if float_ms else 1.0
     return f"{ratio:.2f} of float's time{where} ({significant(ms)} against {significant(float_ms)} {unit})"
 
 
 def rules_text(rows: Sequence[SlowRow]) -> str:
-    """Return the lines of a recipe that leave the costly layers in float, in the engine's file alone; "" = none."""
+    """Lines of a recipe that leave costly layers float in the engine's file; "" = none."""
     targets: dict[str, dict[str, None]] = {}
     for row in rows:
         layers = costly(row) if row.mixed is None or row.mixed.unquiet else row.mixed.layers

@@ -1,8 +1,7 @@
-"""The table that says what was gained and what it cost: variants by engines, as pure functions of the metrics.
+"""The table of variants by engines, the same in terminal and pages.
 
-The terminal, report.md and report.html show the same rows. A speed-up compares p50 with the float variant on the
-same engine, precision and batch size, and nothing else; a number that is not there is n/a, and `summary_notes`
-says why.
+A speed-up compares p50 with float on the same engine, precision and batch size alone; `summary_notes` says why a number
+is n/a.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _COLUMNS = ("engine", "batch", "variant", "p50 ms", "speed-up", "p99 ms", "image
 
 
 def summary_columns(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """Return the titles of the table's columns; the fourth is the metric that the run is judged by."""
+    """Titles; the fourth is the judging metric."""
     return (*_COLUMNS[:_SCORE_AT], judged_by(metrics).column, *_COLUMNS[_SCORE_AT:])
 
 
@@ -36,13 +35,13 @@ _ROW_METRICS = ("p50_ms", "p99_ms", "images_per_s", "file_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """One variant on one engine at one batch size. None = not measured.
+    """A variant on an engine at a batch size. None = not measured.
 
     Attributes:
-        batch_size: of the timing; None for a row without timing.
-        score: the metric that the run is judged by, such as top-1 in percent, on this engine.
-        speedup: p50 of float over p50 of this row, same engine and batch size; None if either is partial.
-        partial: names of the metrics that are not complete.
+        batch_size: None = not timed.
+        score: of the judging metric, on this engine.
+        speedup: None if either p50 is partial.
+        partial: names of incomplete metrics.
     """
 
     engine: str
@@ -59,7 +58,7 @@ class SummaryRow:
     partial: frozenset[str] = frozenset()
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text under `summary_columns`; * marks a partial number."""
+        """Text under `summary_columns`; * marks a partial number."""
 
         def mark(name: str, text: str) -> str:
             return f"{text}*" if name in self.partial else text
@@ -79,10 +78,9 @@ class SummaryRow:
 
 
 def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
-    """One row for each (engine, batch size, variant) that has a number, float first in each group.
+    """A row for each (engine, batch size, variant) with a number, float first.
 
-    Engines and variants come in the order in which the metrics name them. An engine all of whose numbers are
-    unavailable has no row (see `unavailable_engines`).
+    Engines and variants come in the metrics' order.
     """
     metrics = tuple(metrics)
     index = _Index(metrics)
@@ -102,7 +100,7 @@ def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
 
 
 def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """A line for each number of the table that is partial or missing, with its reason; equal reasons in one line."""
+    """Why numbers are partial or missing; equal reasons in one line."""
     metrics = tuple(metrics)
     away = unavailable_engines(metrics)
     lines: dict[tuple[str, str, str, str], list[str]] = {}
@@ -160,7 +158,7 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
 
 
 def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
-    """Engine label -> reason, for engines none of whose numbers could be measured."""
+    """Reason by engine none of whose numbers could be measured."""
     by_engine: dict[str, list[Metric]] = {}
     for m in metrics:
         if m.engine and m.name not in _SIZES:
@@ -204,8 +202,6 @@ def family(engine: str) -> str:
 
 
 class _Index:
-    """Metrics by (name, variant), to find the one that fits a row best."""
-
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._items: dict[tuple[str, str], list[Metric]] = {}
         self.judged = judged_by(metrics)
@@ -227,7 +223,7 @@ class _Index:
         return metric.value if metric else None
 
     def comparable_ms(self, variant: str, engine: str, batch_size: int | None) -> float | None:
-        """The median time, unless it was measured on a busy machine."""
+        """The median, unless of a busy machine."""
         metric = self.find("p50_ms", variant, engine, batch_size)
         return metric.value if metric and metric.status == "complete" else None
 

@@ -1,4 +1,4 @@
-"""The report of a run: figures with captions, report.md and report.html; and the comparison of two runs."""
+"""The pages of a run and of the comparison of two."""
 
 from compress.report.comparison import write_comparison
 from compress.report.write import write_report

@@ -1,7 +1,4 @@
-"""The elements of a report: blocks of plain text and figures, which Markdown and HTML each write their own way.
-
-Blocks hold text as it is; escaping belongs to the two writers and happens there, once, for everything.
-"""
+"""The elements of a page: plain text and figures, which the writers of Markdown and HTML escape."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from compress.report.headline import KeyFigure
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a table: numbers stand to the right, names of tensors and layers in a fixed-width face."""
+    """A column; numbers are right-aligned, code has a fixed width."""
 
     title: str
     align: Literal["left", "right"] = "left"
@@ -28,8 +25,7 @@ class Table:
     """Rows under columns.
 
     Attributes:
-        group_by: so many leading columns make a heading line of their own where there is room for that; rows that
-            agree in them stand together.
+        group_by: so many leading columns become a heading over the rows that agree in them.
     """
 
     columns: tuple[Column, ...]
@@ -37,12 +33,11 @@ class Table:
     group_by: int = 0
 
     def groups(self) -> list[tuple[str, list[tuple[str, ...]]]]:
-        """(heading, remaining cells of its rows) of each group; one group without a heading if `group_by` is 0."""
+        """(heading, rows without it); one group if `group_by` is 0."""
         grouped = itertools.groupby(self.rows, key=lambda row: row[: self.group_by])
         return [(self._heading(key), [row[self.group_by :] for row in rows]) for key, rows in grouped]
 
     def _heading(self, key: tuple[str, ...]) -> str:
-        """The leading cells in a line; a number is preceded by its column's title."""
         parts = [
             f"{column.title} {text}" if column.align == "right" and text[:1].isdigit() else text
             for column, text in zip(self.columns, key, strict=False)
@@ -52,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `note` = an aside, such as why something is missing."""
+    """A paragraph; `note` marks an aside."""
 
     text: str
     note: bool = False
@@ -102,7 +97,7 @@ class Shown:
     """A picture of a gallery.
 
     Attributes:
-        data: its bytes, JPEG.
+        data: JPEG.
     """
 
     file: str
@@ -112,7 +107,7 @@ class Shown:
 
     @property
     def address(self) -> str:
-        """The picture as an address that holds it."""
+        """The picture as a data URL."""
         return f"data:image/jpeg;base64,{base64.b64encode(self.data).decode()}"
 
 
@@ -121,7 +116,7 @@ class Gallery:
     """Pictures in rows under columns.
 
     Attributes:
-        rows: a picture for each column, None where there is none.
+        rows: None where there is no picture.
     """
 
     columns: tuple[str, ...]
@@ -131,7 +126,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that open on request: long tables."""
+    """Blocks that open on request."""
 
     summary: str
     blocks: tuple[Table | Text | Code | Bullets, ...]
@@ -151,7 +146,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A whole report: title, what was run in a line, the result in a sentence and as text to copy, sections."""
+    """A page: title, what was run, the result as a sentence and as text to copy, sections."""
 
     title: str
     subtitle: str
@@ -162,7 +157,7 @@ class Document:
 
 
 def table(*columns: Column | str, rows: Sequence[Sequence[str]], group_by: int = 0) -> Table:
-    """A table; a column given as text is a left-aligned one."""
+    """A table; text makes a left-aligned column."""
     made = tuple(Column(title=c) if isinstance(c, str) else c for c in columns)
     return Table(columns=made, rows=tuple(tuple(row) for row in rows), group_by=group_by)
 

@@ -1,4 +1,4 @@
-"""The model card of a run: Markdown with the front matter that model hubs read, and the numbers of the engines."""
+"""The model card of a run: Markdown with the front matter of model hubs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIPELINES = {
 
 
 def write_card(folder: Path | str) -> Path:
-    """Write `model_card.md` of a run folder, over an earlier one.
+    """Write `model_card.md`, over an earlier one.
 
     Raises:
         RunError: `folder` is no run folder, or one of its files is not what its name says.

@@ -1,4 +1,4 @@
-"""Two runs side by side: what each measured, how far apart they are, and in which keys of their recipes they differ."""
+"""Two runs side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME = 0.02  # latencies within 2 % are called equal, as in headlines
 
 
 def write_comparison(first: Path | str, second: Path | str) -> tuple[Path, Path]:
-    """Write `comparison-<second>.md` and `.html` into the folder of the first run, and return their paths.
+    """Write `comparison-<second>.md` and `.html` into the first run's folder.
 
     Raises:
         RunError: a folder is no run folder, both are the same, or they have no figure in common.
@@ -74,7 +74,7 @@ def compare_runs(first: RunData, second: RunData) -> Document:
 
 
 def table_of(pairs: list[tuple[SummaryRow, SummaryRow]], names: tuple[str, str], run: RunData) -> Table:
-    """A row for each variant on an engine that both runs measured."""
+    """A row for each variant and engine of both runs."""
     title = summary_columns(run.metrics)[3]
     columns = [number(f"{title}, {name}") for name in names] + [number("difference")]
     columns += [number(f"p50 ms, {name}") for name in names] + [number("ratio")]
@@ -111,7 +111,7 @@ def _pairs(first: RunData, second: RunData) -> Iterator[tuple[SummaryRow, Summar
 
 
 def _names(first: RunData, second: RunData) -> tuple[str, str]:
-    """The names of both folders, with those of their parents where they are equal."""
+    """The folders' names, with their parents' where they are equal."""
     paths = (first.folder.resolve(), second.folder.resolve())
     if paths[0].name != paths[1].name:
         return plain(paths[0].name), plain(paths[1].name)

@@ -1,4 +1,4 @@
-"""The report of a run as blocks: the result first, then how it came about, then all that is needed to repeat it.
+"""The report of a run as blocks: result, how it came about, how to repeat it.
 
 A part without data is left out, with a line that says why.
 """
@@ -41,7 +41,7 @@ from compress.variants import Variant
 
 
 def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
-    """All of the report but its writing."""
+    """The report; a part without data is a line that says why."""
     bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
     top = headline(run.metrics, bits=bits, intervals=run.intervals, untrained=is_untrained(run))
     title, subtitle = _titles(run)
@@ -158,7 +158,7 @@ def _metric_rows(metrics: Sequence[Metric]) -> list[tuple[str, ...]]:
 
 
 def pair_blocks(metrics: Sequence[Metric]) -> Iterator[Block]:
-    """Speeds against float where the same engine runs it fastest, with intervals; the headline's is among them."""
+    """Speeds against float, with intervals; the headline's is among them."""
     found = {
         (m.name, m.variant, m.engine, m.batch_size): m for m in metrics if m.name in PAIRED and m.value is not None
     }
@@ -279,7 +279,7 @@ def _placement(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[
 
 
 def _reasons(rows: Sequence[Decision]) -> list[tuple[str, str, str]]:
-    """(rule, count, reason), the most frequent rule first; reasons that differ only in names stand as an example."""
+    """(rule, count, example), the most frequent first."""
     by_rule: dict[str, list[str]] = {}
     for row in rows:
         by_rule.setdefault(row.rule, []).append(row.reason)
@@ -332,7 +332,7 @@ def _machine(run: RunData) -> Iterator[Block]:
 
 
 def flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, text) of nested mappings; lists in one line; an empty value says so.
+    """(dotted key, text) of nested mappings.
 
     >>> flattened({"os": "Linux", "versions": {"torch": "2.11"}, "gpus": [], "memory_bytes": 2_000_000_000})
     [('os', 'Linux'), ('versions.torch', '2.11'), ('gpus', 'none'), ('memory', '2.00 GB')]
@@ -379,7 +379,6 @@ def _method(run: RunData) -> Iterator[Block]:
 
 
 def _with_batches(methods: Iterable[str], batches: Mapping[str, set[int]]) -> list[str]:
-    """The methods of a metric, each with its batch sizes where there are several."""
     several = list(methods)
     if len(several) == 1:
         return several

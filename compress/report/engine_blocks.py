@@ -1,4 +1,4 @@
-"""The report's part on engines: tables of what each made of its file."""
+"""What each engine made of its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compress.support.text import display, in_bytes
 
 
 def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
-    """Table, findings, advice, unmet requirements, and every layer folded away."""
+    """Table, findings, advice, unmet requirements, layers."""
     unmet = [f"{display(e.variant)} on {display(e.engine)}: {text}" for e in engines for text in e.unmet]
     if unmet:
         yield Text("Not what export.require asks:")
@@ -41,7 +41,7 @@ def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
 
 
 def moved(engine: EngineRow) -> str:
-    """Bytes of activations that an engine moves for one image; tensors of unknown size are counted apart."""
+    """Bytes of activations for one image; tensors of unknown size are counted apart."""
     return in_bytes(engine.activation_bytes) + unknown_part(engine.unknown_sizes)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a run, each with a caption that says what to see, or the reason why it is not there."""
+"""The figures of a run with their captions, or why one is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Absent:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A figure that can be drawn: its texts, and how."""
+    """A figure that can be drawn."""
 
     caption: str
     alt: str
@@ -47,11 +47,7 @@ class _Plan:
 
 
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
-    """Name -> figure, in the order of the report.
-
-    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `block`, `end_to_end`, `precision`
-    and `engines` where the run has them.
-    """
+    """The figures by name, in the report's order."""
     drawn: dict[str, Picture | Absent] = {}
     with styled():
         for name, (title, plan) in _FIGURES.items():

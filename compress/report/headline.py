@@ -1,8 +1,7 @@
-"""The result in one sentence and a few large figures: what was gained, and what it cost.
+"""The result in one sentence and a few large figures.
 
-The comparison is the one that does compression the least favour: within an engine, the fastest quantized row
-against the fastest float row at the smallest batch size (OpenVINO runs a float model in bf16 where it can, and a
-speed-up over f32 alone would be an illusion).
+The comparison does compression the least favour: the fastest quantized row against the fastest float row of one engine
+at the smallest batch size (OpenVINO runs float in bf16 where it can).
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def headline(
 
     Args:
         metrics: of the run.
-        bits: widths that its quantizers have; {8} lets the sentence say INT8.
-        intervals: of the metric; where the difference is not measurable, the sentence says that there is none.
-        untrained: the float network has random weights, which the sentence says in the place of its accuracy.
+        bits: widths of its quantizers; {8} lets the sentence say INT8.
+        intervals: of the metric; the sentence says where a difference is not measurable.
+        untrained: random float weights, which the sentence says in the place of accuracy.
     """
     metrics = tuple(metrics)
     rows, judged = summary_table(metrics), judged_by(metrics)
@@ -79,14 +78,14 @@ def headline(
 
 
 def _variant(metrics: Sequence[Metric]) -> str | None:
-    """The variant that the headline is about: QAT, else the last one that is not float."""
+    """QAT, else the last that is not float."""
     others = [v for v in variants_of(metrics) if v != Variant.FLOAT]
     measured = [v for v in others if any(m.variant == v and m.value is not None for m in metrics)]
     return Variant.QAT if Variant.QAT in measured else measured[-1] if measured else None
 
 
 def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:
-    """(float row, row of `variant`), each the fastest of the first engine that timed both."""
+    """(float, `variant`), each the fastest of the first engine that timed both."""
     for name in dict.fromkeys(family(row.engine) for row in rows):
         timed = [row for row in rows if family(row.engine) == name and row.p50_ms is not None]
         batches = [{row.batch_size for row in timed if row.variant == v} for v in (Variant.FLOAT, variant)]
@@ -101,7 +100,7 @@ def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, Summ
 
 
 def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow | None, SummaryRow | None]:
-    """Untimed rows: the first engine that has the metric of both."""
+    """Untimed: the first engine that has the metric of both."""
     by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.score is not None}
     engines = [
         e for e in dict.fromkeys(r.engine for r in rows) if (e, Variant.FLOAT) in by_key and (e, variant) in by_key
@@ -112,13 +111,13 @@ def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow |
 def _judged_beside(
     rows: Sequence[SummaryRow], before: SummaryRow | None, after: SummaryRow | None
 ) -> SummaryRow | None:
-    """The float row whose accuracy is compared: in the precision of `after`, which the interval is of."""
+    """The float row in the precision of `after`, which the interval is of."""
     same = (row for row in rows if after and row.variant == Variant.FLOAT and row.engine == after.engine)
     return next((row for row in same if row.score is not None), before)
 
 
 def _paired(metrics: Sequence[Metric], after: SummaryRow | None) -> tuple[float, float, float] | None:
-    """The speed of a row over that of float, and the ends of its interval, as measured turn by turn."""
+    """Speed over float's as measured in turn, and the ends of its interval."""
     if after is None:
         return None
     place = (after.variant, after.engine, after.batch_size)
@@ -198,7 +197,7 @@ def _precision(engine: str) -> str:
 
 
 def _change(before: str, after: str, unit: str = "") -> str:
-    """Both numbers and their unit, held together where a line ends."""
+    """Both numbers with their unit, unbreakable."""
     return f"{before} → {after} {unit}".strip().replace(" ", "\u00a0")
 
 
@@ -221,7 +220,7 @@ def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
 
 
 def summary_text(title: str, subtitle: str, sentence: str, metrics: Sequence[Metric]) -> str:
-    """The result as plain text: what was run, the sentence, and the table in aligned columns."""
+    """The result as plain text with the table."""
     lines = [summary_columns(metrics), *(row.cells() for row in summary_table(metrics))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,8 +1,4 @@
-"""Pages as self-contained HTML, from the templates beside this file.
-
-Every text is escaped by the templates' environment; only the figures, which compress draws itself, are put in as they
-are.
-"""
+"""Pages as self-contained HTML; the templates' environment escapes all text but our own figures."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ def to_html(document: Document) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill one of the templates.
-
-    Args:
-        template: name of its file.
-        values: what it uses; texts are put on one line and escaped.
-    """
+    """Fill a template; texts are put on one line and escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -57,7 +48,7 @@ def _environment() -> Environment:
 
 
 def _printed(value: object) -> object:
-    """Text as it may stand in a page: on one line, without control characters; what is markup already stays so."""
+    """Text on one line without control characters; markup stays."""
     return value if isinstance(value, Markup) else plain(str(value))
 
 

@@ -1,7 +1,4 @@
-"""A document as markdown, as GitHub reads it: pipe tables, images beside the file, <details> for long tables.
-
-Names from a model or a data set are data: what markdown or HTML would read as markup in them is escaped.
-"""
+"""A document as GitHub reads it; markup in names of models and data is escaped."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def to_markdown(document: Document) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Text that markdown shows as it is, on one line.
+    r"""Escaped text on one line.
 
     >>> print(escape("a|b <i> *x* layer1_0 _y_"))
     a\|b &lt;i&gt; \*x\* layer1_0 \_y\_

@@ -1,4 +1,4 @@
-"""Receptive fields as files: the theoretical table, and the pictures and page of the effective fields."""
+"""Receptive fields as files: the theoretical table; pictures and page of effective fields."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TheoreticalReport:
-    """The table, and the files that it was written to."""
+    """The table and its files."""
 
     table: ReceptiveFieldTable
     paths: tuple[Path, ...]
@@ -64,12 +64,12 @@ class TheoreticalReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ErfReport:
-    """The fields, and the files that they were written to.
+    """The fields and their files.
 
     Attributes:
         fields: in the order of the network.
         page: HTML in which one picks the layer.
-        animation: GIF from the first layer to the last; None where it was not asked for, or there is one layer only.
+        animation: GIF from the first layer to the last; None without it or of one layer.
     """
 
     fields: tuple[EffectiveReceptiveField, ...]
@@ -82,7 +82,7 @@ class ErfReport:
 def receptive_field_report(
     model: nn.Module, example_inputs: Inputs, *, out: Path | str, name: str = ""
 ) -> TheoreticalReport:
-    """Write the theoretical fields of a model to `receptive_field.{csv,json,png}` in the folder `out`.
+    """Write the theoretical fields to `receptive_field.{csv,json,png}` in `out`.
 
     Raises:
         ReceptiveFieldError: the input is no image.
@@ -103,7 +103,7 @@ def receptive_field_report(
 
 
 def table_csv(table: ReceptiveFieldTable) -> str:
-    """The table as CSV; axes are joined with `x`, empty = unknown or none."""
+    """CSV; axes are joined with `x`, empty = unknown or none."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -131,19 +131,7 @@ def erf_report(
     animate: bool = True,
     progress: Progress | None = None,
 ) -> ErfReport:
-    """Measure effective receptive fields and write `erf.{png,html,json,gif}` into the folder `out`.
-
-    Args:
-        model: any module whose first input is an image.
-        images: (N, C, height, width), or an iterable of batches.
-        out: folder; made when missing.
-        name: of the model, for titles; "" = its class.
-        weights: that it has, in words, for the page and the numbers; "" = not said.
-        layers: to look at, in order; None = `count` of them, from the first block to the last.
-        count: how many where `layers` is None.
-        options: of the measurement.
-        animate: also write the animation.
-        progress: listener.
+    """Write effective receptive fields as `erf.{png,html,json,gif}` into `out`.
 
     Raises:
         ReceptiveFieldError: see `effective_receptive_fields`.
@@ -176,7 +164,7 @@ def erf_report(
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """The drift of the field from the first network to each of the others, and the files that report it.
+    """The drift from the first network to each of the others.
 
     Attributes:
         pictures: PNG of each, in the same order.
@@ -196,15 +184,7 @@ def drift_report(
     layer: str | None = None,
     options: ErfOptions | None = None,
 ) -> DriftReport:
-    """Compare the effective field of the first network with those of the others, over the same images.
-
-    Args:
-        networks: by name; the first is the one before compression.
-        images: (N, C, height, width), or an iterable of batches.
-        out: folder of `erf_drift.json` and `erf_drift_<network>.png`.
-        name: of the model, for captions.
-        layer: name of a layer that all have; None = the last on a grid in each.
-        options: of the measurement.
+    """Compare effective fields with that of the first network, over the same images.
 
     Raises:
         ReceptiveFieldError: fewer than two networks, no images, or what `effective_receptive_field` says.
@@ -243,7 +223,6 @@ def _drift_numbers(drift: ErfDrift) -> dict[str, Any]:
 
 
 def _first(images: Tensor | list[Any]) -> Tensor:
-    """The first image, (C, height, width)."""
     item = images[0]
     if isinstance(item, (tuple, list)):
         item = item[0]
@@ -296,14 +275,14 @@ def _png(figure: Any) -> bytes:
 
 
 def _lighter(picture: bytes) -> bytes:
-    """The PNG in 256 colours, a third of the bytes: a page holds many."""
+    """The PNG in 256 colours: a third of the bytes."""
     buffer = io.BytesIO()
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
 
 
 def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: float = 0.8) -> Path:
-    """PNG pictures one after another as an endless GIF, the last shown three times as long."""
+    """Write an endless GIF whose last picture is shown three times as long."""
     frames = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
     size = frames[-1].size
     frames = [f.resize(size) if f.size != size else f for f in frames]
@@ -315,14 +294,7 @@ def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: flo
 
 
 def _erf_page(title: str, lead: str, fields: Sequence[EffectiveReceptiveField], pictures: Sequence[bytes]) -> str:
-    """A page in which one picks a layer and sees its effective field: one file, no script, nothing fetched.
-
-    Args:
-        title: of the page, plain text.
-        lead: a paragraph that says what was measured, plain text.
-        fields: in the order of the network; the last one is shown first.
-        pictures: PNG of each.
-    """
+    """A page on which one picks a layer: no script, nothing fetched; the last field is shown first."""
     views = [
         {
             "layer": field.layer,
@@ -336,7 +308,6 @@ def _erf_page(title: str, lead: str, fields: Sequence[EffectiveReceptiveField], 
 
 
 def _cells(field: EffectiveReceptiveField) -> tuple[str, ...]:
-    """One field as text: layer, units, side, sigma, radius of half the influence, theoretical size, share of it."""
     metrics, row = field.metrics, field.theoretical
     theory = "not known"
     if row is not None and row.status == "global":

@@ -1,4 +1,4 @@
-"""The page of a search: the front, what each layer got and why, uniform choices, and how good the models are."""
+"""The page of a search."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ _Y = "error of the outputs before fine-tuning"
 
 
 def write_search_report(outcome: Outcome, *, recipe: Recipe) -> tuple[Path, Path]:
-    """Write report.md, report.html, figures/front.png and front.json into the run folder, each whole or absent.
-
-    Returns:
-        The paths of report.md and report.html.
-    """
+    """Write report.md, report.html, figures/front.png and front.json into the run folder."""
     folder, document = outcome.folder, search_document(outcome, recipe=recipe)
     markdown, page = to_markdown(document), to_html(document)
     picture = next(block for section in document.sections for block in section.blocks if isinstance(block, Picture))
@@ -216,7 +212,7 @@ def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
 
 
 def _reasons(outcome: Outcome) -> dict[str, str]:
-    """For each element what its neighbouring choices would have cost."""
+    """What its neighbouring choices would have cost, by element."""
     found: dict[str, list[str]] = {}
     for other in outcome.front.otherwise(outcome.point):
         found.setdefault(other.element, []).append(
@@ -316,7 +312,7 @@ def _finite_value(value: object) -> object:
 
 
 def _check_lines(seen: Check, what: str) -> Iterator[str]:
-    """A sentence on the predictions of latency for some networks; none without networks."""
+    """How good predictions of latency were; none without networks."""
     if seen.measured:
         yield (
             f"Latency, {len(seen.measured)} {what}: median error {100 * seen.median_error:.1f} %, rank correlation "

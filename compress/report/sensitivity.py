@@ -15,7 +15,7 @@ _EFFECT = ("sqnr_db", "agreement")
 
 
 def sensitivity_csv(reports: Mapping[str, Sensitivity]) -> str:
-    """All rows with a header line; shares from 0 to 1, an empty field where there is no number."""
+    """Shares are from 0 to 1; an empty field is no number."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     metric = next(iter(reports.values())).metric if reports else "top1"
@@ -31,7 +31,7 @@ def _cells(name: str, row: LayerSensitivity) -> list[object]:
 
 
 def sensitivity_markdown(reports: Mapping[str, Sensitivity]) -> str:
-    """A table a format, the worst layer first."""
+    """A table for each format, the worst layer first."""
     return "\n".join(_table(name, report) for name, report in reports.items())
 
 

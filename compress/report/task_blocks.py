@@ -1,4 +1,4 @@
-"""The parts of a report that show what was learned: predictions, classes, and what of a difference is measurable."""
+"""Predictions, classes, and which differences are measurable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_COLOURS = 40
 
 
 def interval_blocks(run: RunData) -> Iterator[Block]:
-    """Differences from float with their intervals, and whether they can be told from chance."""
+    """Differences from float with intervals."""
     rows = [row for row in run.intervals if row.variant != Variant.FLOAT]
     if not rows:
         return
@@ -61,7 +61,7 @@ def _interval_row(row: IntervalRow) -> tuple[str, ...]:
 
 
 def predictions_section(run: RunData, precision: Block | Absent | None) -> list[Section]:
-    """The section of predictions, classes and precision; none where the run has nothing of them."""
+    """Predictions, classes and precision, where the run has them."""
     classes = class_table(run.metrics, class_names(run))
     if not run.predictions and precision is None and classes is None:
         return []
@@ -74,7 +74,7 @@ def predictions_section(run: RunData, precision: Block | Absent | None) -> list[
 
 
 def prediction_blocks(run: RunData) -> Iterator[Block]:
-    """Pictures of the evaluation split with the truth and what each network found, side by side."""
+    """Images with the truth and what each network found."""
     if not run.predictions:
         yield Text("No predictions were drawn in this run.", note=True)
         return
@@ -99,7 +99,6 @@ def prediction_blocks(run: RunData) -> Iterator[Block]:
 
 
 def _bytes(run: RunData, file: str) -> bytes | None:
-    """Return a picture of the run folder; None if it is gone."""
     path = (run.folder / file).resolve()
     if not path.is_relative_to(run.folder.resolve()):
         raise RunError(f"predictions.json names {file!r}, which is outside the run folder")
@@ -107,13 +106,13 @@ def _bytes(run: RunData, file: str) -> bytes | None:
 
 
 def class_names(run: RunData) -> tuple[str, ...]:
-    """The names of the classes in the recipe, in order; none where the data themselves have them."""
+    """The recipe's names of classes; none where the data have them."""
     names = recipe_value(run, "data", "classes")
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def class_colours(run: RunData) -> tuple[tuple[str, str], ...]:
-    """The names of the classes with the colours in which pictures of masks and boxes show them, `#rrggbb`."""
+    """(name, `#rrggbb`) as in drawn masks and boxes."""
     names = class_names(run)
     if recipe_value(run, "task") in ("classification", "own") or not 0 < len(names) <= _MOST_COLOURS:
         return ()
@@ -122,12 +121,7 @@ def class_colours(run: RunData) -> tuple[tuple[str, str], ...]:
 
 
 def class_table(metrics: Sequence[Metric], names: Sequence[str] = ()) -> Table | None:
-    """The figures of single classes on the first engine that has them for a quantized network; None without any.
-
-    Args:
-        metrics: of the run.
-        names: of the classes; what is left out is named as its figure.
-    """
+    """Figures of classes on the first engine that has them for a quantized network; None without any."""
     named = {figure_name(name): name for name in names}
     rows = [m for m in metrics if m.name.startswith(PER_CLASS) and m.value is not None]
     engines = [engine for engine in engines_of(metrics) if any(m.engine == engine for m in rows)]

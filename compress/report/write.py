@@ -1,4 +1,4 @@
-"""Write the report of a run folder: figures, report.md and report.html, each whole or absent."""
+"""Write the report of a run folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from compress.report.markdown import FIGURES, to_markdown
 
 
 def write_report(folder: Path | str) -> tuple[Path, Path]:
-    """Write the report of the run in `folder`, over an earlier one; equal input gives equal files.
+    """Write figures, report.md and report.html over earlier ones; equal input gives equal files.
 
-    The pages are written last, so a page that is there has its figures; a figure without data any more is removed.
+    The pages are written last; a figure without data any more is removed.
 
     Returns:
-        The paths of report.md, which shows the figures in figures/, and of report.html, which holds them.
+        (report.md beside figures/, report.html that holds them).
 
     Raises:
         RunError: `folder` is no run folder, or one of its files is not what its name says.
-        OSError: a file cannot be written (full disk).
     """
     run = read_run(folder)
     drawn = draw_figures(run)

@@ -1,4 +1,4 @@
-"""The cost in accuracy of each choice alone, from images; costs of several choices add up."""
+"""Cost in accuracy of each choice alone; costs add up."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class AccuracyModel:
     """Costs of choices.
 
     Attributes:
-        distance: squared error that a choice alone adds to the outputs, over their variance.
-        taylor, fisher: change of the loss by first and second order; of widths alone.
+        distance: squared error added to outputs, over their variance.
+        taylor, fisher: change of the loss by first and second order, of widths.
     """
 
     distance: Table
@@ -48,7 +48,7 @@ class AccuracyModel:
 
 
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
-    """Measure every choice alone, against the float network, on the held-out images."""
+    """Every choice alone against float, on held-out images."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)
@@ -78,7 +78,6 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
 def _formats_alone(
     lab: Lab, elements: Sequence[str], name: str, reference: list[torch.Tensor]
 ) -> Iterator[tuple[str, float]]:
-    """The error of one format in each block, other quantizers being off."""
     base = replace(lab.quantization, adaround=None, bias_correction=None)
     lab = replace(lab, quantization=base)
     network = build(lab, {}, steps=0)
@@ -105,7 +104,6 @@ def _bounded(far: float) -> float:
 
 
 def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> dict[str, dict[str, float]]:
-    """Sum of the scores of the channels that each width removes."""
     table: dict[str, dict[str, float]] = {}
     for element, choices in widths.items():
         name = element.removeprefix(f"{WIDTH} ")
@@ -115,6 +113,5 @@ def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> di
 
 
 def _outputs(lab: Lab, network: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
-    """Output tensors for all pictures held back."""
     rows = [[x.cpu() for x in flat_tensors(network(images))] for images in lab.held]
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Residual blocks that can be left out, and blocks of layers that share a format."""
+"""Residual blocks that can be left out, and layers that share a format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block:
 
 
 def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
-    """Return every block x + f(x) whose branch f has weighted layers and feeds only the sum."""
+    """Blocks x + f(x) whose f has weights and feeds only the sum."""
     found: list[Block] = []
     for node in graph.nodes:
         operands = [x for x in node.args[:2] if isinstance(x, fx.Node)] if node_kind(node) == "add" else []
@@ -60,11 +60,11 @@ def leave_out(module: fx.GraphModule, block: Block) -> None:
 
 
 def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Group layers into blocks that share a format: the deepest module that holds several of them, if it is no stage.
+    """Blocks that share a format: the deepest module with several layers that is no stage.
 
     >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer1.1.conv2", "fc"])
     {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'layer1.1': ('layer1.1.conv1', \
-'layer1.1.conv2'), 'fc': ('fc',)}
+    'layer1.1.conv2'), 'fc': ('fc',)}
     """
     counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
     grouped: dict[str, list[str]] = {}
@@ -76,7 +76,6 @@ def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Modules that hold a layer, deepest first, without the network."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
@@ -104,7 +103,6 @@ def _weighted_paths(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The longest module path that all share."""
     if len(paths) == 1:
         return paths[0]
     shared = []

@@ -1,4 +1,4 @@
-"""Corrects the model, and tries smaller networks, until a measured one keeps the bound."""
+"""Corrects the model, tries smaller networks, until one keeps the bound."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def corrected(
     more: Callable[[Timed, Sequence[Configuration]], Timed],
     latency: float | None,
 ) -> Timed:
-    """Time a model's best networks until one keeps the bound, or the model has seen them all.
+    """Time the model's best until one keeps the bound or none are left.
 
-    Each round corrects the model where it predicts too short times. `more` times networks; a latency of None = one
-    round.
+    Rounds correct too short predictions. `more` times networks; a latency of None = one round.
     """
     for turn in range(_CORRECTIONS):
         first = wanted(timed)

@@ -1,4 +1,4 @@
-"""The work of each layer of a network under a configuration, from shapes alone."""
+"""Work of layers under a configuration, from shapes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LayerCost:
 
     Attributes:
         kind: `conv`, `pointwise`, `depthwise`, `grouped`, `linear`, ...
-        format: of its weight, such as `int8 2:4`.
+        format: of the weight, such as `int8 2:4`.
         read, written, weights: elements.
-        inputs, outputs: channels read and written; 0 = no channel of them may go.
+        inputs, outputs: channels; 0 = none may go.
     """
 
     path: str
@@ -97,7 +97,6 @@ class Costs:
         )
 
     def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> _Channels:
-        """The part of an axis that is left."""
         counts: Counter[str] = self._axes.get(axis, Counter())
         if not any(counts):
             return _Channels(share=1.0, count=0.0)

@@ -1,4 +1,4 @@
-"""Importance of channels by which they are removed."""
+"""Importance of channels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tensor]) -> Scores:
-    """Return the importance of every channel of every group by one criterion.
+    """Importance by group and channel.
 
     Args:
-        structure: of the float network.
-        criterion: `magnitude` sums squares of weights (Li et al., arXiv 1608.08710, with the groups of DepGraph, arXiv
-            2301.12900); `batchnorm` averages |gamma| (network slimming, arXiv 1708.06519); `taylor` is (sum of
-            activation times gradient)^2 over a batch (Molchanov et al., arXiv 1906.10771); `fisher` sums the squares
-            by image (Theis et al., arXiv 1801.05787); `reconstruction` is the power that a channel adds to its
-            consumers (after ThiNet, arXiv 1707.06342, with channels taken for independent).
-        batches: images; read by the last three.
+        structure: of float.
+        criterion: `magnitude` sums squared weights (arXiv 1608.08710, groups of DepGraph, 2301.12900); `batchnorm`
+            averages |gamma| (1708.06519); `taylor` is (sum of activation times gradient)^2 over a batch (1906.10771);
+            `fisher` sums squares by image (1801.05787); `reconstruction` is the power added to consumers (after ThiNet,
+            1707.06342, channels independent).
+        batches: for the last three.
 
     Raises:
         SearchError: an unknown criterion.
@@ -56,7 +55,6 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
 
 
 def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]) -> Scores:
-    """Scores by a loss's gradient to a factor on each channel."""
     taps = _taps(structure)
     sums = {use.path: torch.zeros(len(use.classes)) for use in taps}
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +138,6 @@ def _consumers(structure: Structure) -> list[Axis]:
 
 
 def _uses(structure: Structure, roles: set[str]) -> list[Axis]:
-    """Uses of these roles that hold channels of a group."""
     own = torch.tensor([number for group in structure.groups.values() for number in group.classes])
     return [use for use in structure.axes if use.role in roles and bool(torch.isin(use.classes, own).any())]
 
@@ -161,7 +158,6 @@ def _power(tensor: Tensor, use: Axis) -> Tensor:
 
 
 def _summed(structure: Structure, uses: Sequence[Axis], value: Callable[[Axis], Tensor]) -> dict[str, Tensor]:
-    """Add a value at each position to the channel there."""
     place = {number: (name, i) for name, group in structure.groups.items() for i, number in enumerate(group.classes)}
     scores = {name: torch.zeros(_size(group)) for name, group in structure.groups.items()}
     for use in uses:

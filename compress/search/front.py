@@ -1,4 +1,4 @@
-"""Measured candidates, and the Pareto front of them in time and accuracy."""
+"""Measured candidates and their Pareto front."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Point:
     """A configuration and what was measured of it.
 
     Attributes:
-        label: such as `float`, `width 0.5`, `trial 17`.
-        configuration: empty for the float network.
-        figures: on the engine, before fine-tuning.
-        predicted_ratio: time over the float network's, by a latency model that was not fitted to this network.
+        label: `float`, `width 0.5`, `trial 17`, ...
+        configuration: empty = float.
+        figures: before fine-tuning.
+        predicted_ratio: over float's time, by a model not fitted to it.
         predicted_distance: by the accuracy model.
     """
 
@@ -47,12 +47,11 @@ class Front:
     """The result of a search.
 
     Attributes:
-        lab: with which its networks are built.
-        points: all that were measured, the float network first.
-        chosen: keeps the bound, before fine-tuning; None without a bound.
-        timed: the latency model and its check.
-        failed: configurations that could not be built or run, with the reason.
-        notes: sentences for the user.
+        lab: builds its networks.
+        points: float first.
+        chosen: before fine-tuning; None without a bound.
+        timed: latency model and check.
+        failed: configurations with reasons.
 
     Examples:
         >>> front = compress.search(model, images, batches, latency=0.5)  # doctest: +SKIP
@@ -69,7 +68,7 @@ class Front:
 
     @property
     def front(self) -> tuple[Point, ...]:
-        """The points that no other beats, from the fastest on."""
+        """Points that no other beats, fastest first."""
         return pareto(self.points)
 
     def network(self, point: Point) -> nn.Module:
@@ -92,7 +91,7 @@ class Front:
         )
 
     def accuracy_check(self) -> dict[str, float]:
-        """Each accuracy model's rank correlation with the measured distance."""
+        """Rank correlation of each model with measured distance."""
         rows = [point for point in self.points if point.configuration]
         measured = [point.figures.distance for point in rows]
         return {
@@ -122,7 +121,7 @@ class Front:
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Points that no other beats in both time and distance, from the fastest on.
+    """Points that no other beats in time and distance, fastest first.
 
     >>> pareto([])
     ()
@@ -135,12 +134,12 @@ def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: float | None = None) -> Point:
-    """The point of the least distance within a time, or the fastest of those that lose little agreement.
+    """The least distance within a time, or the fastest of those that lose little agreement.
 
-    `latency` is in times of the float network, `max_drop` in percent points of held-out images.
+    `latency` is in float's times, `max_drop` in percent points of held-out images.
 
     Raises:
-        SearchError: no point keeps the bound; names the best one.
+        SearchError: none keeps the bound; names the best.
     """
     front = pareto(points)
     if latency is not None:
@@ -164,7 +163,7 @@ def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: f
 
 
 def lost(point: Point) -> float:
-    """Percent points of held-out images given another class than by the float network.
+    """Percent of held-out images given another class than by float.
 
     Raises:
         SearchError: the outputs are no logits.

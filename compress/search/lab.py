@@ -1,4 +1,4 @@
-"""A candidate from its configuration to its figures on the engine."""
+"""A candidate from configuration to measured figures."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Figures:
     """Measurements of a candidate on the engine.
 
     Attributes:
-        ms: median time of a run.
-        ratio: over the float network's time, measured in turn.
-        distance: squared error of its outputs over the float network's variance, on held-out images.
-        agreement: share of those images of the float network's class; None without logits.
-        unquiet: why the ratio is not to be reported; "" = it is.
+        ms: median.
+        ratio: over float, in turn.
+        distance: squared error of outputs over float's variance, held-out images.
+        agreement: with float's class; None without logits.
+        unquiet: why not to be reported, or "".
     """
 
     ms: float
@@ -63,18 +63,17 @@ class Figures:
 
 @dataclass(frozen=True)
 class Lab:
-    """Everything that candidates are built and measured with.
+    """What candidates are built and measured with.
 
     Attributes:
-        structure: of the float network.
-        quantization: its rules come before those of a configuration.
-        scores: importance of channels.
-        fit: images that candidates learn from.
-        held: images that they are measured on.
-        block: channels that the engine computes at a time.
-        runs, seconds: most timed runs of each network and load, and time for each.
-        version: of the engine's library.
-        cache: folder of times; None = the user's.
+        quantization: its rules come first.
+        scores: of channels.
+        fit: images to learn from.
+        held: images to measure on.
+        block: channels computed at a time.
+        runs, seconds: most, for each network and load.
+        version: of the engine.
+        cache: of times; None = the user's.
     """
 
     structure: Structure
@@ -164,10 +163,10 @@ def export(lab: Lab, network: nn.Module, path: Path) -> Path:
 
 
 def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
-    """Build a candidate and measure it on the engine, in turn with the float network's file.
+    """Build and measure in turn with float's file.
 
     Raises:
-        CompressError: the candidate cannot be built, exported or run.
+        CompressError: it cannot be built, exported or run.
     """
     with tempfile.TemporaryDirectory(prefix="compress-search-") as folder:
         network = with_formats(lab, build(lab, configuration), configuration)
@@ -191,7 +190,7 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
 
 @contextmanager
 def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
-    """Load files into a search's engine; close them at the end."""
+    """Load files; close them at the end."""
     built: dict[str, Engine] = {}
     spec = lab.spec
     try:
@@ -229,7 +228,7 @@ def time_engines(lab: Lab, engines: Mapping[str, Engine]) -> dict[str, Latency]:
 
 
 def time_ratio(value: Latency, reference: Latency) -> float:
-    """Lower quartile of the time over the float network's: other load only adds time."""
+    """Lower quartiles over float's: other load only adds time."""
     return float(np.quantile(value.turns_ms, 0.25) / np.quantile(reference.turns_ms, 0.25))
 
 
@@ -241,7 +240,7 @@ def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
 
 
 def agreement(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
-    """Share of images of the same class in two sets of logits, else None."""
+    """Share of images of the same class, None without logits."""
     if len(outputs) != 1 or outputs[0].ndim != 2:
         return None
     return float((outputs[0].argmax(1) == reference[0].argmax(1)).double().mean())

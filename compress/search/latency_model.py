@@ -1,4 +1,4 @@
-"""Latency as a sum over layers, fitted to networks that were timed."""
+"""Latency as a sum over layers, fitted to timed networks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Sample:
     """A network that was timed.
 
     Attributes:
-        costs: of its layers.
-        time: of a run, in the model's unit.
-        layers: times by path, as the engine reports them, or empty.
+        costs: by layer.
+        time: in the model's unit.
+        layers: by path, as the engine reports, or empty.
     """
 
     costs: tuple[LayerCost, ...]
@@ -66,9 +66,9 @@ class LatencyModel:
     """A fitted model.
 
     Attributes:
-        coefficients: time for each unit of a feature.
-        block: channels that the engine computes at a time.
-        correction: of the sum, or None.
+        coefficients: time by feature.
+        block: channels computed at a time.
+        correction: or None.
     """
 
     coefficients: Mapping[Feature, float]
@@ -179,7 +179,6 @@ def rank_interval(rank: float, count: int) -> tuple[float, float]:
 
 
 def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
-    """Features of a whole network."""
     total = _beside(costs)
     for cost in costs:
         for name, value in _of_layer(cost).items():

@@ -1,4 +1,4 @@
-"""The block of channels that an engine computes at a time, and the files of a search's measurements."""
+"""The block of channels that an engine computes at a time, and files of times."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ def block_of(times: Mapping[int, float]) -> int:
 
 
 def _times(engine: str) -> dict[int, float]:
-    """Time of pointwise convolutions by channels, on one thread."""
     example = torch.zeros(1, 3, _SIDE, _SIDE)
     with tempfile.TemporaryDirectory(prefix="compress-block-") as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

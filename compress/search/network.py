@@ -1,4 +1,4 @@
-"""A configuration applied to a network: channels removed, blocks left out."""
+"""Channels removed, blocks left out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def reconstruct(
 
 
 def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]) -> dict[str, Tensor]:
-    """Positions of the left channels in each BatchNorm's output."""
     paths = {path for path, module in small.named_modules() if isinstance(module, _NORMS)}
     return {
         path: kept_positions(axis, removed)
@@ -106,7 +105,6 @@ def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]
 
 
 def _observed(model: nn.Module, images: Tensor, paths: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The outputs of a network and some modules."""
     seen: dict[str, Tensor] = {}
 
     def keep(path: str) -> Callable[..., None]:
@@ -125,7 +123,7 @@ def _error(value: Tensor, target: Tensor) -> Tensor:
 
 
 def distance(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Squared error over the reference's variance, averaged over output tensors."""
+    """Squared error over variance, averaged over outputs."""
     shares = []
     for value, target in zip(outputs, reference, strict=True):
         target = target.double()

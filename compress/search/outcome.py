@@ -1,4 +1,4 @@
-"""The bound of a search, the points fine-tuned in turn, and the choice among them."""
+"""The bound, points fine-tuned in turn, and the choice."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from compress.variants import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A network that was fine-tuned, quantized, exported and measured.
+    """A fine-tuned and measured network.
 
     Attributes:
-        label: of the point that it began as.
-        folder: its own run folder, with a report.
-        variant: the best of its networks on the engine.
-        ms: median time of a run.
-        ratio: over the float network's time, in turn.
-        score: the task's metric on the engine, whole evaluation split.
-        drop: points lost against the float network on the engine.
-        unquiet: why the ratio is not to be reported; "" = it is. Bounds are judged by it all the same.
+        label: of its point.
+        folder: its own run.
+        variant: its best on the engine.
+        ms: median.
+        ratio: over float, in turn.
+        score: metric on the engine, whole split.
+        drop: points lost there.
+        unquiet: why the ratio is not to be reported, or ""; bounds are judged by it all the same.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The bound of a search: largest share of the float network's time, or most points of the metric lost."""
+    """Largest share of float's time, or most points lost."""
 
     latency: float | None = None
     max_drop: float | None = None
@@ -134,7 +134,6 @@ class Outcome:
 
 
 def _kind(made: Attempt) -> str:
-    """A network's point and variant: `width 0.5, int8; qat`."""
     return made.label if made.variant == str(Variant.FLOAT) else f"{made.label}; {made.variant}"
 
 

@@ -1,4 +1,4 @@
-"""The plan of a search on disk: the two models, which are measured once."""
+"""The two models of a search on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network of a search as a recipe's model: built, made smaller, loaded."""
+"""A network of a search as a recipe's model."""
 
 from __future__ import annotations
 

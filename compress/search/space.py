@@ -1,4 +1,4 @@
-"""The space of configurations: the choices of each element of a network."""
+"""The choices of each element."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Space:
     """All configurations of a search.
 
     Attributes:
-        elements: choices of each element, those that change least first.
-        notes: what was left out of the space, and why.
+        elements: choices that change least first.
+        notes: what was left out, and why.
     """
 
     elements: Mapping[str, tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The `search` section of a recipe: what may be chosen, and how long the search may take."""
+"""The `search` section of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Criterion = Literal["magnitude", "batchnorm", "taylor", "fisher", "reconstructio
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Space and effort of `python -m compress search` and of `compress.search`.
+    """Space and effort of a search.
 
     Attributes:
         widths: shares of the channels of a group that may be kept, besides all of them; () leaves every width alone.
@@ -68,7 +68,7 @@ def check_search_spec(spec: SearchSpec) -> None:
     """Refuse a specification that cannot be followed.
 
     Raises:
-        SearchError: names each key, what was got and what is allowed.
+        SearchError: each key, what was got, what is allowed.
     """
     validate(spec, SearchSpec, section="search", error=SearchError, rules=search_contradictions)
 

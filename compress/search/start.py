@@ -1,4 +1,4 @@
-"""The best configurations by the models, from an integer program for each budget of time."""
+"""An integer program for each budget of time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Otherwise:
 def best_within(
     space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float
 ) -> Configuration | None:
-    """Return the configuration of the least sum of distances within a budget of predicted time, or None."""
+    """Least sum of distances within a predicted time, or None."""
     current: dict[str, str] = space.largest()
     best: tuple[float, dict[str, str]] | None = None
     limit = budget

@@ -1,4 +1,4 @@
-"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of one format."""
+"""What a search may change: channels, blocks, formats."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ class Structure:
     """A traced float network and all that may be taken from it.
 
     Attributes:
-        graph: in evaluation mode; not to be changed.
-        axes: every axis of its tensors along channels.
-        groups: of channels, by name.
-        blocks: residual blocks that may be left out, by name.
-        units: weighted layers that share a format, by the name of their module.
-        layers: weighted layers with their costs, in graph order.
-        left: why other channels stay, by the layer that produces them.
+        graph: in evaluation mode, not to be changed.
+        axes: along channels.
+        blocks: that may be left out, by name.
+        units: layers that share a format, by module.
+        layers: weighted, with costs, in order.
+        left: why channels stay, by producing layer.
     """
 
     graph: fx.GraphModule
@@ -114,7 +113,6 @@ def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
 def _groups(
     graph: fx.GraphModule, channels: Channels, axes: Sequence[Axis]
 ) -> tuple[dict[str, WidthGroup], dict[str, str]]:
-    """Groups that may be removed, and why others may not."""
     pinned = channels.pinned()
     uses = list(channels.uses.values())
     held: dict[int, set[int]] = {}
@@ -149,7 +147,6 @@ def _without_failing(structure: Structure) -> Structure:
 
 
 def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
-    """Why the network fails without half of some groups, or ""."""
     removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
     small = remove_channels(structure.graph, structure.axes, removed)
     try:

@@ -1,4 +1,4 @@
-"""Removes channels from a traced network: every tensor along them becomes shorter."""
+"""Removes channels along every tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times whole networks until a latency model predicts those that it has not seen."""
+"""Times networks until a model predicts unseen ones."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Timed:
     """The outcome of timing.
 
     Attributes:
-        model: fitted to all networks that were timed.
-        check: of the model before the last networks were added, on those.
-        samples: by key of their configuration.
-        cached: number of networks whose times were on disk.
+        model: of all timed networks.
+        check: on the last networks, before they were added.
+        samples: by configuration's key.
+        cached: found on disk.
     """
 
     model: LatencyModel
@@ -66,7 +66,7 @@ def time_space(lab: Lab, reference: Path, *, progress: Progress) -> Timed:
     """Time networks, fit a model, and check it on others, until it is good or `_ROUNDS` are over.
 
     Raises:
-        CompressError: no network can be timed.
+        CompressError: none can be timed.
     """
     generator = random.Random(lab.spec.seed)
     held_out = max(2, lab.spec.networks // 3)
@@ -169,7 +169,6 @@ def _samples(
 
 
 def _measured(lab: Lab, configuration: Configuration, reference: Path) -> tuple[float, dict[str, float]]:
-    """Time of a network and of its layers over the float network's."""
     with tempfile.TemporaryDirectory(prefix="compress-timing-") as folder:
         network = with_formats(lab, apply(lab.structure, configuration, lab.scores), configuration, quick=True)
         path = export(lab, network, Path(folder) / f"{_ONE}.onnx")

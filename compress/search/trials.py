@@ -1,4 +1,4 @@
-"""Trials of NSGA-II over configurations, each built and measured, in any number of processes."""
+"""NSGA-II over configurations, in any number of processes."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def optuna() -> ModuleType:
 def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Study:
     """Open the study of a search; `create` makes one.
 
-    The storage is a URL that Optuna knows (`sqlite:///...`), or a file that several processes append to; the seed is
-    this worker's.
+    A URL of Optuna, or a file that processes append to; the seed is this worker's.
 
     Raises:
-        SearchError: the storage cannot be opened, or there is no study.
+        SearchError: it cannot be opened, or is not there.
     """
     library = optuna()
     sampler = library.samplers.NSGAIISampler(population_size=max(population, 2), seed=seed)
@@ -76,7 +75,7 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
 
 
 def add_starts(study: Study, space: Space, starts: Mapping[str, Configuration]) -> None:
-    """Queue configurations by label, except those the study has."""
+    """Queue configurations that it lacks."""
     known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
     for label, configuration in starts.items():
         whole = {**space.largest(), **configuration}
@@ -96,8 +95,7 @@ def run_trials(
 ) -> None:
     """Run trials until the study has `count` that ended, of all processes.
 
-    After `deadline` (of `time.monotonic`) only the first three trials begin; other processes' starts are not waited
-    for.
+    After `deadline` (`time.monotonic`) only the first three begin; others' starts are not waited for.
     """
     seen, since = len(ended(study)), dict[int, float]()
     progress.start(TASK, count, done=min(seen, count))

@@ -26,10 +26,10 @@ def is_import_path(name: str) -> bool:
 
 
 def imported(path: str, *, key: str, error: type[CompressError], what: str = "a function or class") -> Any:
-    """Return the callable object that `package.module:name` names; `key` and `what` are for messages.
+    """The callable that a path names; `key` and `what` are for messages.
 
     Raises:
-        CompressError: of class `error`: the module cannot be imported, or has no such callable.
+        CompressError: of class `error`: no import, or nothing callable.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -46,7 +46,7 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
 
 
 def own_sources(paths: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of the source of each of the user's modules that these objects are in or import."""
+    """SHA-256 of the user's modules that these objects are in or import."""
     found: dict[str, str] = {}
     waiting = [path.partition(":")[0] for path in paths if is_import_path(path)]
     while waiting and len(found) < _MOST_SOURCES:
@@ -72,7 +72,7 @@ def _imported_by(node: ast.AST, name: str) -> list[str]:
 
 
 def _own_source(name: str) -> bytes | None:
-    """The source of a module of the user's, else None."""
+    """A user's module's source, or None."""
     if name.partition(".")[0] in {"compress", *sys.stdlib_module_names}:
         return None
     try:

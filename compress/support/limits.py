@@ -1,7 +1,4 @@
-"""Upper bounds on what recipes, files and images may ask of the machine, far above any real use.
-
-Recipe keys take theirs through `validation`, readers of files through `compress.files`.
-"""
+"""Upper bounds on what recipes, files and images may ask, far above real use."""
 
 from __future__ import annotations
 

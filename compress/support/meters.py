@@ -1,4 +1,4 @@
-"""Metrics of a task: a name, a unit, a direction, and a meter with the interface of torchmetrics."""
+"""Metrics: name, unit, direction, and a meter as torchmetrics has it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map5
 
 
 class Meter(Protocol):
-    """Accumulates a metric over batches; several processes need `merge_state(other)`."""
+    """Accumulates over batches; several processes need `merge_state(other)`."""
 
     def update(self, outputs: Any, targets: Any, /) -> None:
-        """Add outputs, as `TaskMetric.select` returns them, and targets."""
+        """Outputs of `TaskMetric.select`, and targets."""
 
     def compute(self) -> Any:
-        """Return the metric so far: a number, or numbers by name."""
+        """A number, or numbers by name."""
 
 
 def whole(outputs: Any) -> Any:
@@ -39,12 +39,12 @@ class TaskMetric:
     """The metric by which a network is judged.
 
     Attributes:
-        name: key of its value among the figures of a meter, such as `miou`.
+        name: key among a meter's figures, such as `miou`.
         make: returns a new meter.
-        unit: `%` for shares from 0 to 1, shown in percent; any other is shown as it is.
-        direction: `higher` or `lower` values are better.
-        select: takes what a meter is given out of outputs.
-        classes: decided class at each place of the selected outputs, by which networks agree; or None.
+        unit: `%` for shares from 0 to 1.
+        direction: `higher` or `lower` is better.
+        select: of outputs, for the meter.
+        classes: decided at each place, by which networks agree; or None.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TaskMetric:
         """Return what a meter has measured, the metric itself first.
 
         Raises:
-            DataError: it returned no number, or none under the metric's name.
+            DataError: no number, or none of that name.
         """
         values = meter.compute()
         values = dict(values) if isinstance(values, Mapping) else {self.name: values}
@@ -92,12 +92,12 @@ class TaskMetric:
 
 
 def amount_of(unit: str) -> str:
-    """Return the unit of a difference: points, or the metric's own."""
+    """Points, or the metric's own."""
     return "points" if unit == "%" else unit
 
 
 def metric_title(name: str) -> str:
-    """Return the name of a figure in reports.
+    """A figure's name in reports.
 
     >>> metric_title("miou"), metric_title("pixel_accuracy")
     ('mIoU', 'pixel accuracy')
@@ -121,7 +121,7 @@ def score_text(value: float | None, unit: str) -> str:
 
 @dataclass
 class MeanOf:
-    """Mean of a function over batches, weighted by their sizes."""
+    """Weighted by batch sizes."""
 
     function: Callable[[Any, Any], Any]
     total: float = 0.0
@@ -143,16 +143,16 @@ class MeanOf:
 
 
 def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetric:
-    """Return the metric that a user names.
+    """The metric of the user.
 
     Args:
         given: a `TaskMetric`; a meter, copied for each use; a class or function without arguments that makes one; or a
-            function of (outputs, targets) that returns a number. Its `name`, `unit` and `direction` are the metric's;
-            else the object's name, `%`, and higher (unless torchmetrics' `higher_is_better` is set).
-        select: takes what the meter is given out of outputs.
+            function of (outputs, targets). Its `name`, `unit` and `direction` count, else its name, `%`, and higher (or
+            torchmetrics' `higher_is_better`).
+        select: of outputs, for the meter.
 
     Raises:
-        DataError: `given` is none of these.
+        DataError: none of these.
     """
     if isinstance(given, TaskMetric):
         return given
@@ -211,11 +211,7 @@ def _without_arguments(function: Callable[..., Any]) -> Any:
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a value as a number.
-
-    Raises:
-        DataError: it is none, or NaN.
-    """
+    """Return a value as a number."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:

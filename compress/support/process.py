@@ -1,4 +1,4 @@
-"""Facts of this machine: its processor, its load, its processes, and the cores that this one may use."""
+"""Facts of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def core_count() -> int:
 
 
 def read_fact(path: str) -> str:
-    """Return the text of a file of the system; "" if it has none."""
+    """A system file's text, or ""."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -34,16 +34,15 @@ def processor_name() -> str:
 
 
 def instruction_sets() -> frozenset[str]:
-    """Return the processor's features under the Linux kernel's names; empty where the system does not tell."""
+    """The Linux kernel's names; empty elsewhere."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", read_fact("/proc/cpuinfo"), re.MULTILINE)
     return frozenset(found.group(1).split()) if found else frozenset()
 
 
 def sums_bytes_in_16_bits() -> bool:
-    """Return True if this is an x86 processor without VNNI: it adds pairs of INT8 products in 16 bits, which saturate.
+    """True for x86 without VNNI: pairs of INT8 products saturate in 16 bits.
 
-    VPMADDUBSW adds two products of u8 and i8 to 16 bits with saturation: 2 * 255 * 64 fits, 2 * 255 * 65 does not
-    (Intel Software Developer's Manual, volume 2, PMADDUBSW).
+    VPMADDUBSW: 2 * 255 * 64 fits, 2 * 255 * 65 does not (Intel Software Developer's Manual, volume 2, PMADDUBSW).
     """
     features = instruction_sets()
     return "avx2" in features and not features & {"avx_vnni", "avx512_vnni"}

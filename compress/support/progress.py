@@ -1,4 +1,4 @@
-"""The listener that long work reports its progress to."""
+"""The listener of long work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """Listener of long work; `fields` are figures beside the bar of `task`."""
+    """`fields` are figures beside the bar of `task`."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Begin a task of `total` units, `done` already finished."""
@@ -25,7 +25,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """The listener that ignores everything: the default of every function."""
+    """Ignores everything: the default."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Do nothing."""
@@ -41,7 +41,7 @@ class NoProgress:
 
 
 def tracked(progress: Progress, task: str, items: Collection[T], *, done: int = 0) -> Iterator[T]:
-    """Yield items, and tell a listener of each that is finished; `done` others were finished before."""
+    """Yield items and tell of each; `done` were finished before."""
     progress.start(task, len(items) + done, done=done)
     for item in items:
         yield item

@@ -1,4 +1,4 @@
-"""YAML as recipes are written in it: safe, with numbers of YAML 1.2, within limits that no recipe reaches."""
+"""Safe YAML with numbers of YAML 1.2, within limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compress.support.limits import DEPTH, DIGITS, RECIPE_BYTES, RECIPE_VALUES
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML: 1e-3 is a number, as in YAML 1.2, and 2:4 is none."""
+    """1e-3 is a number, as in YAML 1.2, and 2:4 is none."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012, as in its base class
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
@@ -29,10 +29,10 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text; None for an empty one.
+    """The value; None for an empty text.
 
     Raises:
-        ValueError: no YAML, beyond a limit, one that holds itself, or keys that occur twice or are no text.
+        ValueError: no YAML, beyond a limit, recursive, or repeated or non-text keys.
     """
     if len(text) > RECIPE_BYTES:
         raise ValueError(f"it has {len(text):,} characters, and at most {RECIPE_BYTES:,} are read")

@@ -36,7 +36,7 @@ def plain(text: str) -> str:
 
 
 def display(name: str) -> str:
-    """A variant or an engine label as people write it.
+    """A variant or engine as people write it.
 
     >>> display("openvino (f32)"), display("sparse-ptq"), display("ptq.onnxruntime"), display("mine")
     ('OpenVINO (f32)', 'sparse PTQ', 'PTQ for ONNX Runtime', 'mine')
@@ -50,7 +50,7 @@ def display(name: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` with its middle left out where it is longer than `limit`: layers' names differ most at both ends.
+    """With its middle left out: names of layers differ at both ends.
 
     >>> shorten("features.denseblock4.denselayer16.conv2", 24)
     'features.de…yer16.conv2'
@@ -86,7 +86,7 @@ def fixed(value: float | None, decimals: int, unit: str = "") -> str:
 
 
 def scored(value: float | None, unit: str) -> str:
-    """A metric in the unit of reports, without it: two decimals of percent, four significant digits of other units.
+    """Without unit: two decimals of percent, else four digits.
 
     >>> scored(61.254, "%"), scored(0.012345, "m"), scored(1.15e-8, "mm"), scored(None, "%")
     ('61.25', '0.01235', '1.150e-08', 'n/a')

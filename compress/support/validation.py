@@ -1,4 +1,4 @@
-"""The check that a dataclass holds what its fields declare, pydantic's `Field` in `Annotated`."""
+"""Checks dataclasses by pydantic's `Field` in `Annotated`."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _CONTAINERS = {tuple: "a list", list: "a list", dict: "a mapping", Mapping: "a m
 
 
 def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[str]]:
-    """Make a dataclass, and all in it, from a tree that can be JSON.
+    """A dataclass from a tree that can be JSON.
 
-    `where` is put before each location in a message, such as `train`.
+    `where` begins locations in messages.
 
     Returns:
-        The dataclass and no lines, or None and a line for each refused value: location, what was got and is allowed.
+        The dataclass and (), or None and a line for each refused value.
     """
     text = json.dumps({"document": tree}, default=_plain, ensure_ascii=False)
     try:
@@ -63,7 +63,7 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
 
 
 def switched(hint: Any, tree: Any) -> Any:
-    """Return a tree with `on` and `off` where its type takes these words, which YAML 1.1 reads as true and false."""
+    """With `on` and `off` where the type has them, which YAML 1.1 reads as booleans."""
     if isinstance(tree, bool):
         words = [word for member in members(hint) if get_origin(member) is Literal for word in get_args(member)]
         word = "on" if tree else "off"
@@ -83,12 +83,12 @@ def validate(
     error: type[CompressError],
     rules: Callable[[T], Iterable[str]] = lambda _: (),
 ) -> None:
-    """Refuse a dataclass whose values are not as its fields declare, or contradict each other.
+    """Refuse values unlike their fields, and contradictions.
 
-    `rules` yields a line for each contradiction between values in range.
+    `rules` yields contradictions of values in range.
 
     Raises:
-        CompressError: of class `error`; names each key in `section`, what was got and what is allowed.
+        CompressError: of class `error`; each key in `section`, what was got, what is allowed.
     """
     if not isinstance(spec, cls):
         raise error(f"{section} is {spec!r}: it must be a compress.{cls.__name__}, such as {cls.__name__}()")
@@ -98,7 +98,7 @@ def validate(
 
 
 def range_words(hint: Any) -> str:
-    """Return the range that an `Annotated` number declares, such as `2 to 8`; "" for any other type.
+    """The range of an `Annotated` number, such as `2 to 8`, or "".
 
     >>> range_words(AtLeastOne), range_words(Share), range_words(ShareBelowOne), range_words(int)
     ('1 to 1,000,000,000', '0 to 1', 'at least 0 and below 1', '')
@@ -124,7 +124,7 @@ def _number(value: float) -> str:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return a union's alternatives; any other type is its only one."""
+    """Alternatives of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -135,7 +135,6 @@ def keys_of(section: type) -> str:
 
 @functools.cache
 def _document(cls: type) -> type[BaseModel]:
-    """A pydantic model around a dataclass."""
     return create_model(f"{cls.__name__}Document", __config__=_STRICT, document=(cls, ...))
 
 
@@ -150,7 +149,6 @@ def _shown(got: Any) -> str:
 
 
 def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
-    """One line for one of pydantic's errors."""
     location = _without_alternatives(cls, error["loc"][1:])
     path = ".".join(map(str, (where, *location) if where else location))
     kind, got, hint = error["type"], error["input"], _declared(cls, location)
@@ -179,7 +177,7 @@ def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
 
 
 def type_words(hint: Any) -> str:
-    """Return the types that a hint allows, as a message names them; "" if it has others than YAML's.
+    """Types that YAML has, or "".
 
     >>> type_words(int | tuple[int, int]), type_words(AtLeastOne | None)
     ('a whole number or a list', 'a whole number, 1 to 1,000,000,000, or null')

@@ -1,4 +1,4 @@
-"""Classification, segmentation, detection and tasks of one's own: loss, metric and pictures of predictions."""
+"""Loss, metric and pictures of each task."""
 
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification

@@ -1,7 +1,7 @@
-"""COCO's average precision of any resample of the images, and its precision at each recall.
+"""COCO's average precision of any resample of images, and precision by recall.
 
-Found boxes are matched once, image by image, as COCOeval does (Lin et al., arXiv 1405.0312; the code of pycocotools):
-by falling score, each to the free box of its class with the largest overlap.
+Boxes are matched once, as COCOeval does (Lin et al., arXiv 1405.0312): by falling score, each to the free box of its
+class with the largest overlap.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MOST_FOUND = 100
 
 @dataclass(frozen=True)
 class Matched:
-    """The found boxes of a class, by falling score.
+    """Found boxes of a class, by falling score.
 
     Attributes:
-        image: (D,) index of each box's image.
-        right: (overlaps, D) whether it is matched to a true box.
-        ignored: (overlaps, D) whether it counts neither as right nor as wrong.
-        truths: (images,) number of true boxes that count.
+        image: (D,) index of the image.
+        right: (overlaps, D) matched to a true box.
+        ignored: (overlaps, D) neither right nor wrong.
+        truths: (images,) true boxes that count.
     """
 
     image: NDArray[np.int64]
@@ -39,12 +39,7 @@ class Matched:
 
 
 class Detections:
-    """mAP: the found and the true boxes of each image.
-
-    Args:
-        labels: names of the classes.
-        decode: from a batch of outputs to boxes, scores and labels of each image.
-    """
+    """mAP: found and true boxes by image."""
 
     def __init__(self, labels: Sequence[str], decode: Callable[[Any], Any]) -> None:
         self.labels, self._decode = tuple(labels), decode
@@ -62,7 +57,7 @@ class Detections:
         return len(self._images)
 
     def values(self, weights: Weights) -> Floats:
-        """Return the mean over overlaps and classes with a true box; see `Evidence.values`."""
+        """Mean over overlaps and occurring classes; see `Evidence.values`."""
         totals, classes = np.zeros(len(weights)), np.zeros(len(weights))
         for label in range(len(self.labels)):
             seen = self.matched(label)
@@ -73,7 +68,7 @@ class Detections:
         return totals / np.maximum(1, classes)
 
     def curves(self) -> Iterator[tuple[str, list[float]]]:
-        """Yield each class that occurs with its precision at the 101 recalls, at an overlap of 0.5."""
+        """Yield occurring classes with their precision at 101 recalls, overlap 0.5."""
         for label, name in enumerate(self.labels):
             seen = self.matched(label)
             if seen.truths.sum():
@@ -87,7 +82,7 @@ class Detections:
 
 
 def precisions(seen: Matched, overlap: int, weights: Weights) -> Floats:
-    """Return the precision at each of the 101 recalls (R, 101): the largest at that recall or a higher one."""
+    """Precision at 101 recalls (R, 101): the largest at that recall or a higher one."""
     drawn = weights[:, seen.image]
     right = np.cumsum(drawn * (seen.right[overlap] & ~seen.ignored[overlap]), axis=1)
     wrong = np.cumsum(drawn * (~seen.right[overlap] & ~seen.ignored[overlap]), axis=1)
@@ -106,7 +101,7 @@ def precisions(seen: Matched, overlap: int, weights: Weights) -> Floats:
 
 
 def match(images: Sequence[tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]]], label: int) -> Matched:
-    """Match the found boxes of a class in all images."""
+    """Match a class in all images."""
     scores, places, rights, ignoreds, truths = [], [], [], [], []
     for index, (found, truth) in enumerate(images):
         mine, own = found["labels"] == label, truth["labels"] == label
@@ -152,7 +147,7 @@ def _match_image(
 
 
 def _overlaps(found: NDArray[Any], truth: NDArray[Any], crowd: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return (D, G) intersection over union; over the found box alone where the true one is a crowd."""
+    """(D, G) intersection over union; over the found box alone for crowds."""
     low, high = np.maximum(found[:, None, :2], truth[None, :, :2]), np.minimum(found[:, None, 2:], truth[None, :, 2:])
     inner = (high - low).clip(0).prod(2)
     own, other = _areas(found)[:, None], _areas(truth)[None]

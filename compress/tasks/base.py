@@ -1,4 +1,4 @@
-"""A task: what is learned from the data, how a network is judged, and how its outputs are shown."""
+"""A task: what is learned, judged and shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.tasks.evidence import Evidence
 
 
 class Loss(Protocol):
-    """Returns the mean loss of a batch, a scalar in float32."""
+    """Mean loss of a batch, a scalar in float32."""
 
     def __call__(self, outputs: Any, targets: Any, /, *, label_smoothing: float = 0.0) -> Tensor:
         """Compute the loss of selected outputs and the data's targets."""
@@ -29,14 +29,13 @@ class Task:
 
     Attributes:
         name: `classification`, `segmentation` or `detection`.
-        metric: the metric by which a network is judged, with the selection of outputs that all parts take.
-        loss: mean loss of a batch.
-        distance: (outputs, outputs of the teacher, temperature) -> mean distance, for distillation.
-        check: raises ModelError if the outputs (outputs, images) are not of the task's form.
-        correct: (outputs, targets) -> number of correct images, counted during training; None = not counted.
-        draw: (images (N, 3, H, W) uint8, outputs, targets or None) -> pictures (N, 3, k H, k W) uint8, k whole,
-            of what the outputs or, without outputs, the targets say; None = nothing to draw.
-        evidence: makes what collects the contribution of each image to the metric; None = the metric has none.
+        metric: judges networks, with the selection of outputs.
+        distance: (outputs, teacher's, temperature) -> mean distance.
+        check: raises ModelError for wrong outputs (outputs, images).
+        correct: (outputs, targets) -> correct images; None = not counted.
+        draw: (images (N, 3, H, W) uint8, outputs or None, targets or None) -> pictures (N, 3, k H, k W) uint8, k whole;
+            or None.
+        evidence: makes what collects each image's contribution to the metric, or None.
     """
 
     name: str
@@ -54,14 +53,14 @@ class Task:
 
 
 def soft_distance(outputs: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return the KL divergence of the student from the teacher at `temperature` T, times T squared, mean over places.
+    """KL divergence from the teacher at `temperature` T, times T squared, mean over places.
 
-    With the factor, the size of the gradients does not depend on T (Hinton et al., arXiv 1503.02531, section 2).
+    With the factor, gradients do not depend on T (Hinton et al., arXiv 1503.02531, section 2).
 
     Args:
-        outputs: logits of the student, (N, classes) or (N, classes, H, W).
-        teacher: of the same shape, without gradient.
-        temperature: divisor of both before the softmax.
+        outputs: (N, classes) or (N, classes, H, W) logits.
+        teacher: likewise.
+        temperature: divisor of logits.
     """
     student = F.log_softmax(_single(outputs) / temperature, dim=1)
     target = F.log_softmax(_single(teacher) / temperature, dim=1)
@@ -70,22 +69,21 @@ def soft_distance(outputs: Tensor, teacher: Tensor, temperature: float) -> Tenso
 
 
 def _single(tensor: Tensor) -> Tensor:
-    """Return at least single precision."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def squared_distance(outputs: Any, teacher: Any, temperature: float) -> Tensor:
-    """Return the mean squared difference of all output tensors, each in units of the teacher's mean square."""
+    """Mean squared difference of all outputs in units of the teacher's mean square."""
     pairs = zip(flat_tensors(outputs), flat_tensors(teacher), strict=True)
     parts = [F.mse_loss(a.float(), b.float()) / b.float().square().mean().clamp_min(1e-12) for a, b in pairs]
     return sum(parts[1:], start=parts[0]) / len(parts)
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the logits in `output`: itself, its "logits" or "out" (a key or an attribute), or its first element.
+    """The logits: `output`, its "logits" or "out", or its first element.
 
     Raises:
-        ModelError: it holds no tensor in these places.
+        ModelError: no tensor there.
     """
     if isinstance(output, Tensor):
         return output

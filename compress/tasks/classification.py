@@ -18,12 +18,12 @@ _TOP = 5
 
 @dataclass
 class TopK:
-    """Shares of images whose target has the highest logit, and is among the 5 highest (or all, if there are fewer)."""
+    """Shares of images whose target is the highest, and among the 5 highest logits (or all, if fewer)."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch of logits (N, classes) and targets (N,); the sums stay on their device."""
+        """Logits (N, classes) and targets (N,); sums stay on their device."""
         ranked = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == targets[:, None]
         batch = torch.stack([ranked[:, 0].sum(), ranked.sum(), ranked.new_tensor(len(targets), dtype=torch.int64)])
         self.sums = self.sums.to(batch.device) + batch.double()
@@ -65,16 +65,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0
 
 
 def correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of images whose highest logit is the target's, or that of its largest share."""
+    """Images whose highest logit is the target's, or of its largest share."""
     classes = targets.argmax(1) if targets.is_floating_point() else targets
     return (logits.argmax(1) == classes).sum()
 
 
 def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
-    """Refuse logits that do not hold a row for each image and a column for each class.
+    """Refuse other than a row for each image and a column for each class.
 
     Raises:
-        ModelError: names the shape that was got.
+        ModelError: names the shape.
     """
     if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Detection of objects: the detector's own losses, and COCO's mean average precision."""
+"""Detection: the detector's losses, COCO's mean average precision."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ _OVERLAPS, _RECALLS = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101
 class MeanPrecision:
     """COCO's average precision over IoU 0.5 to 0.95, 101 recalls and at most 100 boxes an image (arXiv 1405.0312).
 
-    Boxes with "ignored" are COCO's crowds: neither found nor missed. Boxes are compared in pixels of the network's
-    input; the overlap of two boxes does not depend on how the picture was resized.
+    "ignored" boxes are crowds: neither found nor missed. Boxes are in pixels of the input, as overlaps do not depend on
+    resizing.
 
     Attributes:
-        labels: names of the classes.
-        decode: from a batch of outputs to boxes.
-        found, truth: of each image so far, on the CPU.
+        decode: from outputs to boxes.
+        found, truth: by image, on the CPU.
     """
 
     labels: Sequence[str]
@@ -63,7 +62,7 @@ class MeanPrecision:
             self.truth.append(truth)
 
     def compute(self) -> Figures:
-        """Return `map`, `map50`, `map75` and `ap_<class>` of each class that occurs, 0 to 1.
+        """`map`, `map50`, `map75` and `ap_<class>` of occurring classes, 0 to 1.
 
         Raises:
             DataError: no image has a box.
@@ -90,17 +89,17 @@ class MeanPrecision:
 
 
 def _counted(truth: Mapping[str, Tensor]) -> list[int]:
-    """Return the labels of an image's boxes without its crowds; COCO gives a class of crowds alone the precision -1."""
+    """Labels without crowds; COCO gives a class of crowds alone the precision -1."""
     labels = truth["labels"]
     found: list[int] = (labels[truth["iscrowd"] == 0] if "iscrowd" in truth else labels).tolist()
     return found
 
 
 def checked(found: Any, images: int) -> Found:
-    """Return what a `decode` has returned.
+    """Check a result of `decode`.
 
     Raises:
-        ModelError: it is not a mapping with boxes (n, 4), scores (n,) and labels (n,) for each image.
+        ModelError: no boxes (n, 4), scores (n,) and labels (n,) by image.
     """
     if not isinstance(found, (list, tuple)) or len(found) != images:
         got = f"{len(found)} images" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
@@ -114,7 +113,7 @@ def checked(found: Any, images: int) -> Found:
 
 
 def output_tuple(outputs: Any) -> Outputs:
-    """Return the tensors of a model's or an engine's outputs, in order.
+    """Tensors of outputs, in order.
 
     Raises:
         ModelError: there is none.
@@ -132,13 +131,13 @@ def detection(
     decode: Decode,
     check: Callable[[Outputs, Tensor], None] | None = None,
 ) -> Task:
-    """Return the task of finding objects of some classes.
+    """Detection of some classes.
 
     Args:
-        labels: names of the classes.
-        loss: (outputs, targets) -> mean loss of a batch; the targets are those of `compress.data.boxes`.
-        decode: outputs -> boxes, scores and labels of each image, after non-maximum suppression.
-        check: raises ModelError if the outputs (outputs, images) do not fit; None = one row of each is asked for.
+        labels: of classes.
+        loss: of `compress.data.boxes` targets.
+        decode: to boxes, scores and labels by image, after non-maximum suppression.
+        check: raises ModelError for wrong outputs; None = a row of each is asked for.
     """
     metric = TaskMetric(name="map", make=partial(MeanPrecision, tuple(labels), decode), select=output_tuple)
     return Task(
@@ -153,7 +152,7 @@ def detection(
 
 
 def without_smoothing(function: Callable[[Any, Any], Tensor]) -> Loss:
-    """Return a loss of (outputs, targets) that takes label smoothing and leaves it out."""
+    """A loss that ignores label smoothing."""
 
     def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
         return function(outputs, targets)
@@ -162,10 +161,10 @@ def without_smoothing(function: Callable[[Any, Any], Tensor]) -> Loss:
 
 
 def check_rows(outputs: Outputs, images: Tensor) -> None:
-    """Refuse outputs that have no row for each image.
+    """Refuse outputs without a row by image.
 
     Raises:
-        ModelError: names the shapes.
+        ModelError: names shapes.
     """
     shapes = [tuple(tensor.shape) for tensor in outputs]
     if any(not shape or shape[0] != len(images) for shape in shapes):
@@ -173,15 +172,7 @@ def check_rows(outputs: Outputs, images: Tensor) -> None:
 
 
 def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: Any, targets: Any) -> Tensor:
-    """Return images with boxes and the names of their classes drawn over them, (N, 3, k H, k W) uint8.
-
-    Args:
-        labels: names of the classes.
-        decode: from outputs to boxes; those of a score under 0.4 are left out.
-        images: (N, 1 or 3, H, W) uint8; small ones are enlarged k times, so that the names can be read.
-        outputs: of the network; None = draw the targets.
-        targets: boxes of each image.
-    """
+    """Boxes and names over images, (N, 3, k H, k W) uint8: of outputs, else of targets."""
     rows = targets if outputs is None else checked(decode(outputs), len(images))
     scale = -(-_DRAWN_SIDE // min(images.shape[-2:]))
     large = images.cpu().expand(-1, 3, -1, -1).repeat_interleave(scale, 2).repeat_interleave(scale, 3)
@@ -199,7 +190,6 @@ def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: A
 
 
 def _draw_box(picture: Image.Image, box: Sequence[float], name: str, colour: tuple[int, ...]) -> None:
-    """Draw a box (x1, y1, x2, y2) and, on its colour and within the picture, its name."""
     brush = ImageDraw.Draw(picture)
     x1, y1, x2, y2 = box
     corner = (min(x1, x2), min(y1, y2))

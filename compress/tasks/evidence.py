@@ -1,4 +1,4 @@
-"""The contribution of each image to a metric, so that the metric can be taken of any resample of the images."""
+"""Each image's contribution, so that a metric can be taken of any resample."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Floats = NDArray[np.float64]
 
 
 class Evidence(Protocol):
-    """The images of a split, as one network on one engine has answered them."""
+    """A split as one network on one engine answered it."""
 
     def update(self, outputs: Any, targets: Any, /) -> None:
-        """Add a batch of selected outputs and its targets."""
+        """Add a batch of selected outputs."""
 
     def __len__(self) -> int:
         """Number of images."""
 
     def values(self, weights: Weights, /) -> Floats:
-        """Return the metric of each resample (R,), as a share, from weights (R, images)."""
+        """The metric of each resample (R,), a share, from weights (R, images)."""
 
 
 class Hits:
@@ -46,7 +46,7 @@ class Hits:
         return np.concatenate(self._hits)
 
     def values(self, weights: Weights) -> Floats:
-        """Return the share of images that were answered rightly; see `Evidence.values`."""
+        """Share of right images; see `Evidence.values`."""
         shares: Floats = weights @ self.right().astype(np.float64) / weights.sum(1)
         return shares
 
@@ -55,7 +55,7 @@ class Confusions:
     """mIoU: a confusion matrix for each image.
 
     Args:
-        count: returns the matrix (classes, classes) of a batch of one image, from outputs and targets.
+        count: (classes, classes) of a batch of one.
     """
 
     def __init__(self, count: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -71,7 +71,7 @@ class Confusions:
         return len(self._matrices)
 
     def values(self, weights: Weights) -> Floats:
-        """Return the mean IoU over the classes that occur; see `Evidence.values`."""
+        """Mean IoU of occurring classes; see `Evidence.values`."""
         counts = torch.stack(self._matrices).double().numpy()
         sums = np.einsum("rn,nij->rij", weights.astype(np.float64), counts, optimize=True)
         hits = np.einsum("rii->ri", sums)
@@ -82,5 +82,5 @@ class Confusions:
 
 
 def everything(evidence: Sequence[Any] | Evidence) -> Weights:
-    """Return the weights of the split itself: each image once."""
+    """Weights of the split itself."""
     return np.ones((1, len(evidence)), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The task of a recipe, whose loss and metric may be functions of the user's."""
+"""The task of a recipe."""
 
 from __future__ import annotations
 
@@ -45,19 +45,16 @@ def make_task(
     """Return a task.
 
     Args:
-        name: one of `TASKS`.
-        labels: names of the classes.
-        loss: a name that the task knows, `package.module:function`, or a function of (outputs, targets) that returns
-            the mean loss of a batch; None = the task's own.
-        metric: `package.module:name`, or what `task_metric` takes; None = the task's own.
-        decode: for detection, `package.module:function` or a function from outputs to boxes, scores and labels; None =
-            that of the detector.
-        detector: for detection, the part of a detector of torchvision that stays outside the network; see
-            `detector_head`.
+        name: of `TASKS`.
+        labels: of classes.
+        loss: a name that the task knows, `package.module:function`, or a function; None = the task's.
+        metric: `package.module:name`, or as of `task_metric`; None = the task's.
+        decode: for detection, a path or a function; None = the detector's.
+        detector: see `detector_head`.
 
     Raises:
-        RecipeError: an unknown task or loss, a module that cannot be imported, or a detection without loss or decode.
-        DataError: as `task_metric`, or a classification or segmentation of one class by the task's own loss.
+        RecipeError: an unknown name, no import, or detection without loss or decode.
+        DataError: as `task_metric`, or one class by the task's own loss.
     """
     if name not in TASKS:
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
@@ -85,7 +82,6 @@ def make_task(
 
 
 def _own(loss: Any, metric: Any) -> Task:
-    """Return the task of a loss and a metric that are both the user's."""
     lacking = _lacking(loss, metric)
     if lacking:
         raise RecipeError(lacking)
@@ -100,7 +96,6 @@ def _lacking(loss: Any, metric: Any) -> str:
 
 
 def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: DetectorHead | None) -> Task:
-    """Return the task of detection by a detector of torchvision, or by functions of the user's."""
     if detector is not None:
         own_decode = detector.decode if decode is None else decode
         return detection(labels, loss=detector.loss, decode=own_decode, check=detector.check)
@@ -117,12 +112,12 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
     """Return what of a recipe's detector stays outside the network; None if it is none of torchvision's.
 
     Args:
-        model: a recipe's `model` section; its weights are loaded only for a box head, which has weights of its own.
-        num_classes: number of classes of the data.
-        image_size: height and width of the images in pixels.
+        model: weights are loaded only for a box head.
+        num_classes: of the data.
+        image_size: (height, width).
 
     Raises:
-        ModelError: as `build_model`, or the detector fails on images of this size.
+        ModelError: as `build_model`, or this size fails.
     """
     with torch.random.fork_rng(devices=[]):
         built = build_whole(replace(model, weights=None), num_classes=num_classes, task="detection").model
@@ -133,7 +128,7 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
 
 
 def task_contradictions(task: str, loss: str | None, metric: str | None, decode: str | None = None) -> Iterator[str]:
-    """Yield a line if a recipe's `loss`, `metric` or `decode` is neither a name that its task knows nor a path."""
+    """Yield a line if a part is neither a known name nor a path."""
     if decode is not None and (task != "detection" or not is_import_path(decode)):
         yield f"decode is {decode!r}: it must be null, or package.module:function for the task detection"
     if task == "own" and (lacking := _lacking(loss, metric)):
@@ -146,7 +141,7 @@ def task_contradictions(task: str, loss: str | None, metric: str | None, decode:
 
 
 def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
-    """Return the object that a text names; anything else is the object itself."""
+    """The object that a text names, else the object itself."""
     if not isinstance(given, str):
         return given
     if not is_import_path(given):
@@ -159,7 +154,7 @@ def _allowed(known: Sequence[str]) -> str:
 
 
 def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
-    """Return a user's function as a loss; it smooths its own labels."""
+    """A user's loss, which smooths its own labels."""
 
     def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
         value = function(outputs, targets)

@@ -1,4 +1,4 @@
-"""A task whose loss and metric are the user's, over outputs of any form: depth, keypoints, several labels an image."""
+"""A task of the user's loss and metric."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from compress.tasks.detection import check_rows, output_tuple
 def own(*, loss: Loss, metric: TaskMetric, check: Callable[[Any, Tensor], None] | None = None) -> Task:
     """Return the task of a loss and a metric.
 
-    A teacher is followed by the squared difference of all outputs; no pictures are drawn, and two networks agree by
-    class only where the metric says what the class is.
+    Teachers are followed by squared difference; nothing is drawn; networks agree where the metric says the class.
 
     Args:
-        loss: (outputs, targets) -> mean loss of a batch.
-        metric: by which networks are judged.
-        check: raises ModelError if the outputs (outputs, images) do not fit; None = a row of each is asked for.
+        loss: mean of a batch.
+        metric: judges.
+        check: raises ModelError; None = a row of each is asked for.
     """
     return Task(name="own", metric=metric, loss=loss, distance=squared_distance, check=check or _check)
 
 
 def one_or_all(outputs: Any) -> Any:
-    """Return the only tensor of a model's or an engine's outputs, or a tuple of all of them in order."""
+    """The only output tensor, or all in order."""
     tensors = output_tuple(outputs)
     return tensors[0] if len(tensors) == 1 else tensors
 

@@ -1,4 +1,4 @@
-"""Semantic segmentation: cross entropy or Dice loss over the pixels that have a class, mIoU and pixel accuracy."""
+"""Semantic segmentation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ IGNORED = 255
 
 @dataclass
 class ConfusionMatrix:
-    """Counts of pixels by true class (rows) and predicted class (columns), over the pixels that are not ignored.
+    """Pixels by true (rows) and predicted class (columns), without ignored ones.
 
-    mIoU is the mean, over the classes that occur in the targets or the predictions, of intersection over union
-    (Everingham et al., "The PASCAL Visual Object Classes Challenge", IJCV 2010, section 4.3), as in torchmetrics'
-    MulticlassJaccardIndex over all pixels of the split.
+    mIoU is the mean over occurring classes (Everingham et al., IJCV 2010, section 4.3), as torchmetrics'
+    MulticlassJaccardIndex over the split.
 
     Attributes:
-        labels: names of the classes.
         counts: (classes, classes) int64.
     """
 
@@ -41,7 +39,7 @@ class ConfusionMatrix:
             self.counts = torch.zeros(len(self.labels), len(self.labels), dtype=torch.int64)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch of logits (N, classes, H, W) and classes (N, H, W), `IGNORED` where there is none."""
+        """Logits (N, classes, H, W) and classes (N, H, W), `IGNORED` where there is none."""
         from torchmetrics.functional.classification import multiclass_confusion_matrix  # lazy: it takes a second
 
         classes = len(self.labels)
@@ -51,7 +49,7 @@ class ConfusionMatrix:
         self.counts = self.counts.to(batch.device) + batch
 
     def compute(self) -> Figures:
-        """Return `miou`, `pixel_accuracy` and `iou_<class>` of each class that occurs, 0 to 1."""
+        """`miou`, `pixel_accuracy` and `iou_<class>` of occurring classes, 0 to 1."""
         counts = self.counts.double().cpu()
         hits, union = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
         occurs = union > 0
@@ -75,7 +73,7 @@ def _counted(labels: Sequence[str], logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def figure_name(label: str) -> str:
-    """Return a class as part of a figure's name.
+    """A class in a figure's name.
 
     >>> figure_name("Traffic sign")
     'traffic_sign'
@@ -84,12 +82,7 @@ def figure_name(label: str) -> str:
 
 
 def segmentation(labels: Sequence[str], *, loss: str = "cross_entropy") -> Task:
-    """Return the task of finding the class of each pixel.
-
-    Args:
-        labels: names of the classes.
-        loss: a key of `LOSSES`.
-    """
+    """The class of each pixel; `loss` is of `LOSSES`."""
 
     def check(logits: Tensor, images: Tensor) -> None:
         check_maps(logits, images, num_classes=len(labels))
@@ -112,12 +105,12 @@ def segmentation(labels: Sequence[str], *, loss: str = "cross_entropy") -> Task:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross entropy over the pixels that have a class; zero if none has.
+    """Mean over pixels with a class; zero if none has.
 
     Args:
         logits: (N, classes, H, W).
-        targets: (N, H, W) int64, `IGNORED` where there is no class.
-        label_smoothing: share of the target that is spread over all classes.
+        targets: (N, H, W) int64, `IGNORED` = none.
+        label_smoothing: spread over classes.
     """
     total = F.cross_entropy(
         logits.float(), targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
@@ -126,10 +119,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0
 
 
 def dice(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return 1 minus the mean soft Dice coefficient over the classes that occur in the batch's targets.
+    """1 minus the mean soft Dice coefficient of occurring target classes.
 
-    The squared form of Milletari et al., "V-Net" (arXiv 1606.04797, section 3): 2 sum p t / (sum p^2 + sum t^2).
-    Arguments are those of `cross_entropy`; `label_smoothing` is not applied.
+    2 sum p t / (sum p^2 + sum t^2) (Milletari et al., arXiv 1606.04797, section 3). `label_smoothing` is not applied.
     """
     known = (targets != IGNORED).unsqueeze(1)
     share = logits.float().softmax(1) * known
@@ -155,10 +147,10 @@ LOSSES: dict[str, Loss] = {
 
 
 def check_maps(logits: Tensor, images: Tensor, *, num_classes: int) -> None:
-    """Refuse logits that do not hold a value for each pixel and class.
+    """Refuse other than a value for each pixel and class.
 
     Raises:
-        ModelError: names the shape that was got.
+        ModelError: names the shape.
     """
     height, width = images.shape[-2:]
     right = (
@@ -179,7 +171,7 @@ def check_maps(logits: Tensor, images: Tensor, *, num_classes: int) -> None:
 
 
 def palette(count: int) -> Tensor:
-    """Return a colour for each class, (count, 3) uint8, those of PASCAL VOC: the bits of the class in turn."""
+    """PASCAL VOC's colours, (count, 3) uint8: bits of the class in turn."""
     index = torch.arange(1, count + 1)
     colours = torch.zeros(count, 3, dtype=torch.int64)
     for bit in range(8):
@@ -189,14 +181,7 @@ def palette(count: int) -> Tensor:
 
 
 def draw_masks(num_classes: int, images: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
-    """Return images with the class of each pixel painted over them, (N, 3, H, W) uint8.
-
-    Args:
-        num_classes: number of classes.
-        images: (N, 3, H, W) uint8.
-        outputs: logits (N, classes, H, W); None = paint the targets.
-        targets: (N, H, W); their ignored pixels are left as they are.
-    """
+    """Classes painted over images (N, 3, H, W) uint8; `outputs` None = targets."""
     classes = targets if outputs is None else outputs[:, :num_classes].argmax(1)
     if classes is None:
         return images

@@ -1,4 +1,4 @@
-"""The training loop of the float baseline and of QAT, its checkpoints and its processes."""
+"""The training loop, its checkpoints and processes."""
 
 from compress.training.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from compress.training.distributed import SINGLE, Processes, init_processes

@@ -31,12 +31,10 @@ _OFF = 2 / 255
 def make_augment(
     spec: TrainSpec, *, num_classes: int, preprocessing: Preprocessing, images: Any, targets: Any = None
 ) -> Augment | None:
-    """Return the augmentation that `spec` names, tried on two images; None if it names none.
-
-    Without `targets` it is not tried.
+    """The augmentation of `spec`, tried on two images if there are `targets`; None without one.
 
     Raises:
-        RecipeError: a function that cannot be imported, wrong options, or images or targets that cannot be augmented.
+        RecipeError: no import, wrong options, or unfit images or targets.
     """
     names = spec.augment
     if not names:
@@ -71,7 +69,6 @@ def _made(kind: str, name: str, spec: TrainSpec, **more: Any) -> Any:
 
 
 def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
-    """Refuse images that are not normalized 8-bit pixels."""
     good = isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3)
     if good:
         again = preprocessing.normalize(preprocessing.pixels(images).float() / 255)
@@ -85,7 +82,7 @@ def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
 
 
 def _on_pixels(transforms: Sequence[Any], preprocessing: Preprocessing) -> Augment:
-    """Return the transforms, drawn for each image on its own."""
+    """Transforms, drawn for each image."""
 
     def augment(images: Tensor, targets: Any) -> tuple[Tensor, Any]:
         rows = []
@@ -103,7 +100,7 @@ def _each(transform: Any) -> Augment:
 
 
 def _one_of(transforms: Sequence[Any]) -> Augment:
-    """Return a transform that is drawn from several for each batch."""
+    """One transform for each batch."""
 
     def augment(images: Tensor, targets: Tensor) -> tuple[Any, Any]:
         chosen = transforms[int(torch.randint(len(transforms), ())) if len(transforms) > 1 else 0]

@@ -1,4 +1,4 @@
-"""The weights that a training ends with, and early stopping."""
+"""Weights that a training ends with, and early stopping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compress.training.spec import TrainSpec
 
 
 class BestWeights:
-    """The state of the epoch with the best metric, the first of equals, on the CPU."""
+    """The epoch with the best metric, the first of equals, on the CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -27,7 +27,7 @@ class BestWeights:
             self.state = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
 
     def install(self) -> None:
-        """Give the model the kept state, if there is one."""
+        """Give the model the kept state."""
         if self.state:
             self.model.load_state_dict(self.state)
 
@@ -56,10 +56,7 @@ def check_reference(spec: TrainSpec, reference: float | None) -> None:
 def stop_reason(
     history: Sequence[EpochRow], spec: TrainSpec, metric: TaskMetric, reference: float | None
 ) -> str | None:
-    """Return why a training ends early after the epochs of `history`; None if it goes on.
-
-    `reference` is the metric that `stop_within` compares with.
-    """
+    """Return why a training ends early after the epochs of `history`; None if it goes on."""
     values = [value for row in history if (value := row.figure(metric.name)) is not None]
     if not history or not values or history[-1].figure(metric.name) is None or len(history) >= spec.epochs:
         return None
@@ -81,18 +78,18 @@ def stop_reason(
 
 @torch.no_grad()
 def best_state(tensors: Mapping[str, Tensor], prefix: str = "best.") -> dict[str, Tensor]:
-    """Return a checkpoint's tensors of its best epoch, by the model's names."""
+    """Tensors of the best epoch, by the model's names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class WeightAverage:
     """Running mean of a model's trainable parameters; buffers are those of the last step.
 
-    After step t the mean takes a share 1 - min(decay, (1 + t) / (10 + t)) of the weights. It also stops weights from
-    hopping between two integers (Nagel et al., arXiv 2203.11086).
+    After step t the mean takes a share 1 - min(decay, (1 + t) / (10 + t)). Weights stop hopping between two integers
+    (Nagel et al., arXiv 2203.11086).
 
     Args:
-        decay: largest share of the mean that a step preserves, 0 to 1.
+        decay: 0 to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that observe a training and change nothing."""
+"""Callbacks that observe a training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compress.training.spec import TrainSpec
 
 
 class Callback:
-    """A callback; override the methods that you need. With several processes only rank 0 calls it.
+    """Override the methods that you need; only rank 0 calls.
 
     >>> class Best(Callback):
     ...     def epoch(self, name, row):
@@ -17,10 +17,10 @@ class Callback:
     """
 
     def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
-        """A training (`train`, `qat`, ...) begins, or goes on after `done` steps."""
+        """A training (`train`, `qat`, ...) begins, or goes on."""
 
     def step(self, name: str, step: int, figures: Mapping[str, float]) -> None:
-        """A step has ended, counted from 1; `figures` are the epoch's means so far and `lr`."""
+        """A step, from 1; `figures` are the epoch's means so far and `lr`."""
 
     def epoch(self, name: str, row: EpochRow) -> None:
         """An epoch has ended."""

@@ -1,4 +1,4 @@
-"""Checkpoints and weights as safetensors files that are whole or absent, and load completely or not at all."""
+"""Checkpoints and weights, loaded completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _SINCE = {"data_digest": 2}
 
 
 def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write the model's `state_dict`, whole or not at all; tied weights once.
-
-    `metadata`: JSON document that `load_model` returns.
+    """Write the `state_dict`, tied weights once, with a JSON document.
 
     Raises:
         CheckpointError: a state that is no tensor, or a file that cannot be written.
@@ -31,10 +29,10 @@ def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] |
 
 
 def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Copy the weights of `save_model` into `model` and return the metadata.
+    """Load what `save_model` wrote; return the metadata.
 
     Raises:
-        CheckpointError: a missing, truncated or foreign file, or other names, shapes or types; nothing is loaded.
+        CheckpointError: missing, truncated, foreign, or another model; nothing is loaded.
     """
     contents = read_tensors(path, "model")
     _check_model(contents.path, contents.tensors, model)
@@ -53,9 +51,9 @@ def save_checkpoint(
     average: WeightAverage | None = None,
     best: BestWeights | None = None,
 ) -> Path:
-    """Write everything that a training needs to go on, whole or not at all.
+    """Write a training, whole or not at all.
 
-    `identity` and `position` are JSON documents; `load_checkpoint` must be given the same identity.
+    `load_checkpoint` needs the same `identity`.
 
     Raises:
         CheckpointError: a state that is no tensor, or a file that cannot be written.
@@ -80,10 +78,10 @@ def load_checkpoint(
     identity: Mapping[str, Any],
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
-    """Restore what `save_checkpoint` wrote, and return the position.
+    """Restore `save_checkpoint`; return the position.
 
     Raises:
-        CheckpointError: a missing, truncated or foreign file, another identity or another model; nothing is loaded.
+        CheckpointError: missing, truncated, foreign, another identity or model; nothing is loaded.
     """
     contents = read_checkpoint(path, identity)
     return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler, average=average)
@@ -124,7 +122,7 @@ def restore_checkpoint(
     average: WeightAverage | None = None,
     best: BestWeights | None = None,
 ) -> dict[str, Any]:
-    """Copy a checkpoint into model, optimizer and scaler; raises as `load_checkpoint`."""
+    """Into model, optimizer and scaler; raises as `load_checkpoint`."""
     weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
     _check_model(contents.path, weights, model)
     states = _read_optimizer(contents, model, optimizer)

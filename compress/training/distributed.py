@@ -1,4 +1,4 @@
-"""The processes of one training, and the exchanges between them."""
+"""Processes of a training, and their exchanges."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TIMEOUT = timedelta(minutes=30)  # a rank may wait while rank 0 writes a large c
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process among those of the training; by default a single one on the CPU.
+    """This process; by default a single one on the CPU.
 
     Attributes:
-        rank: 0 to world_size - 1; rank 0 writes files and shows progress.
-        world_size: number of processes on all machines.
+        rank: 0 writes and shows progress.
+        world_size: on all machines.
     """
 
     rank: int = 0
@@ -42,7 +42,7 @@ class Processes:
         """Return `device` with its index; None = this process's own.
 
         Raises:
-            CompressError: several processes, and another kind of device than that of their exchanges.
+            CompressError: another kind than that of exchanges.
         """
         chosen = self.device if device is None else _known_device(device)
         if self.world_size > 1 and chosen.type != self.device.type:
@@ -55,7 +55,7 @@ class Processes:
         return chosen
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes; each must call, with the same shape and type."""
+        """Sum over processes; each must call, with the same shape and type."""
         if self.world_size == 1:
             return tensor
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
@@ -63,7 +63,7 @@ class Processes:
         return reduced.to(tensor.device)
 
     def broadcast_object(self, value: T) -> T:
-        """Return rank 0's `value` (picklable) in every process; each must call."""
+        """Rank 0's `value` (picklable); each must call."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -81,7 +81,7 @@ class Processes:
         return [torch.load(io.BytesIO(box), map_location="cpu", weights_only=False) for box in boxes]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` in rank 0 and return its result, or raise its refusal, in every process.
+        """Run `work` in rank 0; its result or refusal in every process.
 
         Raises:
             CompressError: what `work` raised.
@@ -112,11 +112,11 @@ SINGLE = Processes()
 def init_processes(device: str | None = None, *, environment: Mapping[str, str] | None = None) -> Processes:
     """Join the processes that torchrun started, or be a single process.
 
-    `device`: `cpu` or `cuda`; None = `cuda` if there is a GPU. Several processes take the GPU of their local rank each,
-    and exchange by gloo on the CPU and NCCL on GPUs. `environment`: variables in place of `os.environ`.
+    `device` None = `cuda` if there is a GPU; `environment` replaces `os.environ`. Several take the GPU of their local
+    rank, and exchange by gloo on CPUs and NCCL on GPUs.
 
     Raises:
-        CompressError: an incomplete or contradictory environment, a missing GPU, or processes that do not meet.
+        CompressError: a wrong environment, a missing GPU, or processes that do not meet.
     """
     environment = os.environ if environment is None else environment
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,7 +157,7 @@ def average_running_statistics(model: nn.Module, processes: Processes) -> None:
 
 
 def broadcast_state(model: nn.Module, processes: Processes) -> None:
-    """Give every process rank 0's parameters and buffers, in place."""
+    """Rank 0's parameters and buffers, in place."""
     if processes.world_size == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
@@ -172,7 +172,6 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 def _known_device(name: torch.device | str) -> torch.device:
-    """Return a device of a supported kind."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

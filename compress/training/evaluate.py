@@ -22,7 +22,7 @@ from compress.training.spec import Precision
 
 
 class OutputsOf(nn.Module):
-    """Calls `model` and selects what the task needs from its outputs, by default the logits."""
+    """Calls `model` and selects outputs, by default the logits."""
 
     def __init__(self, model: nn.Module, select: Callable[[Any], Any] = first_tensor) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any
     """Return the selected outputs.
 
     Raises:
-        ModelError: the model fails, or its outputs are not those that the task takes.
+        ModelError: a failure, or outputs that do not fit.
     """
     try:
         return forward(inputs)
@@ -62,9 +62,8 @@ class Evaluation:
     """The measurements of a network on a split.
 
     Attributes:
-        values: figures of the task's metric by name; shares are 0 to 1.
-        loss: mean loss over images, without smoothing.
-        images: number of images.
+        values: by name; shares are 0 to 1.
+        loss: mean over images, without smoothing.
     """
 
     values: Mapping[str, float]
@@ -95,23 +94,11 @@ def evaluate(
     progress: Progress = QUIET,
     name: str = "evaluate",
 ) -> Evaluation:
-    """Measure `model` on `split` in evaluation mode; every module's mode is restored afterwards.
-
-    Args:
-        model: moved to `device`; takes images (N, C, H, W).
-        split: images and targets, in their stored order.
-        batch_size: images of one step over all processes together.
-        task: loss and metric; None = classification.
-        device: None = the process's own.
-        processes: each must call, and gets the same result.
-        precision: `fp32`, or autocast in `bf16` or `fp16`.
-        limit: number of images; None = all.
-        progress: is informed of every batch.
-        name: name of the progress bar.
+    """Measure in evaluation mode; modes are restored.
 
     Raises:
-        DataError: no image, fewer images a batch than processes, or a metric that is no number.
-        ModelError: the model fails, or its outputs are not those of the task.
+        DataError: no image, fewer than processes, or a metric that is no number.
+        ModelError: a failure, or wrong outputs.
         RecipeError: fp16 on the CPU.
 
     Examples:
@@ -166,7 +153,7 @@ def _merged(meter: Meter, processes: Processes) -> Meter:
 
 @contextmanager
 def modes_restored(*models: nn.Module | None) -> Iterator[None]:
-    """Restore every submodule's mode at the end."""
+    """Restore every submodule's mode."""
     modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
     try:
         yield

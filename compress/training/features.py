@@ -1,4 +1,4 @@
-"""Distillation of features: a layer of the student learns the output of one of the teacher."""
+"""Distillation of layers' outputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from compress.graph.inputs import flat_tensors
 
 
 class FeaturePairs:
-    """Pairs of layers whose outputs are compared; `pairs` maps the student's modules to the teacher's.
+    """`pairs` maps the student's modules to the teacher's.
 
     Raises:
-        RecipeError: a network has no such module.
+        RecipeError: no such module.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Mapping[str, str]) -> None:
@@ -45,7 +45,7 @@ class FeaturePairs:
             self._seen.clear()
 
     def distance(self) -> Tensor:
-        """Return the pairs' mean distance since the last call, in float32.
+        """Mean distance since the last call, in float32.
 
         Raises:
             RecipeError: a layer did not run, or outputs cannot be compared.
@@ -80,14 +80,14 @@ class FeaturePairs:
 
 
 def feature_distance(student: Tensor, teacher: Tensor, pair: str = "") -> Tensor:
-    """Return the distance of two layers' outputs (N, C, ...).
+    """Distance of outputs (N, C, ...).
 
-    Of one shape: the mean squared difference over the teacher's mean square (Romero et al., "FitNets", arXiv 1412.6550,
-    without the regressor). Else that of attention maps (Zagoruyko and Komodakis, arXiv 1612.03928, equation 2): means
-    over the channels of the squares, normalized to length one.
+    Of one shape: mean squared difference over the teacher's mean square (after FitNets, arXiv 1412.6550, without the
+    regressor). Else of attention maps (Zagoruyko and Komodakis, arXiv 1612.03928, equation 2): mean squares over
+    channels, of length one.
 
     Raises:
-        RecipeError: other numbers of dimensions, or no places that can be matched.
+        RecipeError: dimensions or places that do not match.
     """
     student, teacher = student.float(), teacher.float()
     if student.shape == teacher.shape:

@@ -1,7 +1,6 @@
-"""BatchNorm's statistics and learned ranges, frozen or measured again.
+"""BatchNorm's statistics and learned ranges, frozen or remeasured.
 
-Late changes of either move weights from one integer to the next (Jacob et al., arXiv 1712.05877, section 3.1;
-Krishnamoorthi, arXiv 1806.08342, section 3.2.2).
+Late changes move weights between integers (arXiv 1712.05877, section 3.1; 1806.08342, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from compress.training.spec import QATSpec, TrainSpec
 
 @contextmanager
 def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Leave matching parameters out of training while the block runs.
+    """Leave matching parameters untrained.
 
     Raises:
         RecipeError: a pattern that matches none.
@@ -45,7 +44,7 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 def freeze_batchnorm(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
     """Put BatchNorm into evaluation mode if `spec` freezes it in `epoch`, counted from 0; call after `model.train()`.
 
-    Weight and bias are still trained. Layers all of whose parameters are frozen are put into evaluation mode too.
+    Weight and bias are trained, unless all parameters of a layer are frozen.
     """
     if spec.frozen:
         for module in model.modules():
@@ -68,19 +67,19 @@ def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None
 
 
 def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
+    """Replace running statistics by means over `batches`, in place.
 
     For masked networks (Li et al., arXiv 2007.02491, section 3.2).
 
     Args:
-        model: its BatchNorm layers are not folded; its modes are restored.
-        batches: training images, preprocessed as for evaluation: whatever `compress.calibrate` takes.
+        model: unfolded; modes are restored.
+        batches: as of `compress.calibrate`, preprocessed as for evaluation.
 
     Returns:
-        Number of layers whose statistics were replaced; with 0 the batches were not read.
+        Number of layers; with 0 no batch was read.
 
     Raises:
-        DataError: no batch, or one does not fit; nothing is changed.
+        DataError: none, or unfit; nothing is changed.
 
     Examples:
         >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again

@@ -1,4 +1,4 @@
-"""The report of a training: a row for each epoch."""
+"""The report of a training."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from compress.training.tensor_file import writing
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
-    """One epoch of training. Shares are 0 to 1; None = not evaluated.
+    """An epoch; shares are 0 to 1, None = not evaluated.
 
     Attributes:
-        epoch: counted from 1.
-        step: optimizer steps since the training began.
-        lr: of the epoch's last step.
-        train_loss: mean of the minimized loss, smoothing and distillation included.
-        train_top1: share of training images classified correctly during the epoch; None for other tasks.
-        val_top1, val_top5: accuracy on the evaluation split.
-        val_loss: mean loss on the evaluation split, without smoothing.
-        images_per_s: training images of all processes.
+        epoch: from 1.
+        step: since the begin.
+        lr: of the last step.
+        train_loss: as minimized, with smoothing and distillation.
+        train_top1: during the epoch; None for other tasks.
+        val_loss: without smoothing.
+        images_per_s: of all processes.
         seconds: without evaluation and checkpoints.
-        waited: share of that time in which the first process's device waited for images; None = not known.
-        val: figures of other tasks' metrics by name.
+        waited: share of that time that the first process's device waited for images, if known.
+        val: figures of other tasks.
     """
 
     epoch: int
@@ -72,14 +71,12 @@ class TrainReport:
     """Result of a training.
 
     Attributes:
-        history: all epochs, those before a resume included.
-        final: evaluation after the training.
-        best: row of the best metric, the first of equals; None without epochs.
-        images_per_s: of all processes, over all epochs.
-        seconds: without evaluation and checkpoints; that before a resume included.
-        steps: optimizer steps.
-        resumed_from: optimizer step of the resume; None = from the start.
-        stopped: why it ended early; None if it did not.
+        history: with epochs before a resume.
+        best: first of equals; None without epochs.
+        images_per_s: of all processes.
+        seconds: as `EpochRow`, with those before a resume.
+        resumed_from: step; None = from the start.
+        stopped: why early, or None.
     """
 
     history: tuple[EpochRow, ...]
@@ -116,14 +113,14 @@ def summarize(
 
 
 def best_row(history: Iterable[EpochRow], metric: TaskMetric) -> EpochRow | None:
-    """Return the row of the best metric, the first of equals; None if no epoch was evaluated."""
+    """The first of equals; None if none was evaluated."""
     sign = 1 if metric.direction == "higher" else -1
     evaluated = [(sign * value, row) for row in history if (value := row.figure(metric.name)) is not None]
     return max(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
 
 
 def write_log(rows: Iterable[EpochRow], path: Path) -> Path:
-    """Write `rows` as CSV with a header, whole or not at all; empty cell = not evaluated.
+    """CSV; an empty cell = not evaluated.
 
     Raises:
         CheckpointError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Callbacks that write figures to TensorBoard, MLflow, Weights & Biases or trackio, which are optional."""
+"""Callbacks for TensorBoard, MLflow, Weights & Biases and trackio, which are optional."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from compress.version import install_hint
 
 
 class Logger(Callback):
-    """Writes each figure by its name; a subclass says where.
+    """Writes figures; a subclass says where.
 
     Args:
-        every: steps between entries; epochs are always written.
+        every: steps; epochs are always written.
     """
 
     def __init__(self, *, every: int = 10) -> None:
@@ -82,7 +82,7 @@ class TensorBoardLogger(Logger):
 
 
 class _Client(Logger):
-    """A library whose module has functions for settings, figures and the end."""
+    """A library with functions for settings, figures and the end."""
 
     def __init__(self, library: str, *, every: int, **start: Any) -> None:
         super().__init__(every=every)
@@ -154,7 +154,7 @@ class TrackioLogger(WandbLogger):
     library = "trackio"
 
     def settings(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write nothing: trackio takes its configuration at the beginning alone."""
+        """Nothing: trackio takes them at the beginning alone."""
 
 
 def _missing(library: str, error: ImportError) -> RecipeError:

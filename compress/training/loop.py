@@ -1,4 +1,4 @@
-"""The training loop of the float baseline and of QAT."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from compress.training.synchronized import synchronized
 
 
 class Waiting:
-    """Times the blocks in which the next batch is fetched.
+    """Times the wait for batches.
 
-    On a GPU from the end of a step to the start of the next; on the CPU by the clock.
+    On a GPU between steps; on the CPU by the clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Waiting:
             self._clock += time.perf_counter() - self._begin
 
     def seconds(self) -> float:
-        """Return the seconds since the last call, and reset; waits for the GPU's last block."""
+        """Since the last call; waits for the GPU's last block."""
         milliseconds = 0.0
         for begin, end in self._pairs:
             end.synchronize()
@@ -113,31 +113,30 @@ def fit(
     """Train `model` in place.
 
     Args:
-        model: any module from images (N, C, H, W) to the task's outputs, such as logits (N, classes). It is moved to
-            `device`. Afterwards its modes and torch's random state are as before, its weights contiguous, its gradients
+        model: from images (N, C, H, W) to outputs. Moved to `device`; modes and random state are restored, gradients
             gone.
         data: trained on `train`, evaluated on `val`.
         spec: all settings.
-        batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
-        folder: takes `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`; None = none.
-        task: loss and metric; None = classification.
-        teacher: the float model to learn from if `spec.distill` is set.
+        batch_size: over all processes; `grad_accumulation` of them make a step.
+        folder: of `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`.
+        task: None = classification.
+        teacher: float, for `spec.distill`.
         device: None = the process's own.
-        processes: each must call, and gets the same report; rank 0 writes files.
-        resume: go on from the folder's checkpoint if there is one.
-        name: of the files and the progress bar.
-        first_epoch: number of the first epoch, for its random order: n after n epochs of training.
-        reference: metric that `spec.stop_within` compares with.
-        after_step: called after every step; its effect must follow from the model and the step alone.
-        callbacks: listeners on rank 0.
-        progress: is informed of every step and of evaluations.
+        processes: each must call; rank 0 writes.
+        resume: from the folder's checkpoint.
+        name: of files and bar.
+        first_epoch: n after n epochs of training.
+        reference: of `spec.stop_within`.
+        after_step: its effect must follow from model and step.
+        callbacks: on rank 0.
+        progress: listener.
 
     Raises:
-        RecipeError: a value out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
-        ModelError: logits that do not fit the classes or the teacher's.
+        RecipeError: a bad value, fp16 on the CPU, no teacher or reference, a failing part of the user's.
+        ModelError: logits of other shape.
         DataError: too few images for the processes.
-        CheckpointError: a truncated, foreign or other training's checkpoint; a file that cannot be written.
-        CompressError: a loss or weight that is not finite; the last checkpoint is from before.
+        CheckpointError: truncated, foreign, of another training, or not writable.
+        CompressError: loss or weights not finite; the last checkpoint is from before.
     """
     check_train_spec(spec)
     check_reference(spec, reference)
@@ -153,8 +152,6 @@ def fit(
 
 
 class _Training:
-    """A training under way."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -245,7 +242,7 @@ class _Training:
         return stop_reason(self.position.history, self.spec, self.task.metric, self.reference)
 
     def _begin(self, resume: bool) -> int | None:
-        """Restore the checkpoint, or write the first one."""
+        """Restore, or write the first checkpoint."""
         if self.folder is None:
             return None
         path = self._checkpoint_path(self.folder)
@@ -310,7 +307,7 @@ class _Training:
         return lr
 
     def _backward(self, batch: Batch, *, group: int, last: bool) -> Tensor:
-        """Add a batch's gradients; return [summed loss, correct, images], float64, unread."""
+        """[summed loss, correct, images], float64, unread."""
         images, targets = batch if self.augment is None else self.augment(*batch)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
@@ -329,7 +326,7 @@ class _Training:
         return batch
 
     def _read(self) -> None:
-        """Add the sums since the last reading; refuse a loss that is not finite."""
+        """Add sums; refuse a loss that is not finite."""
         if not self.unread:
             return
         rows = self.processes.all_reduce_sum(torch.stack(self.unread)).tolist()
@@ -395,7 +392,6 @@ class _Training:
         )
 
     def _parts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         return {**parts, "average": self.average, "best": self.best}
 

@@ -19,15 +19,12 @@ _MILESTONES = (2 / 3, 8 / 9)  # shares of the steps after which `step` divides t
 
 
 def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, schedule: str) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """The learning rate of `step`, from 0.
 
-    It rises linearly from peak / 100 over `warmup_steps` (Goyal et al., arXiv 1706.02677, section 2.2), then falls as
-    half a cosine to zero (Loshchilov and Hutter, arXiv 1608.03983, equation 5), stays at `peak`, or falls to a tenth
-    after 2/3 and a hundredth after 8/9 of the steps (`step`). `one_cycle`, without warm-up, rises from peak / 25 as
-    half
-    a cosine over 30 % of the steps and falls to peak / 250,000 (Smith and Topin, arXiv 1708.07120; shares of torch's
-    OneCycleLR). `package.module:function` is called with (step, steps) without the warm-up, and returns a share of
-    `peak`.
+    Linear from peak / 100 over `warmup_steps` (arXiv 1706.02677, section 2.2), then half a cosine to zero (arXiv
+    1608.03983, equation 5), constant, or `step`: a tenth after 2/3, a hundredth after 8/9. `one_cycle`, without
+    warm-up, rises from peak / 25 over 30 % and falls to peak / 250,000 by half cosines (arXiv 1708.07120; torch's
+    OneCycleLR). `package.module:function` of (step, steps) without warm-up returns a share of `peak`.
 
     >>> learning_rate(50, steps=100, warmup_steps=0, peak=0.1, schedule="cosine")
     0.05
@@ -46,7 +43,6 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
 
 
 def _own_share(schedule: str, step: int, steps: int) -> float:
-    """Return the value of a user's schedule."""
     function = imported(schedule, key="schedule", error=RecipeError, what="a function of (step, steps)")
     try:
         share = float(function(step, steps))
@@ -60,7 +56,7 @@ def _own_share(schedule: str, step: int, steps: int) -> float:
 
 
 def check_schedule(spec: TrainSpec, *, steps: int = 300) -> None:
-    """Try a user's schedule at its beginning, middle and end.
+    """Try a user's schedule at three steps.
 
     Raises:
         RecipeError: it fails.
@@ -86,7 +82,7 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Return trainable parameters in groups: those of two and more dimensions with weight decay, others without.
 
-    `lr_scale`: factor of the learning rate by name pattern; the last match counts. Each factor has groups of its own.
+    `lr_scale`: factor by pattern; the last match counts and has its own groups.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -119,7 +115,7 @@ def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
 
 
 def check_optimizer(spec: TrainSpec) -> None:
-    """Refuse a user's optimizer that cannot be imported or made.
+    """Try a user's optimizer.
 
     Raises:
         RecipeError: as `make_optimizer`.
@@ -128,10 +124,10 @@ def check_optimizer(spec: TrainSpec) -> None:
 
 
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
-    """Return SGD with Nesterov momentum, AdamW (arXiv 1711.05101) with torch's default betas, or the user's class.
+    """SGD with Nesterov momentum, AdamW (arXiv 1711.05101), or the user's class.
 
     Raises:
-        RecipeError: the class cannot be imported or made, or a pattern of `lr_scale` matches nothing.
+        RecipeError: no import, no instance, or an unmatched `lr_scale`.
     """
     matched(model, spec.lr_scale, key="lr_scale")
     groups = parameter_groups(model, spec.weight_decay, spec.lr_scale)

@@ -1,4 +1,4 @@
-"""Loss, forward and backward pass of a batch, as launches or as one CUDA graph."""
+"""Passes of a batch, as launches or as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def damping_strength(peak: float, share: float) -> float:
 
 
 def damping_loss(qmodel: nn.Module) -> Tensor:
-    """Return the squared distance of all quantized weights to their integers, (); only weights get a gradient.
+    """Squared distance of weights to their integers, (); only weights get a gradient.
 
-    It stops oscillation between two integers (Nagel et al., arXiv 2203.11086, equation 5).
+    Stops oscillation between integers (Nagel et al., arXiv 2203.11086, equation 5).
     """
     total: Tensor | None = None
     for layer in qmodel.modules():
@@ -54,11 +54,9 @@ def damping_loss(qmodel: nn.Module) -> Tensor:
 def training_loss(
     task: Task, outputs: Any, targets: Any, taught: Any, spec: TrainSpec, features: Tensor | None = None
 ) -> Tensor:
-    """Return the mean loss of a batch: (1 - distill_weight) task loss + distill_weight distillation, in float32.
+    """(1 - distill_weight) task loss + distill_weight distillation, mean, float32.
 
-    `taught`: the teacher's outputs; None = the task's loss alone. `features`: distance that counts
-    distill_feature_weight
-    times beside that of the outputs.
+    `taught`: teacher's outputs, or None. `features`: counts distill_feature_weight times beside outputs.
     """
     loss = task.loss(outputs, targets, label_smoothing=spec.label_smoothing)
     if taught is None:
@@ -74,13 +72,13 @@ _EAGER_STEPS = 3
 
 
 class Passes:
-    """Adds a batch's gradients to those of the model.
+    """Adds gradients of a batch.
 
     Args:
-        forward: from images to the task's outputs.
-        teach: the same of the teacher; None = none.
-        features: watched pairs of layers; None = none.
-        scaler: of the loss, in fp16.
+        forward: to the task's outputs.
+        teach: of the teacher, or None.
+        features: watched layers, or None.
+        scaler: in fp16.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> b
     """Return whether a training's passes are recorded.
 
     Raises:
-        RecipeError: they are asked for, and processes exchange statistics within them.
+        RecipeError: asked for though processes exchange statistics within.
     """
     if spec.cuda_graphs and spec.sync_batchnorm and processes.world_size > 1:
         raise RecipeError(
@@ -130,11 +128,11 @@ def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> b
 
 
 class RecordedPasses:
-    """`Passes` as a CUDA graph (`Recorder`), with the mean gradients of all processes.
+    """`Passes` as a CUDA graph, with mean gradients of all processes.
 
     Args:
-        passes: on a GPU; gradients are None before each call.
-        spec: says in which type gradients are exchanged.
+        passes: on a GPU; gradients are None before calls.
+        spec: type of exchanged gradients.
     """
 
     def __init__(self, passes: Passes, spec: TrainSpec, processes: Processes) -> None:
@@ -154,9 +152,9 @@ class RecordedPasses:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-    """Replace gradients by their mean over all processes of torch.distributed, in one exchange.
+    """Mean over all processes of torch.distributed, in one exchange.
 
-    `parameters` are the same in every process. `dtype`: in which they are exchanged; None = their own.
+    `parameters` are the same in every process; `dtype` None = their own.
     """
     found = [p.grad for p in parameters if p.grad is not None]
     for kind in dict.fromkeys(grad.dtype for grad in found):
@@ -170,13 +168,13 @@ def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | N
 
 
 class Recorder:
-    """A computation of gradients that becomes a CUDA graph after a few calls, and again if it changes.
+    """Gradients as a CUDA graph after a few calls, again after changes.
 
-    It may depend only on the batch, the model's state and torch's random numbers. Other shapes run eagerly.
+    They may depend only on batch, state and torch's random numbers; other shapes run eagerly.
 
     Args:
-        compute: from a batch's tensors to a tensor; it leaves gradients, which are None before each call.
-        model: whose parameters get them.
+        compute: to a tensor; leaves gradients, which are None before.
+        model: of the parameters.
         device: a GPU.
     """
 
@@ -237,7 +235,7 @@ class Recorder:
 
 
 def _start_alike(model: nn.Module) -> bool:
-    """Give every process rank 0's state; return True if there are several."""
+    """Rank 0's state; True if there are several."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = several and torch.distributed.get_world_size() > 1
     for tensor in [*model.parameters(), *model.buffers()] if several else []:
@@ -246,23 +244,20 @@ def _start_alike(model: nn.Module) -> bool:
 
 
 def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that computes a loss and its gradients, as one CUDA graph on a GPU, for a loop of your own.
+    """Loss and gradients as one CUDA graph on a GPU, for your own loop.
 
-    Gradients are added to those present. With several processes (`torch.distributed` is initialized) they are the mean
-    over all, and the network's state becomes rank 0's now: `DistributedDataParallel` is not needed. The first calls of
-    a shape, and a smaller last batch, run eagerly, as everything on a CPU.
+    Gradients are added. With `torch.distributed` they are means over processes, and rank 0's state is taken now: no
+    `DistributedDataParallel`. First calls, a smaller last batch, and CPUs run eagerly.
 
     Args:
-        model: float or quantized, on its device and in training mode.
-        loss: from a batch's tensors to the mean loss, such as `lambda x, y: cross_entropy(model(x), y)`; it may not
-            read a value of a tensor.
+        model: on its device, in training mode.
+        loss: to the mean, such as `lambda x, y: cross_entropy(model(x), y)`; may not read values.
 
     Returns:
-        A function from a batch's tensors to this process's loss, detached, on the device.
+        A function from tensors to this process's loss, detached.
 
     Raises:
-        CompressError: no parameters, or wrapped for several processes; when called: arguments that are no tensors, or a
-            loss that cannot be recorded.
+        CompressError: no parameters, or wrapped; when called: no tensors, or a loss that cannot be recorded.
 
     Examples:
         >>> qmodel = compress.quantize(model, images[:1], batches).train()

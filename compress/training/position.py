@@ -1,4 +1,4 @@
-"""The progress of a training, as its checkpoint holds it."""
+"""Progress of a training, as in a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ class Position:
     skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
 
     def row(self, seen: Evaluation | None, *, step: int, lr: float, counted: object) -> EpochRow:
-        """Return the row of the epoch that has ended.
-
-        `seen`: its evaluation; None = none. `counted`: None if correct images are not counted.
-        """
+        """The epoch that ended; `seen` is its evaluation, `counted` None if correct images are not counted."""
         values = dict(seen.values) if seen else {}
         return EpochRow(
             epoch=self.epoch + 1,
@@ -70,7 +67,7 @@ class Position:
 
 
 def diverged(problem: str, saved: str) -> CompressError:
-    """Return the error of a training whose loss or weights are not finite; `saved` tells of the last checkpoint."""
+    """Loss or weights not finite; `saved` tells of the last checkpoint."""
     return CompressError(
         f"{problem}: the training has diverged.{saved} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or "
         "precision bf16 or fp32 in place of fp16"

@@ -1,4 +1,4 @@
-"""Checks of a model before its first step, by a forward pass on two images."""
+"""Checks before the first step, on two images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 
 def example_batch(split: Split, device: torch.device, processes: Processes) -> Batch:
-    """Return two images of `split`, or its only one, (N, C, H, W) on `device`, and their targets.
+    """Two images of `split`, or its only one, (N, C, H, W), and targets.
 
     Raises:
         DataError: fewer images than processes.
@@ -55,8 +55,8 @@ def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *,
     """Refuse models that cannot be trained on the data.
 
     Raises:
-        RecipeError: distillation without a teacher.
-        ModelError: nothing to train, a weight that is not finite, or outputs that do not fit the task or teacher.
+        RecipeError: no teacher.
+        ModelError: nothing to train, weights not finite, or outputs unfit for task or teacher.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the model has no trainable parameter: set requires_grad on those that training may change")
@@ -78,10 +78,10 @@ def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *,
 
 
 def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec: TrainSpec) -> FeaturePairs | None:
-    """Return the layers of `spec.distill_features`, compared once on two images; None without any.
+    """Layers of `spec.distill_features`, tried on two images; None without any.
 
     Raises:
-        RecipeError: a missing or unused module, or outputs that cannot be compared.
+        RecipeError: missing, unused, or not comparable.
     """
     if not spec.distill_features or teacher is None:
         return None
@@ -94,10 +94,7 @@ def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec
 
 
 def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task: Task) -> bool:
-    """Convert the weights to channels_last if that is wanted, and return True if it was done.
-
-    `wanted` None means if the model runs in it.
-    """
+    """Convert weights, if `wanted`, or None and the model runs in it; True if done."""
     if wanted is False or not isinstance(images, Tensor) or images.ndim != 4:
         return False
     model.to(memory_format=torch.channels_last)
@@ -122,10 +119,10 @@ def wrap(
 ) -> tuple[Callable[[Any], Any], NoSync]:
     """Return the callable that training runs, from images to outputs, and a context without exchange of gradients.
 
-    Buffers are not broadcast: each process has its own BatchNorm statistics until they are averaged.
+    Buffers are not broadcast: BatchNorm statistics stay apart until averaged.
 
     Raises:
-        QuantizationError: fused training of a model without quantizers.
+        QuantizationError: fused, without quantizers.
     """
     if spec.compile:
         keep_compiled()
@@ -161,7 +158,7 @@ def keep_compiled() -> None:
 
 @contextmanager
 def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Turn on cuDNN's search for algorithms; restore it, the modes and the random state at the end."""
+    """Turn on cuDNN's search; restore modes and random state at the end."""
     devices = [device] if device.type == "cuda" else []
     benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices=devices), modes_restored(model, teacher):
@@ -173,7 +170,7 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
 
 
 def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
-    """Return True if training runs a second, fused graph over the same parameters."""
+    """True for a second, fused graph over the same parameters."""
     if not isinstance(spec, QATSpec) or spec.fused == "off" or spec.distill_features:
         return False
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
@@ -185,7 +182,6 @@ def _evaluation_outputs(model: nn.Module, images: Tensor, task: Task) -> Any:
 
 
 def _has_unused_parameters(model: nn.Module, images: Tensor, task: Task) -> bool:
-    """Return True if the outputs do not depend on some trainable parameter."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with modes_restored(model), torch.enable_grad():
         outputs = flat_tensors(OutputsOf(model.eval(), task.select)(images))

@@ -209,7 +209,7 @@ def check_train_spec(spec: TrainSpec) -> None:
     """Refuse values out of range and contradictions.
 
     Raises:
-        RecipeError: names each key, what was got and what is allowed.
+        RecipeError: each key, what was got, what is allowed.
     """
     section = _SECTIONS.get(type(spec), "train")
     validate(spec, TrainSpec, section=section, error=RecipeError, rules=train_contradictions)
@@ -277,7 +277,7 @@ def _feature_contradictions(spec: TrainSpec, section: str) -> Iterator[str]:
 
 
 def task_specific(spec: TrainSpec, section: str, task: str) -> Iterator[str]:
-    """Yield a line for each key that a task does not know."""
+    """Keys that a task does not know."""
     named = [name for name in spec.augment if name in AUGMENTS]
     if named and task != "classification":
         yield (

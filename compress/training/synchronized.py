@@ -1,4 +1,4 @@
-"""BatchNorm over the whole batch, of which several processes have a share each."""
+"""BatchNorm over batches of several processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from compress.training.spec import TrainSpec
 
 @contextmanager
 def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Iterator[None]:
-    """Let every BatchNorm layer share its statistics while the block runs; in place.
+    """Share statistics while the block runs; in place, names stay.
 
-    Parameters and statistics keep their names. Without several processes or `spec.sync_batchnorm` nothing is changed.
+    Nothing with one process or without `spec.sync_batchnorm`.
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     if spec.sync_batchnorm and processes.world_size > 1:
@@ -40,10 +40,10 @@ class HostBatchNorm(_BatchNorm):
     """Synchronized BatchNorm for CPUs, which torch's SyncBatchNorm does not support."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Take any number of dimensions."""
+        pass
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, ...) by mean and variance over all processes, in training mode."""
+        """(N, C, ...) by mean and variance over processes, in training mode."""
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]

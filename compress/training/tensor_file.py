@@ -1,4 +1,4 @@
-"""The file format of checkpoints and weights: safetensors with a JSON header, a version and a checksum."""
+"""safetensors with a JSON header, version and checksum."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class Header:
 
     Attributes:
         kind: `model` or `checkpoint`.
-        version: of the format.
-        torch: version of torch that wrote it.
-        shared: alias -> name, for tensors stored once.
+        torch: that wrote it.
+        shared: alias -> name, stored once.
         data: the caller's document.
     """
 
@@ -54,8 +53,8 @@ class Contents:
     """Contents of a file.
 
     Attributes:
-        version: format of the file.
-        tensors: by name, on the CPU; names that share memory hold the same tensor.
+        version: of the file.
+        tensors: on the CPU; shared names hold one tensor.
         data: the caller's document.
     """
 
@@ -92,10 +91,10 @@ def write_tensors(path: Path | str, kind: str, tensors: Mapping[str, Tensor], da
 
 
 def read_tensors(path: Path | str, kind: str) -> Contents:
-    """Return the contents of a file of a kind, after the checksum was compared.
+    """Contents of a kind, checksum compared.
 
     Raises:
-        CheckpointError: a missing, truncated, damaged or foreign file, of another kind or a later version.
+        CheckpointError: missing, truncated, damaged, foreign, of another kind or later version.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -144,7 +143,7 @@ def _damaged(path: Path | str, reason: str) -> CheckpointError:
 
 
 def _checksum(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of a header and of tensors, by name."""
+    """SHA-256 of header and tensors."""
     digest = hashlib.sha256(json.dumps(header).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

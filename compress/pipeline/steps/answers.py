@@ -1,4 +1,4 @@
-"""Answers of a network on an engine that a report compares."""
+"""Kept outputs of a network on an engine, for reports."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Answers:
     """The kept answers of one network on one engine.
 
     Attributes:
-        evidence: contribution of each image to the metric; None = none.
-        wanted: indices of the images whose outputs are kept.
-        outputs: of those images, each a batch of one.
+        evidence: each image's part of the metric, or None.
+        wanted: indices of kept images.
+        outputs: batches of one.
     """
 
     evidence: Evidence | None
@@ -71,10 +71,7 @@ def _row(outputs: Any, index: int) -> object:
 
 
 def keep_comparisons(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
-    """Write intervals.json, precision.json and pictures; what fails becomes a note.
-
-    `seen`: answers by variant and engine label.
-    """
+    """Write intervals.json, precision.json and pictures; failures become notes."""
     for work in (_keep_intervals, _keep_precision, _keep_pictures):
         try:
             work(run, seen)

@@ -1,4 +1,4 @@
-"""The step that audits engines against what the recipe requires."""
+"""Engines against the recipe's requirements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def check_required(run: Run) -> None:
 
 
 def _file_rows(run: Run) -> list[EngineRow]:
-    """Audit the engine files that `build_step` wrote."""
     rows = []
     for built in BUILT_ENGINES.read(run.folder.path) or ():
         if built.status != "built":

@@ -1,4 +1,4 @@
-"""The step that builds engine files for the GPUs that the recipe names."""
+"""Engine files for the recipe's GPUs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from compress.variants import Variant
 
 
 def build_step(run: Run, variants: Sequence[str]) -> None:
-    """Build `<variant>.<engine>.sm<...>.engine` of every network, and write engines.json and build.md.
+    """Build `<variant>.<engine>.sm<...>.engine`, write engines.json and build.md.
 
-    Only for TensorRT and TensorRT-RTX; why a library cannot build here is noted.
+    TensorRT and TensorRT-RTX only; why a library cannot build is noted.
     """
     spec = run.recipe.bench
     names = [name for name in spec.engines if name in BUILDERS]

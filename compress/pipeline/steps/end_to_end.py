@@ -1,4 +1,4 @@
-"""The end-to-end breakdown of ONNX files or of a run's."""
+"""Times from images to classes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def bench_end_to_end(
     device: str = "cpu",
     progress: Progress = _QUIET,
 ) -> Breakdown:
-    """Time every file on every engine from images to classes, at each batch size.
+    """Time files on engines at each batch size.
 
-    `files`: ONNX files, or one run folder. `images`: folder of JPEG or PNG files, searched to any depth; None = a run's
-    evaluation images. `split`: these, where loaded already. `device`: where images are resized and normalized.
+    `files` are ONNX files, or one run folder; `images` a folder searched to any depth; None = a run's evaluation
+    images, `split` if loaded. `device` resizes and normalizes.
 
     Raises:
         RunError: files and folders mixed, or a folder without ONNX files.
         DataError: no images.
-        EngineError: as `measure_end_to_end`, or no engine can run here.
+        EngineError: as `measure_end_to_end`, or no engine.
     """
     networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
@@ -95,7 +95,6 @@ def end_to_end_step(run: Run) -> None:
 
 
 def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Picture], int]:
-    """Return the first `count` images, and their largest number of pixels."""
     if images is not None:
         return _pictures(images, count), IMAGE_PIXELS
     split = _evaluation_split(file) if split is None else split

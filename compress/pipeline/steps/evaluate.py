@@ -52,7 +52,7 @@ ADDS_UP_DB = 10.0
 
 
 def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Measure every network on every engine, and the distance to fake quantization."""
+    """Measure each network on each engine, and its distance to fake quantization."""
     if run.folder.done("evaluate"):
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
@@ -277,9 +277,9 @@ def _latencies(
 
 
 def paired_speeds(engines: Mapping[str, tuple[str, Engine]], timed: Sequence[Latency]) -> Iterator[Metric]:
-    """Yield each network's speed over float's fastest on the same engine, with its 95 % interval, if comparable.
+    """Yield speeds over float's fastest on the same engine with 95 % intervals, if comparable.
 
-    `engines`: (variant, engine) by the labels of `timed`.
+    `engines` are by labels of `timed`.
     """
     for row in timed:
         variant, engine = engines[row.label]
@@ -333,7 +333,7 @@ def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: S
 
 
 def _engines(spec: BenchSpec) -> list[tuple[str, str | None]]:
-    """Return (engine, precision): OpenVINO in float32 and in its own choice."""
+    """(engine, precision); OpenVINO in float32 and its own choice."""
     pairs: list[tuple[str, str | None]] = []
     for name in spec.engines:
         pairs += [(name, "f32"), (name, None)] if name == "openvino" else [(name, None)]

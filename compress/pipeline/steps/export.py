@@ -1,4 +1,4 @@
-"""The step that writes ONNX files, their audits, and a table of layers."""
+"""ONNX files, their audits, a table of layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SQNR_IMAGES = 64
 
 
 def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Write `<variant>.onnx` of each network, audit.json, layers.json and sizes; on a resume, missing files."""
+    """Write `<variant>.onnx`, audit.json, layers.json and sizes; on a resume what is missing."""
     if run.folder.done("export"):
         for variant, model, path, target in networks(run, models):
             if not path.is_file():
@@ -63,7 +63,7 @@ def networks(run: Run, models: Mapping[Variant, nn.Module]) -> Iterator[tuple[Va
 
 
 def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
-    """Write a network's file, and with `export.nms` the one that ends with boxes beside it."""
+    """Write a file; with `export.nms` one with boxes beside it."""
     _write(run, variant, model, path, target)
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))

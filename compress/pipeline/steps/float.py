@@ -1,4 +1,4 @@
-"""The step that makes the float baseline."""
+"""The float baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task's metric of an engine over the evaluation split."""
+"""The task's metric of an engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def judge(
 ) -> EngineFigures:
     """Measure the task's metric on an engine.
 
-    `preprocessing`: compared with that in the file. `limit`: number of sampled images; None = all. `answers`: keeps
-    outputs
-    for the report; None = nothing.
+    `preprocessing` is compared with the file's; `limit` None = all; `answers` keeps outputs for the report.
     """
     batches = _Evaluation(run, limit)
     metric = run.task.metric
@@ -63,8 +61,6 @@ def judge(
 
 
 class _Both:
-    """Shows all batches to a second listener."""
-
     def __init__(self, meter: Meter, answers: Answers) -> None:
         self.meter, self.answers = meter, answers
 

@@ -1,4 +1,4 @@
-"""Writes a network of a recipe's ONNX file back into that file's graph."""
+"""Networks of ONNX recipes, back into their graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from compress.quantization.spec import QuantSpec
 def write_into_own_graph(
     run: Run, model: nn.Module, path: Path, *, spec: QuantSpec, metadata: Mapping[str, str]
 ) -> bool:
-    """Write a quantized network into the graph of the file `model.name`.
+    """Write into the graph of `model.name`.
 
     Returns:
-        True if written; otherwise a note of the run says why not.
+        True if written, else a note says why not.
     """
     name, batch = run.recipe.model.name, [run.example]
     try:

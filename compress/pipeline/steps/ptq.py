@@ -1,4 +1,4 @@
-"""The step that quantizes a float network after training, and its report."""
+"""Quantization after training, and its report."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _weights(run: Run, variant: Variant, target: Target) -> Path:
 
 
 def save_further(run: Run, variant: Variant) -> None:
-    """Write the weights for further targets, on the main process."""
+    """Write weights for further targets, on the main process."""
 
     def work() -> None:
         for target in run.further_targets:
@@ -91,7 +91,6 @@ def save_further(run: Run, variant: Variant) -> None:
 
 
 def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -> None:
-    """Note what stands out, and write decisions and histograms."""
     report = quantization_report_of(model)
     calibration = _calibration(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
@@ -132,7 +131,6 @@ def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:
-    """Return the methods that a finished step took back."""
     path = run.path(_back_file(variant))
     try:
         found = read_json(path) if path.is_file() else []
@@ -146,7 +144,7 @@ def _taken_back(run: Run, variant: Variant) -> list[str]:
 
 @dataclass(frozen=True)
 class CalibrationImages:
-    """This process's calibration images on its device; its length is in batches."""
+    """This process's images on its device; its length is in batches."""
 
     split: Split
     plan: BatchPlan
@@ -171,7 +169,7 @@ def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
 
 
 def _clipping_note(seen: CalibrationReport) -> list[str]:
-    """Warn if the ranges leave out a large share of the values."""
+    """Warn if ranges leave out many values."""
     cut = {name: share for name, share in seen.clipped.items() if share > _MANY_CLIPPED}
     if not cut:
         return []
@@ -183,7 +181,7 @@ def _clipping_note(seen: CalibrationReport) -> list[str]:
 
 
 def _dead_note(seen: CalibrationReport) -> list[str]:
-    """Warn if tensors are zero for every image."""
+    """Warn of tensors that are zero for all images."""
     if not seen.dead:
         return []
     return [
@@ -214,7 +212,6 @@ def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, s
 
 
 def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Tensor]:
-    """Merge neighbouring bins into about `bins`."""
     group = max(1, -(-len(counts) // bins))
     missing = -len(counts) % group
     padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)

@@ -1,4 +1,4 @@
-"""The step that trains a quantized network."""
+"""Training of a quantized network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times the layers of quantized networks that are no faster than float on an engine."""
+"""Layers of quantized networks that are no faster than float."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def layers_of(path: Path) -> list[str]:
 def keep_slower(
     folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
 ) -> Sequence[SlowRow]:
-    """Write the rows, replacing those for the same networks, engines and batch sizes."""
+    """Write rows over those of the same networks, engines and batch sizes."""
     before = SLOWER.read(folder) or ()
     kept = [
         row

@@ -1,4 +1,4 @@
-"""The steps that prune: masks or channels, fine-tuning, and quantization with masks held."""
+"""Pruning: masks or channels, fine-tuning, quantization with masks held."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MASK = ".parametrizations.weight.0.mask"
 
 
 def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
-    """Return the float network pruned and fine-tuned, as a plain module.
+    """Pruned and fine-tuned, as a plain module.
 
     Without fine-tuning, BatchNorm is recalibrated after masks by magnitude.
     """
@@ -121,7 +121,6 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
 
 
 def _note(run: Run) -> None:
-    """Note what the masks' file says."""
     path = run.path("sparsity.json")
     try:
         known = dict(read_json(path))
@@ -140,7 +139,7 @@ def _note(run: Run) -> None:
 
 
 def _recalibration_images(run: Run) -> Iterator[Tensor]:
-    """Return a sample of training images, the same on every process."""
+    """A sample of training images, alike on every process."""
     split = run.data.train
     sample = split.order(BatchPlan(batch_size=1, limit=min(RECALIBRATION_IMAGES, len(split))))
     count = max(1, len(sample) // 32)
@@ -148,7 +147,7 @@ def _recalibration_images(run: Run) -> Iterator[Tensor]:
 
 
 def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return masks of present zeros of masked layers; none after channel pruning."""
+    """Present zeros of masked layers; none of removed channels."""
     path = run.path("masked.safetensors")
     if not path.is_file():
         return {}

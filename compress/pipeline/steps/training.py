@@ -1,4 +1,4 @@
-"""Training of a run, shared by the steps that make networks."""
+"""Training, shared by steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _reference(run: Run) -> float | None:
 
 
 def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
-    """Return the recipe's teacher, else `own`."""
     spec = run.recipe.teacher
     if spec is None:
         return own
@@ -71,13 +70,13 @@ def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
 
 
 def facts_of(report: TrainReport, metric: TaskMetric) -> dict[str, float]:
-    """Return a training's figures for `state.json`."""
+    """A training's figures for `state.json`."""
     figures = {metric.name: report.final.values[metric.name]}
     return {**figures, "images_per_s": report.images_per_s, "seconds": report.seconds}
 
 
 def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -> None:
-    """Write the weights and finish the variant's step, on the main process; the others wait."""
+    """Write weights and finish the step on the main process; others wait."""
 
     def work() -> None:
         save_model(model, run.path(variant.weights_file), {"step": variant.step, "recipe": run.recipe.digest()})

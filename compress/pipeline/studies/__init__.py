@@ -1,1 +1,1 @@
-"""Studies of a recipe that are not steps of a run."""
+"""Studies that are not steps of a run."""

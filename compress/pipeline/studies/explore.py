@@ -1,4 +1,4 @@
-"""Export forms of a network, built and audited, to find the one that an engine runs fastest."""
+"""Forms of a network, built and audited."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Form:
     """A way to export a network.
 
     Attributes:
-        overrides: of the recipe, as --set takes them.
-        where_it_pays: leave layers float where the device's roofs let fp16 be faster.
+        overrides: as of --set.
+        where_it_pays: float layers where the device's roofs favour fp16.
     """
 
     name: str
@@ -99,14 +99,13 @@ class FormResult:
 
 @dataclass(kw_only=True)
 class Explorer:
-    """A network, its images, and where files go.
+    """A network and its images.
 
     Attributes:
-        recipe: what the forms override.
-        example: for tracing and export.
-        images: (N, 3, H, W) for comparison.
-        options: build options; compute capabilities are taken one by one.
-        device: whose roofs bound times; None = not bounded.
+        recipe: before overrides.
+        images: (N, 3, H, W).
+        options: capabilities are taken one by one.
+        device: of bounds, or None.
     """
 
     model: nn.Module
@@ -124,7 +123,6 @@ class Explorer:
 
     @cached_property
     def _reference(self) -> NDArray[Any]:
-        """The float network's answers."""
         return self._run(export_onnx(self.model, self.example, self.folder / "reference.onnx"))
 
     def explore(self, forms: Sequence[Form] = FORMS) -> tuple[FormResult, ...]:
@@ -171,7 +169,6 @@ class Explorer:
         )
 
     def _export(self, recipe: Recipe, name: str) -> Path:
-        """Write the ONNX file of a recipe's form."""
         model, spec = self.model, recipe.quantization
         if spec is not None:
             if spec not in self._quantized:
@@ -189,7 +186,6 @@ class Explorer:
         )
 
     def _build(self, path: Path, sm: int) -> EngineAudit:
-        """The audit of an ONNX file's engine for one compute capability."""
         out = path.with_suffix(f".sm{sm}.engine")
         built = build_tensorrt(path, self.engine, options=replace(self.options, sms=(sm,)), out=out)
         try:
@@ -226,9 +222,6 @@ def best(
     results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT, int8: bool = False
 ) -> Mapping[int, FormResult]:
     """Return, for each compute capability, the near enough form that moves the fewest bytes.
-
-    `least_agreement`: share of images with the float network's class. `int8`: only forms with half of the macs in 8
-    bits.
 
     Raises:
         AuditError: no form is near enough.

@@ -1,4 +1,4 @@
-"""The accuracy debugger of recipes, runs and ONNX files."""
+"""The accuracy debugger."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MENDED = "mended"
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """The time of a network beside that of the mended one.
+    """A time beside the mended network's.
 
     Attributes:
         label: `float`, `as specified`, `mended`, or `without` a change.
-        ratio: of the mended network's time to this one's; above 1 the changes cost time.
-        unquiet: why the two times are not to be compared; "" = they are.
+        ratio: mended over this; above 1 the changes cost time.
+        unquiet: why not comparable, or "".
     """
 
     label: str
@@ -57,9 +57,9 @@ class MendReport:
     """Result of the debugger.
 
     Attributes:
-        prices: times of the networks; () = not timed.
-        not_timed: why not; "" = timed.
-        recipe: the file with the changes; None = none.
+        prices: () = not timed.
+        not_timed: why, or "".
+        recipe: file of the changes, or None.
     """
 
     mended: Mended
@@ -71,9 +71,9 @@ class MendReport:
 def mend_recipe(
     recipe: Recipe, goal: Goal, *, images: int = 256, out: Path | None = None, progress: Progress | None = None
 ) -> MendReport:
-    """Debug the recipe's network with the weights that it names.
+    """Debug a recipe with its weights.
 
-    `images`: number of evaluation images for the goal. `out`: recipe to write; None = none.
+    The goal is judged on `images` evaluation images; `out` takes the recipe.
 
     Raises:
         RecipeError: no `quantization` section, or no weights.
@@ -91,7 +91,7 @@ def mend_recipe(
 def mend_run(
     folder: Path, goal: Goal, *, images: int = 256, out: Path | None = None, progress: Progress | None = None
 ) -> MendReport:
-    """Debug the float network of a run; see `mend_recipe`."""
+    """Debug a run; see `mend_recipe`."""
     run = finished_run(folder)
     return _mend(run.recipe, network(run, Variant.FLOAT), run.data, goal, images, out, progress)
 
@@ -145,8 +145,8 @@ def mend_file(
 ) -> MendReport:
     """Debug a float ONNX file.
 
-    `batches`: as for `quantize_onnx`. `images`: batches for the goal, targets last; None = `batches`. `metric`: as for
-    `compress.mend`. `out`: recipe to write, for `ptq --onnx`; None = none.
+    `batches` and `metric` as for `compress.mend`; `images`: batches with targets last, None = `batches`; `out` takes a
+    recipe for `ptq --onnx`.
     """
     data = list(batches)
     found = mend_onnx(
@@ -166,7 +166,6 @@ def _report(
     out: Path | None,
     progress: Progress | None,
 ) -> MendReport:
-    """Time what was found on the target's engine, where something was changed, and write the recipe."""
     spec = recipe.quantization or QuantSpec()
     engine = spec.target if spec.target in {"openvino", "tensorrt"} else "onnxruntime"
     wanted: dict[str, QuantSpec | None] = {"float": None, "as specified": spec, _MENDED: found.spec}
@@ -189,10 +188,10 @@ def _report(
 def measure_prices(
     files: Mapping[str, Path], *, engine: str, seconds: float = 3.0, progress: Progress | None = None
 ) -> tuple[Price, ...]:
-    """Time networks in turn, at most so many seconds each; one of the files is `mended`.
+    """Time networks in turn against `mended`, at most `seconds` each.
 
     Raises:
-        EngineError: a network that the engine cannot take.
+        EngineError: the engine cannot take one.
     """
     timed = time_files(files, engine, runs=200, seconds=seconds, progress=progress or NoProgress())
     mended = timed[_MENDED]

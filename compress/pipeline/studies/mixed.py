@@ -1,7 +1,6 @@
-"""Networks that give each layer a format, or leave layers in float: built, timed in turn and judged on an engine.
+"""Formats by layer, or float layers: built, timed in turn and judged.
 
-`mixed_front` chooses by the noise and the time of each layer, `faster` leaves those in float that an engine was seen to
-run slower in INT8.
+`mixed_front` chooses by noise and time, `faster` by layers that ran slower in INT8.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ _SHARES = (0.25, 0.5, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """The time of each layer in each format.
+    """Times by layer and format.
 
     Attributes:
-        method: source of the times, in words.
+        method: their source in words.
     """
 
     ms: Mapping[str, Mapping[str, float]]
@@ -71,13 +70,13 @@ class MixedPoint:
     """One network between float and all quantized.
 
     Attributes:
-        label: `float`, a format, or `mixed 1`, ...
-        spec: its quantization; None = float.
-        latency_ms: median on the engine; None = times of a data sheet.
-        score: the metric on the engine.
-        agreement: share of images in float's class, 0 to 1; None = no classes.
-        sqnr_db: of the logits against float's.
-        unquiet: why the time is not comparable; "" = it is.
+        label: `float`, a format, `mixed 1`, ...
+        spec: None = float.
+        latency_ms: median; None = a data sheet's times.
+        score: on the engine.
+        agreement: with float's class, 0 to 1; None = no classes.
+        sqnr_db: logits against float's.
+        unquiet: why not comparable, or "".
     """
 
     label: str
@@ -118,11 +117,10 @@ def mixed_front(
     points: int = 8,
     seconds: float = 3.0,
 ) -> tuple[tuple[MixedPoint, ...], CostTable]:
-    """Measure a network in float, in each format, and in mixtures of them; return the points and the times used.
+    """Measure float, each format and mixtures; return points and times.
 
-    `costs`: `openvino`, measured here, or a roofline device such as `h200`. `precision`: of what is not quantized;
-    None = the engine's choice. `images`: number for accuracy. `points`: most mixtures. `seconds`: most time for each
-    latency.
+    `costs`: `openvino`, measured here, or a roofline device. `precision`: of float parts; None = the engine's.
+    `images`: for accuracy. `points`: most mixtures. `seconds`: for each latency.
 
     Raises:
         EngineError: the engine cannot take a network.
@@ -157,7 +155,6 @@ def _point(
     timed: Latency | None,
     seen: Mapping[str, EngineFigures],
 ) -> MixedPoint:
-    """Return one choice with predicted and measured figures."""
     metric = measured.run.task.metric
     parity = compare_figures(seen[FLOAT], seen[name], metric)
     return MixedPoint(
@@ -180,10 +177,10 @@ def pick(
     max_drop: float | None = None,
     metric: TaskMetric = TOP1,
 ) -> MixedPoint:
-    """Return the least noisy point within `budget_ms`, or the fastest within `max_drop` percent points of float.
+    """The least noise within `budget_ms`, or the fastest within `max_drop` percent points.
 
     Raises:
-        QuantizationError: both limits or none, or no point meets it.
+        QuantizationError: both, none, or unmet.
     """
     if (budget_ms is None) == (max_drop is None):
         raise QuantizationError(f"mixed precision takes one of a budget in ms and a largest drop of {metric.title}")
@@ -206,7 +203,6 @@ def write_recipe(measured: Measured, point: MixedPoint, path: Path) -> Path:
 
 
 def _spec(measured: Measured, formats: Formats) -> QuantSpec | None:
-    """Return the quantization of a choice; None = all float."""
     if set(formats.values()) == {FLOAT}:
         return None
     return mixed_spec(measured.specs[measured.base], formats, measured.settings, base=measured.base)
@@ -327,7 +323,7 @@ def _without_costly(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -
 
 
 def choices(layers: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the costliest quarter of the layers, their costliest half, and all of them.
+    """The costliest quarter, half, all.
 
     >>> choices(["a", "b", "c"])
     [('a',), ('a', 'b'), ('a', 'b', 'c')]

@@ -1,4 +1,4 @@
-"""Layer-by-layer parity of networks on engines."""
+"""Parity by layer on engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `search`: baseline, search, fine-tuning to the bound, report."""
+"""The command `search`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ def search_run(
 
 
 def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
-    """Fine-tune points until one keeps the bound, and report."""
     scores = _scores(run, front, reference)
     attempts = _attempts(run, front, bound, reference)
     write_json(run.path("attempts.json"), [asdict(made) for made in attempts])

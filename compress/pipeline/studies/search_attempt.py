@@ -1,4 +1,4 @@
-"""A point of a front, trained by its recipe and timed beside the float network."""
+"""A point of a front, trained and timed beside float."""
 
 from __future__ import annotations
 

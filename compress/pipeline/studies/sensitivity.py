@@ -1,4 +1,4 @@
-"""The steps of `sensitivity`: the baseline, every layer's effect, and the report."""
+"""The command `sensitivity`."""
 
 from __future__ import annotations
 
@@ -68,11 +68,10 @@ def sensitivity_run(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Measured:
-    """Train the baseline where needed, then measure every layer in every format.
+    """Baseline, then every layer in every format.
 
-    `out` takes sensitivity.json, .csv, .md and .png. `images`: number of evaluation images. `weight_bits`: further
-    formats.
-    `resume`: measured layers are kept. `device`: None = a GPU where there is one.
+    Writes sensitivity.json, .csv, .md and .png; `images` is their number, `weight_bits` further formats; on `resume`
+    measured layers are kept.
 
     Raises:
         RecipeError: no `quantization` section, or no images.

@@ -1,1 +1,1 @@
-"""Quantization-aware training within other people's loops."""
+"""QAT within other loops."""

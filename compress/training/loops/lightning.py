@@ -18,10 +18,10 @@ from compress.training.loops.cycle import QuantizationCycle
 
 
 class QuantizationCallback(Callback):
-    """Quantizes a module's network before its optimizer is made, and does the rest of the cycle during `fit`.
+    """Quantizes before the optimizer is made, and goes through the cycle during `fit`.
 
     Args:
-        attribute: name of the network in the LightningModule.
+        attribute: of the network.
     """
 
     def __init__(self, cycle: QuantizationCycle, *, attribute: str = "model") -> None:

@@ -1,4 +1,4 @@
-"""A callback and a form of the network for Transformers' Trainer; needs `transformers`."""
+"""For Transformers' Trainer; needs `transformers`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from compress.training.loops.cycle import QuantizationCycle
 
 
 class ClassifierForTrainer(nn.Module):
-    """A classifier as the Trainer calls it: `pixel_values` and `labels` in, {"loss", "logits"} out.
+    """`pixel_values` and `labels` in, {"loss", "logits"} out.
 
     Args:
-        network: takes images and returns logits, alone, first in a tuple, or as "logits".
+        network: returns logits, alone, first, or as "logits".
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -23,7 +23,7 @@ class ClassifierForTrainer(nn.Module):
         self.network = network
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the logits (N, classes), and with labels (N,) the cross entropy."""
+        """Logits (N, classes), and with labels (N,) the cross entropy."""
         found: Any = self.network(pixel_values)
         if not isinstance(found, Tensor):
             found = found["logits"] if hasattr(found, "keys") else getattr(found, "logits", None) or found[0]
