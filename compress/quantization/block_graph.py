@@ -1,7 +1,7 @@
 """A block of a quantized network as kernels and Q/DQ pairs: what runs in 8 bits, what stays float, where it changes.
 
-BatchNorm, activation and residual add are in the kernel of the layer that they fuse with. Operations that only move
-values (reshape, transpose, split, dropout) are left out, as Q/DQ pass through them.
+BatchNorm, activation and residual add are in the kernel of the layer they fuse with. Operations that only move values
+are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Box:
     """A kernel, a quantizer, or an operation outside the block.
 
     Attributes:
-        title, detail: two lines of text; the title of a kernel names all of its operations.
-        kind: `int8`, `float`, `quantizer` or `outside`.
         integers: True if its result is integers: a quantizer, or a pool of quantized values.
     """
 
@@ -50,7 +48,6 @@ class BlockGraph:
 
     Attributes:
         block: path of its module in the float network; "" = the whole network.
-        target: whose rules the placement follows.
         boxes: by the name of their first node, in an order in which no edge goes backward.
         edges: (from, to).
     """
@@ -64,13 +61,10 @@ class BlockGraph:
 def block_graph(qmodel: nn.Module, block: str) -> BlockGraph:
     """Return one block of a quantized network as a graph.
 
-    Args:
-        qmodel: from `quantize` or `insert_quantizers`.
-        block: path of a module of the float model, such as `layer1.0`; "" = the whole network, if it is small.
+    `block`: path of a module of the float model, such as `layer1.0`; "" = the whole network, if it is small.
 
     Raises:
-        QuantizationError: the model is not quantized by compress, it has no such block, or the block is too large to
-            be read.
+        QuantizationError: the model is not quantized by compress, there is no such block, or it is too large to read.
     """
     target = placement_of(qmodel).target
     graph: fx.Graph = qmodel.graph  # type: ignore[assignment]
@@ -97,11 +91,7 @@ def block_graph(qmodel: nn.Module, block: str) -> BlockGraph:
 
 
 def typical_block(qmodel: nn.Module) -> BlockGraph | None:
-    """Return the block that shows most in least space; None if none is small enough.
-
-    It is the smallest one of two layers and more in which branches join, or else the smallest of two layers and more,
-    or else the whole network.
-    """
+    """The smallest block of two or more layers in which branches join, else the smallest one, else the network."""
     graph: fx.Graph = qmodel.graph  # type: ignore[assignment]
     members: dict[str, list[str]] = {}
     for node in graph.nodes:
@@ -125,7 +115,6 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _edges(graph: fx.Graph, shown: set[fx.Node]) -> tuple[list[tuple[str, str]], set[fx.Node]]:
-    """Return the edges from and to the nodes that are shown, and the nodes around them."""
     edges = []
     around: set[fx.Node] = set()
     for node in graph.nodes:
@@ -137,7 +126,6 @@ def _edges(graph: fx.Graph, shown: set[fx.Node]) -> tuple[list[tuple[str, str]],
 
 
 def _boxes(drawn: list[fx.Node], shown: set[fx.Node], block: str) -> tuple[dict[str, Box], dict[str, str]]:
-    """Return the boxes, and for each operation of a kernel of several the name of its first one."""
     kernels = _kernels([node for node in drawn if node in shown], shown)
     head = {member.name: members[0].name for members in kernels.values() for member in members}
     last = {members[-1] for members in kernels.values()}
@@ -152,11 +140,7 @@ def _boxes(drawn: list[fx.Node], shown: set[fx.Node], block: str) -> tuple[dict[
 
 
 def _kernels(nodes: list[fx.Node], shown: set[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Operations of each kernel of several, by the name of the first one.
-
-    BatchNorm and activations fuse with the layer or add before them, and an add with the layer that it alone consumes,
-    if its other input is quantized: that is what the placement leaves the identity's quantizer for.
-    """
+    """Operations of each kernel of several, by their first one; an add fuses if its other input is quantized."""
     kernels: dict[str, list[fx.Node]] = {}
     host: dict[fx.Node, str] = {}
     for node in nodes:
@@ -175,7 +159,6 @@ def _kernels(nodes: list[fx.Node], shown: set[fx.Node]) -> dict[str, list[fx.Nod
 
 
 def _paths(node: fx.Node) -> list[str]:
-    """Paths of the modules that a node was traced in, its own included."""
     stack = [str(value[0]) for value in (node.meta.get("nn_module_stack") or {}).values()]
     return [*stack, str(node.target)] if node.op == "call_module" else stack
 
@@ -194,7 +177,6 @@ def _origins(node: fx.Node, shown: set[fx.Node]) -> list[fx.Node]:
 
 
 def _box(members: list[fx.Node], inside: bool, block: str) -> Box:
-    """The box of one operation, or of a kernel of several whose first is a layer or an add."""
     node, kind = members[0], node_kind(members[0])
     if kind == "quantizer":
         quantizer: Any = node_module(node)
@@ -225,7 +207,7 @@ def _where(inside: bool, kind: Kind) -> Kind:
 
 
 def _between_quantizers(node: fx.Node) -> bool:
-    """Whether all tensors that an operation reads are quantized (through what moves values)."""
+    """Return True if all tensors that an operation reads are quantized (through what moves values)."""
     sources = [origin for argument in node.all_input_nodes for origin in _origins(argument, set())]
     sources = [s.all_input_nodes[0] if node_kind(s) in _COMMUTING else s for s in sources]
     return bool(sources) and all(node_kind(source) == "quantizer" for source in sources)

@@ -6,8 +6,8 @@ LSQ (Esser et al., arXiv 1902.08153) gives the step s of v -> clip(round(v / s),
 
 scaled by g = 1 / sqrt(N Qp), N the elements that share a scale, so that steps and weights move in proportion (section
 2.2). The parameter here is `amax` = s Qp, the same tensor under the same name as that of a quantizer with a fixed
-range: a trained state loads into either, and export knows no difference. Its gradient is g Qp d/ds, under which a step
-of SGD changes s = amax / Qp exactly as LSQ's own does.
+range: a trained state loads into either. Its gradient is g Qp d/ds, under which a step of SGD changes s exactly as
+    LSQ's own does.
 """
 
 from __future__ import annotations
@@ -30,14 +30,8 @@ from compress.quantization.quantizer import Quantizer, quantizers
 def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *, elements: int) -> Tensor:
     """Quantize and dequantize, with LSQ's gradients for `x` and, as described above, for `amax`.
 
-    Args:
-        x: any shape, floating point; half precision is computed in float32.
-        amax: () or (C,), C the size of `x` along `quant_format.axis`, above 0.
-        quant_format: integers, range and axis.
-        elements: N, how many elements share a scale: of a weight, or of one image's activations.
-
-    Returns:
-        Shape and type of `x`; the same numbers as `fake_quantize`.
+    The result is that of `fake_quantize`; `amax` is () or (C,), above 0. `elements` is N: those of a weight, or of one
+    image's activations, that share a scale. Half precision is computed in float32.
     """
     epilogue = Epilogue(quant_format.low, quant_format.high, axis=quant_format.axis)
     return learned_quantize(x, amax, epilogue, gradient_factor(quant_format, elements))
@@ -51,9 +45,7 @@ def gradient_factor(quant_format: QuantFormat, elements: int) -> float:
 class LearnedQuantizer(Quantizer):
     """A quantizer whose `amax` is a parameter; made by `learn_scales`.
 
-    Attributes:
-        of_weight: it quantizes a weight, all of whose elements (of a channel) share the scale; otherwise activations,
-            whose first dimension is the batch.
+    `of_weight`: all elements (of a channel) share the scale; of activations, those of one image.
     """
 
     of_weight: bool
@@ -96,7 +88,7 @@ class LearnedQuantizer(Quantizer):
         return learned_quantize(x, self.amax, Epilogue(f.low, f.high, axis=f.axis), self.gradient_factor(x))
 
     def gradient_factor(self, x: Tensor) -> float:
-        """The factor of the gradient of `amax` for a tensor that it quantizes, or for one of its shape."""
+        """The factor of the gradient of `amax` for a tensor of this shape."""
         shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)
         return gradient_factor(self.format, shared // (1 if self.format.axis is None else x.shape[self.format.axis]))
 
@@ -104,7 +96,7 @@ class LearnedQuantizer(Quantizer):
 def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:
     """Make the ranges of a quantized model parameters, beginning at what they are; in place, before the optimizer.
 
-    FP8 has no step of its own to learn and stays fixed, as do quantizers that have learned scales already.
+    FP8 has no step to learn and stays fixed, as do quantizers that learn already.
 
     Returns:
         Paths of the quantizers that learn now.

@@ -1,7 +1,6 @@
 """Weighted layers whose weight passes a quantizer: the float layer's own class, one child more.
 
-The weight keeps its name and stays a float parameter, so a state_dict of the float model loads, optimizers see what
-they always saw, and a parametrization on it (a sparsity mask) goes on working.
+The weight stays a float parameter of the same name: float state_dicts load, and masks on it keep working.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from compress.quantization.quantizer import Quantizer
 
 
 class _QuantWeight(nn.Module):
-    """The part that all quantized layers share: `weight_quantizer`."""
-
     weight: Tensor
     weight_quantizer: Quantizer
 
@@ -56,8 +53,6 @@ class QuantConv3d(nn.Conv3d, _QuantWeight):
 
 
 class _QuantTransposed(_QuantWeight):
-    """The forward of all transposed convolutions."""
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Transposed convolution with the quantized weight."""
         own: Any = self
@@ -126,12 +121,7 @@ def weight_axis(module: nn.Module) -> int:
 
 
 def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) -> nn.Module:
-    """A quantized twin of a float layer that holds the same parameters (and parametrizations).
-
-    Args:
-        module: a convolution or linear layer.
-        quant_format: of the weight.
-        name: path of the layer, for messages.
+    """A quantized twin of a float layer that holds the same parameters and parametrizations; `name` is for messages.
 
     Raises:
         QuantizationError: the layer is of a kind that cannot be quantized.
@@ -164,10 +154,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
 
 
 def _move_parametrizations(source: nn.Module, target: Any) -> None:
-    """Give `target` the parametrizations of `source`, masks and original weights being the same objects.
-
-    A tensor that is computed of several (weight_norm) is computed once, here, and trained directly from then on.
-    """
+    """Share the parametrizations of `source`; a tensor computed of several (weight_norm) becomes a plain parameter."""
     for key, chain in cast(Any, source).parametrizations.items():
         target.register_parameter(key, nn.Parameter(getattr(source, key).detach().clone()))
         if not chain.is_tensor:

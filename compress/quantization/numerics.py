@@ -1,13 +1,9 @@
 """The arithmetic of quantization, exactly as ONNX defines it.
 
 QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); DequantizeLinear: x = (q - zero_point) * scale
-(ONNX operators, opset 19). Signed values are symmetric and others start at 0, but for signed values with a known lowest
-one, whose integers go from there to amax; the zero point is then the one that makes 0.0 an integer.
-The division is a division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the
-engine disagree. Half-precision inputs are computed in float32.
-
-FP8 E4M3 (Micikevicius et al., arXiv 2209.05433; ONNX float8e4m3fn) takes the place of the integers without another
-way in: its 253 values from -448 to 448 are multiples of the scale too, only not evenly spaced, and saturate.
+(opset 19). The scale is divided by: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization
+and the engine disagree. Half precision is computed in float32. FP8 E4M3 (Micikevicius et al., arXiv 2209.05433; ONNX
+float8e4m3fn) takes the place of the integers.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from compress.kernels.memory_format import along_axis
 from compress.quantization.spec import LEAST_BITS, MOST_BITS
 
 E4M3_MAX = 448
-"""Largest finite number of FP8 E4M3."""
 
 NumberKind = Literal["int", "e4m3"]
 
@@ -36,12 +31,10 @@ class QuantFormat:
         num_bits: 2 to 8.
         signed: False for values that are never negative: [0, 2^b - 1], twice the resolution.
         axis: channel axis of per-channel scales; None = one scale for the tensor.
-        narrow: leave out the lowest integer, so that the range is symmetric (weights: [-127, 127]).
-        offset: hold signed values as unsigned integers around zero_point 2^(b-1): the same real values, in the form
-            that x86 kernels take.
-        lowest: of an offset format, below 0: no value is lower, as of a GELU; unsigned integers go from there to amax.
-            0.0: not known, the range is symmetric.
-        kind: `int`, or `e4m3` for 8-bit floating point, which is signed, symmetric and never offset.
+        narrow: leave out the lowest integer (weights: [-127, 127]).
+        offset: hold signed values as unsigned integers around zero_point 2^(b-1), the form that x86 kernels take.
+        lowest: of an offset format, below 0: no value is lower, as of a GELU; the integers end there. 0.0: not known.
+        kind: `int`, or `e4m3`, which is signed, symmetric and never offset.
     """
 
     num_bits: int = 8
@@ -100,7 +93,7 @@ def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
 
 
 def amax_from_scale(scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """The amax that has this scale, shape as `scale`."""
+    """The inverse of `scale_from_amax`."""
     if quant_format.lowest:
         width = scale * (2**quant_format.num_bits - 1)
         return torch.maximum(width + quant_format.lowest, width / 2)
@@ -121,16 +114,7 @@ def bounds_of(scale: Tensor, quant_format: QuantFormat) -> tuple[Any, Any]:
 
 
 def quantize_tensor(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """ONNX QuantizeLinear.
-
-    Args:
-        x: any shape.
-        scale: () or (C,), C the size of `x` along `quant_format.axis`.
-        quant_format: range and axis.
-
-    Returns:
-        Integers (or FP8) of `quant_format.dtype`, shape of `x`.
-    """
+    """ONNX QuantizeLinear: `quant_format.dtype`, shape of `x`; `scale` is () or (C,) along the format's axis."""
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
     scale = along_axis(scale.to(work.dtype), x, quant_format.axis)
     steps = work / scale
@@ -145,19 +129,10 @@ def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
 
 
 def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """Quantize and dequantize, with straight-through gradients.
+    """Quantize and dequantize, with straight-through gradients; shape and type of `x`, scale () or (C,) along the axis.
 
-    The gradient of `x` is passed where the integer did not saturate and is 0 where it did (Jacob et al., "Quantization
-    and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", arXiv 1712.05877, section 3);
-    `scale` has no gradient.
-
-    Args:
-        x: any shape, floating point.
-        scale: () or (C,), C the size of `x` along `quant_format.axis`.
-        quant_format: range and axis.
-
-    Returns:
-        Shape and type of `x`.
+    The gradient passes where the integer did not saturate, else it is 0 (Jacob et al., arXiv 1712.05877, section 3);
+    `scale` has none.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return _rounded(x, scale, quant_format)[0]

@@ -7,8 +7,7 @@ hurts at 4 bits or fewer. LSQ+ quantizes v -> clip(round((v - beta) / s), 0, Q) 
     d/dbeta = 0     inside the range,     1     where it saturates.
 
 Both are scaled by LSQ's 1 / sqrt(N Q). Here the forward pass takes beta to the nearest multiple of s, straight through:
-0.0 is an integer, which padding needs, ONNX has a place for it (the zero point), and what is exported is what was
-trained.
+0.0 is an integer, which padding and ONNX's zero point need, and what is exported is what was trained.
 """
 
 from __future__ import annotations
@@ -64,12 +63,7 @@ class OffsetQuantizer(LearnedQuantizer):
 
 
 class ZeroPointQuantizer(Quantizer):
-    """Fake quantization with unsigned integers of which one in between is zero.
-
-    Attributes:
-        amax: buffer, (), the width of the range.
-        zero: buffer, (), the integer of 0.0.
-    """
+    """Fake quantization with unsigned integers; buffers (): `amax`, the width of the range, and `zero`, of 0.0."""
 
     zero: Tensor
 
@@ -101,7 +95,7 @@ class _Lowest:
 def learn_offsets(qmodel: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     """Make range and offset of every signed activation parameters; in place, before `learn_scales` and the optimizer.
 
-    They begin at the largest value of the calibrated range and at the lowest that `batches` show. `freeze_scales` makes
+    They begin at the largest value of the calibrated range and the lowest that `batches` show. `freeze_scales` makes
     zero points of the offsets. A `state_dict` then has an entry more for each of these quantizers.
 
     Args:

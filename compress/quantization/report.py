@@ -1,7 +1,4 @@
-"""The typed report of a quantized network, at `qmodel.report`: all decisions, and the results of all methods.
-
-The steps of quantization return the types below, and this file imports none of the steps, so that each can import it.
-"""
+"""The typed report of a quantized network, at `qmodel.report`; it imports none of the steps that return it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from compress.quantization.spec import ActivationSpec
 DEFAULT_CALIBRATOR = ActivationSpec().calibrator
 
 _RETURNS_ZEROS = 0.5
-"""Signal to noise of outputs, in dB, that says nothing good about them."""
+"""Signal to noise, in dB, of outputs that are zeros."""
 
 Moments = tuple[Tensor, Tensor]
 """Mean and standard deviation of each channel, (C,) each."""

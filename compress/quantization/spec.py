@@ -43,12 +43,10 @@ class WeightSpec:
     Attributes:
         num_bits: fewer than 8 are written as 8-bit integers of a narrower range, and 4 as ONNX INT4 where the opset
             has it (21).
-        axis: 0 = a scale for every output channel (transposed convolutions use the axis that holds theirs),
-            None = one scale per tensor.
+        axis: 0 = a scale for every output channel, None = one scale per tensor.
         calibrator: method that chooses `amax`.
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
-        kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
-            alike).
+        kind: `int`, or `e4m3` for FP8 (num_bits 8, calibrator `max` or `percentile`, weights and activations alike).
 
     Examples:
         >>> spec = compress.QuantSpec(weights=compress.WeightSpec(num_bits=4), target="any")
@@ -69,15 +67,12 @@ class ActivationSpec:
 
     Attributes:
         num_bits: fewer than 8 are written as 8-bit integers after a Clip.
-        calibrator: method that chooses `amax`; the network's input, which is bounded, always keeps its whole range
-            (`max`). `auto` is `max` for tensors of 8 bits that only matrix products read, with `smooth: auto`, and
-            `mse` for others. `entropy` is the best by a little on natural images, and the worst by far where values
-            crowd at a few places (drawings, ReLU6): 98.4 to 21 % on MobileNetV2 of digits. `mse` is safe on both.
-            `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1): a range from the mean
-            magnitude, for few bits.
+        calibrator: method that chooses `amax`; the network's input always keeps its whole range (`max`). `auto` is
+            `max` for tensors of 8 bits that only matrix products read, with `smooth: auto`, and `mse` for others.
+            `entropy` is slightly the best on natural images, and by far the worst where values crowd at a few places
+            (drawings, ReLU6). `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1).
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
-        kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
-            alike).
+        kind: `int`, or `e4m3` for FP8 (num_bits 8, calibrator `max` or `percentile`, weights and activations alike).
 
     Examples:
         >>> spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="mse"))
@@ -219,11 +214,11 @@ class QuantSpec:
             softmax (DFL) float where the graph shows that it is one; `float` leaves the last convolutions of any graph
             float; `quantize` none. The placement's rows give the price.
         batchnorm: `fold` into the weights before quantizing, or `keep` until export. Folded networks train faster, yet
-            only at low rates: nothing normalizes their activations any more.
+            only at low rates.
         equalize: cross-layer equalization: channels that a ReLU joins trade scale until the weights on both sides
             have equal ranges.
-        relu6: `relu` replaces every ReLU6 by ReLU, without which `equalize` cannot pass it (arXiv 1906.04721 does
-            so); it changes the network wherever an activation exceeds 6.
+        relu6: `relu` replaces every ReLU6 by ReLU, which `equalize` can pass (arXiv 1906.04721); that changes the
+            network wherever an activation exceeds 6.
         smooth: SmoothQuant: share of the ranges' difficulty that moves from the output of a LayerNorm into the weights
             that consume it; 0.5 is usual. `auto` looks at each layer on calibration images: inputs with outlier
             channels are scaled where the layer's result in 8 bits has less than 34 dB and gains 1 (in torch models
@@ -288,7 +283,7 @@ class QuantSpec:
         return self.targets[0]
 
     def for_target(self, target: Target | None = None) -> QuantSpec:
-        """Return this specification for one of its targets; None = the first.
+        """This specification for one of its targets; None = the first.
 
         >>> QuantSpec(target=("tensorrt", "openvino")).for_target().target
         'tensorrt'
@@ -333,7 +328,7 @@ def quant_contradictions(spec: QuantSpec) -> Iterator[str]:
 
 
 def _kind_contradictions(spec: QuantSpec) -> Iterator[str]:
-    """Refuse FP8 with values that only integers have, and FP8 on one side of a product alone."""
+    """Refuse FP8 with values that only integers have, or on one side of a product alone."""
     for where, weights, activations in [
         ("quantization", spec.weights, spec.activations),
         *((f"quantization.rules.{i}", rule.weights, rule.activations) for i, rule in enumerate(spec.rules)),

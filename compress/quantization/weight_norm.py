@@ -4,9 +4,8 @@ A layer quantizes
 
     w' = (w - mean(w)) / std(w) * gain
 
-instead of w. Its distribution then keeps its mean and its width while the weights train, so that a learned step is
-stable and few integers are used evenly. `gain` is the standard deviation at the beginning, so that a trained network
-computes nearly what it did; the authors leave it out, because BatchNorm follows their layers.
+instead of w, which keeps a learned step stable while weights train. `gain` is the first standard deviation: a
+trained network computes nearly what it did.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from compress.quantization.spec import MOST_BITS
 
 
 class NormalizedWeight(nn.Module):
-    """Parametrization of a weight: mean 0 and the standard deviation that it had at the beginning.
-
-    Attributes:
-        gain: that standard deviation, a buffer, ().
-    """
+    """Parametrization of a weight: mean 0 and the standard deviation that it had at first (buffer `gain`, ())."""
 
     gain: Tensor
 
@@ -42,12 +37,9 @@ class NormalizedWeight(nn.Module):
 
 
 def normalize_weights(qmodel: nn.Module) -> tuple[str, ...]:
-    """Normalize the weights of fewer than 8 bits before they are rounded; in place, before the optimizer is made.
+    """Normalize weights of fewer than 8 bits before they are rounded; in place, before the optimizer is made.
 
-    Weights that are constant, or parametrized already (by masks), are left as they are.
-
-    Returns:
-        Paths of the layers.
+    Constant weights, and weights with parametrizations (masks), stay as they are. Returns the paths of the layers.
     """
     found = []
     for name, layer in qmodel.named_modules():

@@ -1,10 +1,8 @@
 """Choices of the range `amax`: the largest magnitude, a percentile, or the one of least squared error.
 
-Clipping trades the error of values beyond `amax` for a smaller step below it. `max` clips nothing; `percentile`
-clips a fixed share; `mse` weighs both errors; `entropy`, in a file of its own, compares distributions. All but the
-first work on a histogram of magnitudes and choose one of its bins, whatever their width. The semantics are
-those of pytorch-quantization 2.1.3: Wu et al., Integer Quantization for Deep Learning Inference (arXiv 2004.09602),
-section 3.
+Clipping trades the error of values beyond `amax` for a smaller step below it. `max` clips nothing, `percentile` a fixed
+share, `mse` weighs both errors. All but the first choose one of the bins of a histogram of magnitudes. The semantics
+are those of pytorch-quantization 2.1.3: Wu et al. (arXiv 2004.09602), section 3.
 """
 
 from __future__ import annotations
@@ -19,32 +17,27 @@ START_BIN = 128
 """First bin that `mse` and `entropy` may clip at."""
 
 NEAR_TIE = 1e-4
-"""Tolerance of `mse` in calibration (0.0004 dB): which of nearly equal ranges is the best depends on the last digits
-of the values, and so on the engine."""
+"""Tolerance of `mse` in calibration (0.0004 dB): nearly equal ranges differ by engine in the last digits."""
 
 _GATHERED = 1 << 18  # cumulative sums looked up at a time: 2 MiB of float64
 _COARSE = 16  # candidates from one to the next that `mse` looks at first
 
 
 def as_rows(x: Tensor, axis: int | None) -> Tensor:
-    """View `x` as (1, n), or along `axis` as (C, n); copied only where memory is not laid out so.
-
-    The order within a row does not matter to statistics, so a tensor is read as it lies in memory: flattening a
-    channels_last one in its logical order would copy it.
-    """
+    """View `x` as (1, n), or along `axis` as (C, n), in the order in which it lies in memory, which saves copies."""
     if axis is None:
         return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(1, -1)
     return x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
 def row_amax(rows: Tensor) -> Tensor:
-    """Return the largest magnitude of each row of (C, n), as float32 (C,); NaN where a row holds one."""
+    """The largest magnitude of each row of (C, n), as float32 (C,); NaN where a row holds one."""
     low, high = (v[None] for v in rows.aminmax()) if len(rows) == 1 else rows.aminmax(dim=1)
     return torch.maximum(-low, high).float()
 
 
 def live_bins(counts: Tensor) -> Tensor:
-    """Return the bins up to the last that holds something, at least 1: int64 (...) for counts (..., bins)."""
+    """The bins up to the last that holds something, at least 1: int64 (...) for counts (..., bins)."""
     position = torch.arange(1, counts.shape[-1] + 1, device=counts.device)
     return ((counts > 0) * position).amax(-1).clamp(min=1)
 
@@ -52,17 +45,9 @@ def live_bins(counts: Tensor) -> Tensor:
 def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Tensor:
     """Return the magnitude that `percentile` percent of the values lie below, to within a bin.
 
-    It is the lower edge of the bin in which the cumulative count reaches that share, as in pytorch-quantization,
-    with two exceptions: it is never less than one bin (a tensor that is 99.99 % zeros would get amax 0), and 100 clips
-    nothing.
-
-    Args:
-        counts: (..., bins) of magnitudes, bin 0 starting at zero.
-        bin_width: (...).
-        percentile: above 0, up to 100.
-
-    Returns:
-        (...) float32.
+    It is the lower edge of the bin in which the cumulative count reaches that share, as in pytorch-quantization, but
+    never less than one bin (a tensor that is 99.99 % zeros would get amax 0), and 100 clips nothing. Counts are
+    (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32.
 
     Raises:
         CalibrationError: `percentile` is out of range.
@@ -75,11 +60,7 @@ def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Ten
 
 
 def check_percentile(percentile: float) -> None:
-    """Refuse a number that is no percentage above 0.
-
-    Raises:
-        CalibrationError: names the number and the range.
-    """
+    """Refuse a number that is no percentage above 0 (CalibrationError)."""
     if not 0 < percentile <= 100:
         raise CalibrationError(
             f"percentile is {percentile}: it is the share of magnitudes within amax, in percent, above 0 and up to "
@@ -100,20 +81,9 @@ def mse_amax(
     """Return the `amax` at which quantizing changes the values least, in mean square.
 
     Every value counts as the centre of its bin, and the candidates are the centres of bins `start_bin`,
-    start_bin + stride, ... and of the last bin in use.
-
-    Args:
-        counts: (..., bins) of magnitudes, bin 0 starting at zero.
-        bin_width: (...).
-        num_bits: width of the quantized values, signed and symmetric unless `unsigned`.
-        unsigned: all 2**num_bits - 1 steps lie above zero.
-        start_bin: first candidate.
-        stride: bins from one candidate to the next.
-        tolerance: candidates whose error is within this share of the least are equally good, and the smallest of them
-            is chosen, so that values that differ in their last digits get the same range.
-
-    Returns:
-        (...) float32.
+    start_bin + stride, ... and of the last bin in use. Of candidates whose error is within `tolerance`, a share of the
+    least, the smallest is chosen, so that values that differ in their last digits get the same range. Counts are
+    (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32.
     """
     bound = 2 ** (num_bits - (not unsigned)) - 1
     live = live_bins(counts)
@@ -130,14 +100,9 @@ def mse_amax(
 
 
 def _first_candidate(weights: Tensor, grid: Tensor, last: Tensor, bound: int, tolerance: float) -> int:
-    """Return the first candidate that may be the best of a row: those before it clip more than another loses in all.
+    """The first candidate that may be the best of a row: those before it clip more than another loses in all.
 
-    Args:
-        weights: counts (rows, bins) float64.
-        grid: candidates (t,), centres of bins.
-        last: (rows, 1), the centre of the last bin in use.
-        bound: the largest level.
-        tolerance: as for `mse_amax`.
+    Weights are (rows, bins) float64, `grid` the candidates (t,), `last` (rows, 1) the centre of the last bin in use.
     """
     if len(grid) < 2 * _COARSE:
         return 0
@@ -152,19 +117,12 @@ def _first_candidate(weights: Tensor, grid: Tensor, last: Tensor, bound: int, to
 
 
 def _squared_errors(counts: Tensor, candidates: Tensor, bound: int) -> Tensor:
-    """Return the squared change of all values when quantized with each amax, in units of the bins' width squared.
+    """The squared change of all values when quantized with each amax, (rows, t), in units of the bins' width squared.
 
     With x_k the centre of bin k and s the scale, the values of the bins up to edge e_j are rounded to level j at most.
     The sum over bins of c_k (q_k s - x_k)^2 therefore consists of cumulative sums of c and c x at the edges, and an
-    amax costs as many operations as there are levels, not as there are bins.
-
-    Args:
-        counts: (rows, bins) float64.
-        candidates: amax in bins, (rows, t) float64, or (1, t) for all rows.
-        bound: the largest level.
-
-    Returns:
-        (rows, t) float64.
+    amax costs as many operations as there are levels. Counts are (rows, bins) float64; candidates, amax in bins,
+    (rows, t) or (1, t).
     """
     rows, bins = counts.shape
     centers = torch.arange(bins, dtype=torch.float64, device=counts.device) + 0.5

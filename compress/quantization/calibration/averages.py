@@ -17,13 +17,8 @@ def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tens
     """Return the ranges of averages over an image that have to be larger, by quantizer.
 
     A mean of n integers is a multiple of 1/n, so that a step below 1/n of the input's adds nothing. Such ranges come
-    from tensors that are zero but for rounding, as the mean of what a mean was taken from; ONNX Runtime refuses files
-    whose steps lie further apart, at their first run.
-
-    Args:
-        view: of the graph that the placement is for, with or without its quantizers.
-        placement: the quantizers.
-        amax: the range of each activation quantizer.
+    from tensors that are zero but for rounding; ONNX Runtime refuses files whose steps lie further apart, at their
+    first run. `view` is of the graph that the placement is for, `amax` the range of each activation quantizer.
     """
     nodes = {node.name: node for node in view.nodes}
     of_tensor = {tensor: site for site in placement.activations for tensor, _ in site.edges}

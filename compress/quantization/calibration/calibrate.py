@@ -1,9 +1,8 @@
 """Calibration: run images through a model with quantizers and set the range of every quantizer.
 
-Ranges of weights follow from the weights. Activation quantizers collect statistics while the model runs in float, each
-with the calibrator that its placement names; afterwards only `amax` remains. A quantizer that no tensor passed, whose
-tensor held NaN, or whose tensor was zero although the weights allow other values (`placement.dead`), is an error
-that names it, because a scale chosen for it would be arbitrary.
+Ranges of weights follow from the weights. Activation quantizers collect statistics while the model runs in float. A
+quantizer that no tensor passed, whose tensor held NaN, or whose tensor was zero although the weights allow other values
+(`placement.dead`), is an error that names it, because a scale chosen for it would be arbitrary.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ def calibrate(
     Args:
         qmodel: from `insert_quantizers`; on any device, batches are moved to it.
         batches: calibration data as for `quantize`; all of it is used.
-        also: the same float model with quantizers placed for other targets; the ranges of all come from one pass over
-            the data, and a tensor that several of them quantize is counted once.
-        all_reduce: merge statistics over the processes of torch.distributed's default group.
+        also: the same float model with quantizers for other targets, calibrated in the same pass; a tensor of several
+            is counted once.
+        all_reduce: merge statistics over torch.distributed's default group.
         progress: is informed of each batch.
 
     Returns:
-        Ranges and histograms of `qmodel`; also at `qmodel.report.calibration`, and those of the others at theirs.
+        Ranges and histograms of `qmodel`; also at `qmodel.report.calibration`, those of the others at theirs.
 
     Raises:
         QuantizationError: the model was not made by compress.
-        CalibrationError: no batches, batches that the model fails on, NaN, a tensor of zeros that the weights do not
-            explain, or a quantizer that never ran.
+        CalibrationError: no batches, batches that the model fails on, NaN, unexplained zeros, or a quantizer that never
+            ran.
         DataError: a batch does not hold the model's inputs.
 
     Examples:
@@ -78,7 +77,7 @@ def calibrate(
 
 
 class _Network:
-    """A network under calibration: its activation quantizers and their calibrators, by path."""
+    """A network under calibration, with its activation quantizers and calibrators by path."""
 
     def __init__(self, qmodel: nn.Module) -> None:
         self.model = cast(fx.GraphModule, qmodel)
@@ -90,7 +89,7 @@ class _Network:
         self.tensors = {site.name: frozenset(tensor for tensor, _ in site.edges) for site in sites}
 
     def set_ranges(self, images: int) -> CalibrationReport:
-        """Choose the ranges from what was collected, set them, and attach the report."""
+        """Set the ranges of what was collected, and attach the report."""
         choose_together(self.watching.values())
         dead = _dead(self.model, self.watching)
         closed = [name for name, calibrator in self.watching.items() if calibrator.only_zeros and name not in dead]
@@ -111,14 +110,13 @@ class _Network:
         return seen
 
     def _raise_averages(self) -> None:
-        """Set the ranges of averages that are finer than their values can be."""
         ranges = {name: quantizer.amax for name, quantizer in self.activations.items()}
         for name, amax in raised_ranges(read_fx(self.model), self.report.placement, ranges).items():
             self.activations[name].set_amax(amax)
 
 
 def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]:
-    """Return the quantizers whose tensor was zero and stays zero for any image, because of the weights."""
+    """The quantizers whose tensor was zero and stays zero for any image, because of the weights."""
     zeros = {name for name, calibrator in watching.items() if calibrator.only_zeros}
     if not zeros:
         return ()
@@ -127,7 +125,7 @@ def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]
 
 
 def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
-    """Set the ranges that another network of the same float model and placement was calibrated to; in place."""
+    """Set ranges measured on another network of the same float model and placement; in place."""
     for name, quantizer in quantizers(qmodel):
         quantizer.set_amax(seen.amax[name].to(quantizer.amax.device))
     attach_report(cast(fx.GraphModule, qmodel), replace(quantization_report_of(qmodel), calibration=seen))
@@ -210,12 +208,7 @@ def _all_reduced(
 def _shared(
     first: _Network, others: Sequence[_Network]
 ) -> tuple[dict[str, list[Calibrator]], list[tuple[Calibrator, Calibrator]]]:
-    """Divide the calibrators of further networks.
-
-    Returns:
-        Those that must see tensors of their own, by the names of the graph's nodes; and pairs of a calibrator with one
-        that sees the same tensors and counts them alike.
-    """
+    """Those that must see tensors of their own, by node; and pairs of a calibrator with one that counts the same."""
     further: dict[str, list[Calibrator]] = {}
     shared: list[tuple[Calibrator, Calibrator]] = []
     known: dict[tuple[frozenset[str], str], Calibrator] = {}
@@ -232,18 +225,16 @@ def _shared(
 
 
 class _Showing(fx.Interpreter):
-    """Runs a graph, and shows calibrators the results of the nodes that they ask for."""
+    """Shows calibrators the results of the nodes that they ask for."""
 
     def __init__(self, graph_module: fx.GraphModule, further: Mapping[str, Sequence[Calibrator]]) -> None:
         super().__init__(graph_module)
         self.further = further
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Run the graph."""
         return self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and show its result."""
         value = super().run_node(n)
         for calibrator in self.further.get(n.name, ()):
             calibrator.collect(value)
@@ -251,11 +242,7 @@ class _Showing(fx.Interpreter):
 
 
 def check_batches(batches: Batches) -> None:
-    """Refuse calibration data that are no iterable of batches.
-
-    Raises:
-        CalibrationError: says what was got.
-    """
+    """Refuse calibration data that are no iterable of batches (CalibrationError)."""
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"batches is a {type(batches).__name__}: give an iterable of batches, such as a DataLoader or [batch]"

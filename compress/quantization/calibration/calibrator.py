@@ -1,13 +1,11 @@
 """The base of all calibrators: tensors are collected (`collect`), then a range is computed (`compute_amax`).
 
 Statistics stay on the device of the tensors, and the host reads nothing while they are collected, so that a GPU never
-waits. Values that have no range (NaN, Inf, none at all, only zeros) are therefore found by `compute_amax`, which raises
-`CalibrationError`; its caller adds the layer's name. Between processes, `all_reduce` merges statistics and not ranges,
-so that every rank computes the amax of all images. A tensor on a CPU may also come in stretches, looked at by several
-threads (`part`, `collect_parts`).
+waits. Values that have no range (NaN, Inf, none at all, only zeros) are found by `compute_amax`, whose caller adds the
+layer's name. `all_reduce` merges statistics and not ranges, so that every rank computes the amax of all images. A
+tensor on a CPU may also come in stretches, looked at by several threads (`part`, `collect_parts`).
 
-Single channels may be zero. A pruned output channel has amax 0, and any scale represents its zeros; it gets the largest
-amax of the tensor's channels, so that its scale is a usable number.
+A single channel of zeros (pruned) gets the largest amax of all channels, so that its scale is a usable number.
 """
 
 from __future__ import annotations
@@ -66,24 +64,21 @@ class Calibrator(ABC):
 
     @torch.no_grad()
     def part(self, values: Tensor, *, start: int, total: int) -> Any:
-        """Return what `collect_parts` has to know of a stretch of a tensor on the CPU; several threads may call it.
+        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
 
-        Args:
-            values: (n,) of any floating type, n > 0; the result does not refer to its memory.
-            start: place of the first value in the tensor.
-            total: number of values of the tensor.
+        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor.
         """
         return self._part(values, start, total)
 
     @torch.no_grad()
     def collect_parts(self, parts: Sequence[Any]) -> None:
-        """Collect a tensor of which `part` was given every stretch, in order; the same as `collect`, without axis."""
+        """Collect a tensor, without axis, of which `part` was given every stretch, in order."""
         self._channels, self._read = 1, None
         self._add(parts)
 
     @torch.no_grad()
     def compute_amax(self) -> Tensor:
-        """Return the range, float32: shape () or (C,), all > 0.
+        """The range, float32: shape () or (C,), all > 0.
 
         It is on the device of the tensors; after `choose_together` on the CPU.
 
@@ -111,7 +106,7 @@ class Calibrator(ABC):
         return self._largest() if self._read is None else self._read
 
     def _checked_largest(self) -> Tensor:
-        """Return the largest magnitude of each row, all finite and not all zero."""
+        """The largest magnitude of each row, all finite and not all zero."""
         amax = self._seen()
         if amax is None:
             raise CalibrationError(
@@ -136,7 +131,7 @@ class Calibrator(ABC):
         self._share(other)
 
     def reset(self) -> None:
-        """Delete the statistics and free their memory."""
+        """Delete the statistics."""
         self._channels, self._read = 0, None
         self._forget()
 
@@ -147,9 +142,7 @@ class Calibrator(ABC):
 
     @torch.no_grad()
     def all_reduce(self, group: ProcessGroup | None = None) -> None:
-        """Merge the statistics of all processes of `group`, in all of them; do nothing for a single process.
-
-        Every process must call this, also one that collected nothing.
+        """Merge the statistics of all processes of `group`, each of which must call this; nothing for a single process.
 
         Raises:
             CalibrationError: the processes collected different numbers of channels.
@@ -170,7 +163,7 @@ class Calibrator(ABC):
         self._reduce(group, device)
 
     def _device(self, group: ProcessGroup | None) -> torch.device:
-        """Return the device of the statistics; before any, one on which the group can communicate."""
+        """The device of the statistics; before any, one on which the group can communicate."""
         amax = self._largest()
         if amax is not None:
             return amax.device
@@ -183,7 +176,7 @@ class Calibrator(ABC):
 
     @abstractmethod
     def _part(self, values: Tensor, start: int, total: int) -> Any:
-        """Return the statistics of a stretch of a tensor."""
+        """The statistics of a stretch of a tensor."""
 
     @abstractmethod
     def _add(self, parts: Sequence[Any]) -> None:
@@ -191,11 +184,11 @@ class Calibrator(ABC):
 
     @abstractmethod
     def _largest(self) -> Tensor | None:
-        """Return the largest magnitude of each row so far, (rows,) float32; None before any."""
+        """The largest magnitude of each row so far, (rows,) float32; None before any."""
 
     @abstractmethod
     def _choose(self, largest: Tensor) -> Tensor:
-        """Return the amax of each row, (rows,), from the largest magnitude of each; arbitrary for rows of zeros."""
+        """The amax of each row, (rows,), from the largest magnitude of each; arbitrary for rows of zeros."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -207,4 +200,4 @@ class Calibrator(ABC):
 
     @abstractmethod
     def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
-        """Merge the statistics of all processes; this process has `self._channels`, and may have no statistics."""
+        """Merge the statistics of all processes; this one may have none."""

@@ -1,7 +1,6 @@
 """Calibrators, which collect statistics of tensors (`collect`) and then choose a range (`compute_amax`).
 
-`MaxCalibrator` remembers the largest magnitude. The others share `HistogramCalibrator`, which counts magnitudes, and
-differ in the pure function that chooses `amax` from the counts (compress.quantization.calibration.amax and .entropy).
+All but `MaxCalibrator` count magnitudes, and choose `amax` by a function of the counts (calibration.amax and .entropy).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class HistogramCalibrator(Calibrator):
         return self.part_of(drawn_from(values, start=start, total=total))
 
     def part_of(self, sample: Sample) -> Sample | Counted:
-        """Return what `part` does, from a sample of the stretch; the result does not refer to its memory."""
+        """What `part` does, from a sample of the stretch, without its memory."""
         counted = self._counted
         return sample.copied() if counted is None else counted.counted(sample)
 
@@ -99,11 +98,11 @@ class HistogramCalibrator(Calibrator):
 
     @abstractmethod
     def _options(self) -> tuple[float, ...]:
-        """Return the settings that `_choose_bin` depends on besides its arguments."""
+        """The settings that `_choose_bin` depends on besides its arguments."""
 
     @abstractmethod
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        """Return the amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,)."""
+        """The amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,)."""
 
     def _forget(self) -> None:
         self._counted = self._chosen = None
@@ -131,7 +130,7 @@ class HistogramCalibrator(Calibrator):
 
 
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the maximum over processes; NaN is sent as Inf, because not every backend's MAX propagates NaN."""
+    """The maximum over processes; NaN is sent as Inf, because not every backend's MAX propagates NaN."""
     amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
@@ -153,8 +152,6 @@ class PercentileCalibrator(HistogramCalibrator):
 
 
 class _IntegerCalibrator(HistogramCalibrator):
-    """Weighs thresholds by what quantizing to these integers does."""
-
     def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
         super().__init__(axis=axis)
         self.num_bits = num_bits
@@ -244,14 +241,10 @@ def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec)
 def make_calibrator(
     name: str, *, num_bits: int = 8, axis: int | None = None, signed: bool = True, percentile: float = 99.99
 ) -> Calibrator:
-    """Return the calibrator called `name`; arguments that it does not need are ignored.
+    """The calibrator called `name`; arguments that it does not need are ignored.
 
-    Args:
-        name: `max`, `percentile`, `entropy`, `mse` or `lsq`.
-        num_bits: width of the quantized values, 2 to 8.
-        axis: the channel axis; None = one amax for the whole tensor.
-        signed: False where the integers start at zero, so that all 2**num_bits of them lie above it.
-        percentile: share of magnitudes that calibrator `percentile` does not clip, in percent.
+    With `signed` False all 2**num_bits integers lie above zero. `percentile` is the share that is not clipped, in
+    percent.
 
     Raises:
         CalibrationError: an unknown name, or a number out of range.

@@ -7,19 +7,18 @@ use: empty ones stay empty). The threshold with the least KL(P, Q) is chosen. Th
 (127 magnitudes and zero), 256 for unsigned; the first candidate is bin 128; bin 0, which holds the zeros of a ReLU,
 is set to the count of bin 1; among equals the widest threshold is chosen.
 
-Computed literally, this takes O(bins) work for each of O(bins) thresholds: minutes for a network. But with h the
-counts, H_i and T_i their sums below and beyond threshold i, N the sum of all, S_j and n_j the count and the number of
-bins in use of level j,
+Computed literally, this takes O(bins) work for each of O(bins) thresholds: minutes for a network. With h the counts,
+H_i and T_i their sums below and beyond threshold i, N the sum of all, S_j and n_j the count and the number of bins in
+use of level j,
 
     N * KL_i = sum_{k < i - 1} h_k ln h_k + (h_{i-1} + T_i) ln(h_{i-1} + T_i) - N ln N
                - sum_j S_j ln(S_j / n_j) - T_i ln(S_last / n_last) + N ln H_i
 
-and every sum is a difference of two entries of a cumulative sum, so a threshold costs O(levels), and all thresholds
-of all channels are a few vector operations. Level edges lie at j * i / levels: exact integers after rounding up.
+and every sum is a difference of cumulative sums, so a threshold costs O(levels). Level edges lie at j * i / levels:
+exact integers after rounding up.
 
 KL is infinite where bin i - 1 is empty and counts beyond are added to it, and undefined where no value lies below the
-threshold. pytorch-quantization's argmin takes an undefined one (NaN) for the least, and so clips every value of a
-tensor without values near zero; here both are ruled out.
+threshold. pytorch-quantization's argmin takes an undefined one (NaN) for the least; here both are ruled out.
 """
 
 from __future__ import annotations
@@ -46,16 +45,8 @@ def entropy_amax(
 ) -> Tensor:
     """Return the `amax` that changes the distribution of magnitudes least.
 
-    Args:
-        counts: (..., bins) of magnitudes, bin 0 starting at zero.
-        bin_width: (...).
-        num_bits: width of the quantized values.
-        unsigned: 2**num_bits levels instead of 2**(num_bits - 1).
-        start_bin: first threshold, in bins. If fewer bins are in use, nothing is clipped.
-        stride: bins from one threshold to the next.
-
-    Returns:
-        (...) float32, a multiple of `bin_width`.
+    Counts are (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32; `start_bin` is the first
+    threshold, in bins. If fewer are in use, nothing is clipped.
     """
     live = live_bins(counts).reshape(-1)
     thresholds = torch.arange(int(live.max()) + 1, device=counts.device)[start_bin::stride]
@@ -71,15 +62,10 @@ def entropy_amax(
 
 
 def kl_divergences(histogram: Tensor, thresholds: Tensor, *, levels: int) -> Tensor:
-    """Return KL(P, Q), in nats, of clipping each row of a histogram at each threshold.
+    """KL(P, Q), in nats, of clipping each row of a histogram at each threshold, (rows, t) float64.
 
-    Args:
-        histogram: (rows, bins) float64 counts, at least 2 bins.
-        thresholds: (t,) int64, each from 1 to bins: the number of bins that are not clipped.
-        levels: quantization levels over those bins, a power of two.
-
-    Returns:
-        (rows, t) float64; Inf where it is infinite or undefined.
+    The histogram is (rows, bins) float64, at least 2 bins; `thresholds` (t,) int64 are the numbers of bins that are not
+    clipped; `levels` is a power of two. Inf where the divergence is infinite or undefined.
     """
     h = histogram.clone()
     h[:, 0] = h[:, 1]
@@ -105,7 +91,7 @@ class _Sums:
 
 
 def _divergence(sums: _Sums, row: Tensor, threshold: Tensor, at_edge: Tensor, beyond: Tensor, levels: int) -> Tensor:
-    """Evaluate the closed form above for (row, threshold) pairs; all arguments and the result are (pairs,)."""
+    """The closed form above for (row, threshold) pairs; all arguments and the result are (pairs,)."""
     offset = row * sums.mass.shape[1]
     level = torch.arange(levels + 1, device=row.device)
     edges = (level * threshold[:, None] + levels - 1) // levels + offset[:, None]  # (pairs, levels + 1)

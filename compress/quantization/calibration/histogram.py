@@ -1,21 +1,16 @@
 """Histograms of magnitudes that widen as larger values come, on the tensor's own device, without losing a count.
 
-A histogram has rows: one for a whole tensor, or one for each channel. The first batch that is not all zero fixes
-the width of its bins, largest magnitude / 2048, as pytorch-quantization's does, so that both choose among the same
-edges. When a later batch holds a larger magnitude, bins are added at the upper end, at the same width: nothing that
-was counted moves. That alone has no bound (a first batch of 1e-6 followed by 1.0 would want two billion bins), so
-past `max_bins` neighbouring bins are merged in pairs and the width doubles, as often as needed. Counts are int64:
-float32 counts, the usual choice, stop growing at 16,777,216, which the zeros of a ReLU exceed within a few batches.
+A histogram has a row for a whole tensor, or one for each channel. The first batch that is not all zero fixes the width
+of its bins, largest magnitude / 2048, as pytorch-quantization's does. When a later batch holds a larger magnitude, bins
+are
+added at the upper end: nothing that was counted moves. Past `max_bins` neighbouring bins are merged in pairs and the
+width doubles, as often as needed: up to 4 times growth costs nothing in resolution; beyond it the resolution is between
+range / 8192 and range / 4096. Per-channel rows merge pairs at once. Counts are int64: float32 counts stop growing at
+16,777,216, which the zeros of a ReLU exceed within a few batches.
 
-The trade-off: up to 4 times growth costs nothing in resolution and 64 KiB a tensor; beyond it the resolution is
-between range / 8192 and range / 4096, still finer than at the start. Per-channel rows merge pairs at once.
-
-Widening depends on the values. Reading a value from a GPU would stop the queue at every layer, so there width and range
-stay tensors and every step, merging included, is computed even if it is not needed; a whole tensor by a CUDA kernel
-that reads it once (`compress.kernels.cuda.histogram`). A CPU has nothing to wait for and counts in blocks that fit the
-cache, on all threads (`torch.histc` takes 4 times as long). There, counting every value would take as long as the
-network itself, so that of a large tensor a sample is counted (`samples`); the largest magnitude is always that of all
-values.
+Reading a value from a GPU would stop the queue at every layer, so there width and range stay tensors and every step is
+computed even if it is not needed; a whole tensor by a CUDA kernel (`compress.kernels.cuda.histogram`). A CPU counts in
+blocks that fit the cache, on all threads, and of a large tensor a sample (`samples`).
 """
 
 from __future__ import annotations
@@ -63,7 +58,7 @@ class Histogram:
 
     @classmethod
     def empty(cls, rows: int, max_bins: int, device: torch.device) -> Histogram:
-        """Return a histogram without counts."""
+        """A histogram without counts."""
         return cls(
             counts=torch.zeros(rows, max_bins, dtype=torch.int64, device=device),
             width=torch.zeros(rows, device=device),
@@ -92,8 +87,8 @@ class Histogram:
     def counted(self, sample: Sample) -> Sample | Counted:
         """Count the sample of a stretch of a tensor before those of its other stretches are there.
 
-        It is copied instead as long as there is no width, or where its largest magnitude does not fit. Several threads
-        may call this while one calls `add_parts`.
+        It is copied instead as long as there is no width, or where its largest magnitude does not fit. Other threads
+        may call this, and one `add_parts`.
         """
         width = self.width.numpy()[0]
         if width == 0 or not np.float32(sample.amax) <= width * np.float32(self.counts.shape[1]):
@@ -101,10 +96,7 @@ class Histogram:
         return _counted(sample, width, self.counts.shape[1])
 
     def add_parts(self, parts: Sequence[Sample | Counted]) -> None:
-        """Count one row on a CPU, from the samples of all its stretches.
-
-        It computes with numbers: operations on tensors take longer than to count small ones.
-        """
+        """Count one row on a CPU, from the samples of all its stretches; with numbers, faster than small tensors."""
         batch_amax = np.max([np.float32(part.amax) for part in parts])  # NaN where one is
         with np.errstate(all="ignore"):
             amax, width = np.maximum(self.amax.numpy()[0], batch_amax), self.width.numpy()[0]
@@ -127,13 +119,13 @@ class Histogram:
         held += counts
 
     def rescaled(self, width: Tensor, amax: Tensor) -> Histogram:
-        """Return this histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
+        """This histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
         wider = Histogram(counts=resample(self.counts, self.width, width), width=width, amax=amax)
         wider._fit()
         return wider
 
     def live(self) -> tuple[Tensor, Tensor]:
-        """Return (counts, width) on the CPU, up to the last bin in use: (rows, bins), (rows,)."""
+        """(counts, width) on the CPU, up to the last bin in use: (rows, bins), (rows,)."""
         counts = self.counts.cpu()
         return counts[:, : int(live_bins(counts).max())], self.width.cpu()
 
@@ -156,12 +148,7 @@ def raise_amax(values: Tensor, amax: Tensor) -> None:
 
 
 def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:
-    """Merge each 2**doublings neighbouring bins into one; the upper bins become empty.
-
-    Args:
-        counts: (rows, bins) int64.
-        doublings: (rows,) int64, at least 0.
-    """
+    """Merge each 2**doublings (rows,) neighbouring bins of counts (rows, bins) into one; upper ones become empty."""
     target = torch.arange(counts.shape[1], device=counts.device) >> doublings[:, None].clamp(max=62)
     return torch.zeros_like(counts).scatter_add_(1, target, counts)
 
@@ -169,16 +156,9 @@ def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:
 def resample(counts: Tensor, width: Tensor, new_width: Tensor) -> Tensor:
     """Move counts onto wider bins, as if each bin's values were spread evenly over it.
 
-    The cumulative counts are interpolated at the new edges and rounded, so that the total stays exact, and nothing
-    moves when the new width is the old one or an exact multiple of it.
-
-    Args:
-        counts: (rows, bins) int64.
-        width: (rows,) the present widths; 0 where only bin 0 is filled.
-        new_width: (rows,), none less than `width`.
-
-    Returns:
-        (rows, bins) int64.
+    The cumulative counts are interpolated at the new edges and rounded: the total stays exact, and nothing moves when
+    the new width is the old one or an exact multiple. Counts are (rows, bins) int64, widths (rows,): the present ones
+    (0 where only bin 0 is filled), and new ones, none less.
     """
     bins = counts.shape[1]
     ratio = torch.where(width > 0, new_width.double() / width.double(), 1.0)
@@ -191,13 +171,9 @@ def resample(counts: Tensor, width: Tensor, new_width: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Counts of a stretch of a tensor.
+    """Counts (n,) of a stretch of a tensor, each value of the sample for all that it stands for.
 
-    Attributes:
-        counts: (n,), each value of the sample for all that it stands for. The last bin may hold values that are the
-            upper edge of the one before.
-        width: of a bin.
-        amax, every: as of the sample.
+    The last bin may hold values that are the upper edge of the one before; `amax` and `every` are the sample's.
     """
 
     counts: NDArray[np.int64]
@@ -207,7 +183,7 @@ class Counted:
 
 
 def _counted(sample: Sample, width: np.float32, most: int) -> Counted:
-    """Count the magnitudes of a sample, none of which is larger than most * width."""
+    """Count the magnitudes of a sample, none larger than most * width."""
     bins = min(max(int(np.ceil(np.float32(sample.amax) / width)), 1), most)
     counts = _count(sample.values, float(width), bins).numpy()
     if sample.every > 1:
@@ -217,16 +193,13 @@ def _counted(sample: Sample, width: np.float32, most: int) -> Counted:
 
 
 def _wider(part: Counted, width: np.float32) -> NDArray[np.int64]:
-    """Return counts in bins of `width`, the part's own or a power of two times as wide.
-
-    They are the same as if the values had been counted at that width, because division by a power of two is exact.
-    """
+    """Counts in bins of `width`, the part's own or a power of two times as wide, by which division is exact."""
     times = round(float(width / part.width))
     return part.counts if times == 1 else np.add.reduceat(part.counts, np.arange(0, part.counts.size, times))
 
 
 def _add_counts(counts: NDArray[np.int64], found: NDArray[np.int64]) -> None:
-    """Add counts in place; what lies beyond the last bin is counted in it."""
+    """Add counts in place; the last bin takes what lies beyond it."""
     inside = found[: counts.size]
     counts[: inside.size] += inside
     if found.size > counts.size:
@@ -241,23 +214,14 @@ def _count_largest(counts: NDArray[np.int64], last: int) -> None:
 
 
 def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:
-    """Count |values| in bins of `width`, the last of which is closed above.
-
-    Args:
-        values: (n,) on the CPU, finite, none of them larger than bins * width.
-        width: width of a bin, > 0.
-        bins: number of bins.
-
-    Returns:
-        (bins,) int64.
-    """
+    """Count (n,) finite |values| <= bins * width on the CPU, the last bin closed above: (bins,) int64."""
     counts = _count(values, width, bins)
     counts[bins - 1] += counts[bins]
     return counts[:bins]
 
 
 def _count(values: Tensor, width: float, bins: int) -> Tensor:
-    """Count as `count_on_host` does; (bins + 1,), the last one counts values equal to bins * width."""
+    """As `count_on_host`, (bins + 1,); the last one counts values equal to bins * width."""
     workers = max(1, min(torch.get_num_threads(), values.numel() // _SHARE))
     if workers == 1:
         return _count_serially(values, width, bins)
@@ -278,7 +242,7 @@ _MEMORY = _Memory()
 
 
 def _count_serially(values: Tensor, width: float, bins: int) -> Tensor:
-    """Count in blocks that fit the cache, with numpy where it can: its operations begin sooner than those of torch."""
+    """Count in blocks that fit the cache, with numpy where it can, which begins sooner than torch."""
     counts, numbers = torch.zeros(bins + 1, dtype=torch.int64), values.float().numpy()
     for start in range(0, numbers.size, _BLOCK):
         block = numbers[start : start + _BLOCK]
@@ -290,16 +254,9 @@ def _count_serially(values: Tensor, width: float, bins: int) -> Tensor:
 
 
 def count_on_device(values: Tensor, width: Tensor, live: Tensor, bins: int) -> Tensor:
-    """Count |values| without ever waiting for the device; NaN and Inf land anywhere or nowhere.
+    """Count |values|, (rows, n), without waiting for the device: (rows, bins) int64.
 
-    Args:
-        values: (rows, n).
-        width: (rows,) width of the bins, > 0.
-        live: (rows,) float; values beyond bin live - 1 are counted in it.
-        bins: columns of the result.
-
-    Returns:
-        (rows, bins) int64.
+    NaN and Inf land anywhere or nowhere. `width` and `live` are (rows,); values beyond bin live - 1 are counted in it.
     """
     rows = len(values)
     counts = torch.zeros(rows, bins, dtype=torch.int64, device=values.device)

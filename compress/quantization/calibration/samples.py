@@ -1,7 +1,7 @@
 """Samples of tensors on a CPU, where counting every value would take as long as the network itself.
 
-Of each stretch of neighbours one value is drawn, by the same random numbers for every tensor, so that the sample of a
-tensor consists of those of its parts. The largest magnitude is always that of all values.
+Of each stretch of neighbours one value is drawn, by the same random numbers for every tensor, so that the samples of
+parts make the sample of the whole. The largest magnitude is always that of all values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK = 1 << 18
 _SAMPLED, _THINNEST = 1 << 17, 13
 """Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU."""
 _STRATA = 2503
-"""Stretches after which the random numbers of the sample repeat: a prime, which no width of a picture divides."""
+"""Stretches after which the random numbers of the sample repeat: a prime, which no image width divides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Sample:
     """An evenly spread sample of a tensor on the CPU.
 
     Attributes:
-        amax: largest magnitude of all values of the tensor, or of the stretch that was given; NaN where there is one.
+        amax: largest magnitude of all values of the tensor or stretch; NaN where there is one.
         values: (n,), each of which counts for `every` values of the tensor.
         rest: (m,), which count once.
         every: 1 where all values are in the sample.
@@ -46,15 +46,9 @@ class Sample:
 
 
 def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> Sample:
-    """Return a sample of (n,) values and the largest magnitude of all, in one pass.
+    """Sample (n,) values from place `start` of a tensor of `total` (None = n), and find the largest magnitude.
 
-    One value is drawn from each stretch of `every` neighbours, by the same random numbers in every call, so that no
-    column or channel of a picture is preferred.
-
-    Args:
-        values: (n,), a whole tensor or one stretch of it: together their samples are the tensor's.
-        start: place of the first value in the tensor.
-        total: number of values of the tensor; None = n.
+    No column or channel is preferred. The samples of all stretches of a tensor together are the tensor's.
     """
     numbers = values.float().numpy()  # whose operations begin sooner than those of torch, and use one thread
     total = numbers.size if total is None else total
@@ -83,27 +77,21 @@ def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> S
 
 
 def largest_magnitude(numbers: NDArray[np.float32], *, signed: bool = True) -> np.float32:
-    """Return the largest magnitude, NaN where there is one; `signed` is False if it is known that none is negative."""
+    """The largest magnitude, NaN where there is one; `signed` is False if none is negative."""
     found: np.float32 = np.maximum(numbers.max(), -numbers.min()) if signed else numbers.max()
     return found
 
 
 def is_sampled(total: int) -> bool:
-    """Return True if not all values of a tensor of `total` values are in its sample."""
+    """True if not all values of a tensor of `total` values are in its sample."""
     return _every(total) > 1
 
 
 def drawn_places(start: int, size: int, total: int) -> tuple[NDArray[np.intp], int, int]:
-    """Return where `drawn_from` finds the sample of a stretch, for a tensor that is held in another order.
-
-    Args:
-        start: place of the first value in the tensor.
-        size: number of values of the stretch.
-        total: number of values of the tensor.
+    """The places in a stretch that `drawn_from` takes, for a tensor that is held in another order.
 
     Returns:
-        The places in the stretch, those of `Sample.values` and then those of `Sample.rest`, in order; the number of the
-        former; `Sample.every`.
+        Those of `Sample.values` and then those of `Sample.rest`; the number of the former; `Sample.every`.
     """
     every = _every(total)
     if every < 2:
@@ -121,14 +109,14 @@ def _every(total: int) -> int:
 
 
 def _inside(place: NDArray[np.intp], start: int, number: int) -> NDArray[np.intp]:
-    """Return the drawn positions of a stretch of one period that begins at `start`, counted from there."""
+    """The drawn places of a stretch of one period that begins at `start`, counted from there."""
     first, last = place.searchsorted((start, start + number))
     return place[first:last] - start
 
 
 @functools.cache
 def _places(every: int) -> NDArray[np.intp]:
-    """Return the positions that are drawn from each `every` * _STRATA values, in order."""
+    """The places that are drawn from each `every` * _STRATA values."""
     generator = torch.Generator().manual_seed(0)
     place = torch.arange(0, _STRATA * every, every) + torch.randint(every, (_STRATA,), generator=generator)
     return place.numpy().astype(np.intp)

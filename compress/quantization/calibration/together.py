@@ -1,4 +1,4 @@
-"""Ranges of many calibrators at once, so that a GPU is waited for once and not for each of them."""
+"""Ranges of many calibrators at once: a GPU is waited for once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from compress.quantization.calibration.histogram import Histogram
 
 
 def choose_together(calibrators: Iterable[Calibrator]) -> None:
-    """Prepare `compute_amax` of many calibrators whose statistics are on GPUs, so that it need not wait for one.
+    """Prepare `compute_amax` of many calibrators with statistics on GPUs; on a CPU each chooses by itself.
 
-    All statistics are read at once, and calibrators of one kind choose their ranges at once. On a CPU each chooses by
-    itself, because there the arithmetic takes the time and not the launches.
+    All statistics are read at once, and calibrators of one kind choose their ranges at once.
     """
     found = [(c, largest) for c in calibrators if (largest := c._largest()) is not None]
     found = [(calibrator, largest) for calibrator, largest in found if largest.device.type != "cpu"]
@@ -32,7 +31,7 @@ def choose_together(calibrators: Iterable[Calibrator]) -> None:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of small tensors of one type on the CPU, waiting for each device once."""
+    """Copies of small tensors of one type on the CPU, waiting for each device once."""
     found: dict[int, Tensor] = {}
     for device in {tensor.device for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.device == device]

@@ -20,12 +20,7 @@ _APART = 3.0
 
 
 class ClosedError(DeadTensorError):
-    """As its base class, with what to do about it.
-
-    Attributes:
-        rules: leave the consumers of these tensors float.
-        warning: says so.
-    """
+    """A tensor that is always zero, with rules that leave its consumers float, and a warning that says so."""
 
     def __init__(self, error: DeadTensorError, consumers: list[str]) -> None:
         super().__init__(error.quantizers)
@@ -38,7 +33,7 @@ class ClosedError(DeadTensorError):
 
 @contextmanager
 def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator[None]:
-    """Raise a `ClosedError` in the place of a `DeadTensorError`, with rules for the consumers in these placements.
+    """Turn a `DeadTensorError` into a `ClosedError`, with rules for the consumers in these placements.
 
     An input of the network that is always zero stays an error: its images are black.
     """
@@ -60,7 +55,7 @@ def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator
 
 
 def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: Iterable[Any]) -> T:
-    """Quantize, and where branches are closed again with their consumers float; each time it is warned of.
+    """Quantize, again with the consumers float where branches are closed; each time a warning says so.
 
     Raises:
         DeadTensorError: the batches can be read once only, or a tensor that is always zero is quantized for others.
@@ -76,12 +71,9 @@ def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: 
 
 
 def concats_apart(view: GraphView, placement: Placement, ranges: Mapping[str, float]) -> tuple[Rule, ...]:
-    """Return rules for concats whose one scale would cost another consumer of an input most of its resolution.
+    """Rules for concats whose one scale would cost another consumer of an input most of its resolution.
 
-    Args:
-        view: the graph.
-        placement: for it.
-        ranges: largest magnitude of the tensors that `shared_tensors` names, on some images.
+    `ranges`: largest magnitudes, on some images, of the tensors that `shared_tensors` names.
     """
     nodes, found = {node.name: node for node in view.nodes}, dict[str, float]()
     for site in placement.activations:
@@ -99,7 +91,7 @@ def concats_apart(view: GraphView, placement: Placement, ranges: Mapping[str, fl
 
 
 def shared_tensors(placement: Placement) -> list[str]:
-    """Return the tensors of quantizers that several tensors share."""
+    """The tensors of quantizers that several tensors share."""
     sites = [dict.fromkeys(tensor for tensor, _ in site.edges) for site in placement.activations]
     return [tensor for site in sites if len(site) > 1 for tensor in site]
 

@@ -1,8 +1,7 @@
 """Tensors that are zero for every image, because a weight makes them so.
 
-Networks whose branches begin at zero (timm's `zero_init_last`, torchvision's `zero_init_residual`: the last BatchNorm
-of a block has weight 0) hold such tensors until they are trained, and pruned networks may hold some for good. No
-calibration image reaches them, and any range is right for them.
+Branches may begin at zero (timm's `zero_init_last`, torchvision's `zero_init_residual`), and pruned ones may stay so.
+No calibration image reaches such tensors, and any range is right for them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from compress.quantization.placement.view import GraphView, Node
 
 
 def always_zero(view: GraphView) -> list[Node]:
-    """The nodes of a graph whose tensors are provably zero for every input, in graph order."""
+    """The nodes whose tensors are provably zero for every input, in graph order."""
     dead: set[Node] = set()
     for node in view.nodes:
         if _is_zero(node, dead):

@@ -42,12 +42,7 @@ class FloatPart:
 
 
 def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
-    """Return the operations of a detection head that stay float.
-
-    Args:
-        view: the graph.
-        head: `auto`, as in the head of this file; `float`, the final convolutions of any graph too; `quantize`, none.
-    """
+    """Return the operations of a detection head that stay float; see the head of this file and `QuantSpec.head`."""
     found = {node: FloatPart("NMS stays float", _NMS) for node in view.nodes if node.kind == "nms"}
     if head == "quantize":
         return found
@@ -74,7 +69,7 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
 
 
 def _has_trunk(view: GraphView, finals: list[Node]) -> bool:
-    """Return True if other layers come before the last ones: branches of an input alone are no head."""
+    """Return True if other layers come before the last ones."""
     last, leads = set(finals), dict[Node, bool]()
     for node in view.nodes:
         leads[node] = any(leads.get(source, False) or source.kind in _LAYERS for source in node.inputs)

@@ -25,13 +25,12 @@ from compress.quantization.spec import QuantSpec, check_quant_spec
 
 @alone
 def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
-    """A copy of `model` with quantizers where the target fuses them; ranges are unknown until `calibrate`.
+    """A copy of `model` with quantizers where the target fuses them; they have no ranges until `calibrate`.
 
     Args:
         model: any module; it is not changed.
-        example_inputs: its inputs, to trace it.
-        spec: target and rules; None = `QuantSpec()`. Smoothing, AdaRound and bias correction need images: `quantize`
-            does them, or `improve` after `calibrate`.
+        example_inputs: for the trace.
+        spec: None = `QuantSpec()`. Smoothing, AdaRound and bias correction need images: see `quantize` and `improve`.
 
     Returns:
         A plain GraphModule in evaluation mode; `.placement` is the table of decisions.

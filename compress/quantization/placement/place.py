@@ -47,14 +47,7 @@ _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (su
 
 @dataclass(frozen=True)
 class _Traced:
-    """A request at the origin of its tensor.
-
-    Attributes:
-        origin: where the quantizer is placed.
-        consumer: of the origin, on the way to the layer.
-        layer, rule, reason: of the request.
-        spec: settings of the layer.
-    """
+    """A request at the origin of its tensor; `consumer` is that of the origin, on the way to the layer."""
 
     origin: Node
     consumer: Node
@@ -67,12 +60,7 @@ class _Traced:
 def place(view: GraphView, spec: QuantSpec) -> Placement:
     """Decide where quantizers are placed.
 
-    Args:
-        view: a graph whose nodes have shapes, BatchNorm folded or kept.
-        spec: target, defaults and rules.
-
-    Returns:
-        The placement, each decision with its reason.
+    `view` has shapes; BatchNorm is folded or kept.
 
     Raises:
         QuantizationError: a rule matches nothing, the graph is quantized already, or nothing in it can be quantized.
@@ -115,7 +103,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
 
 
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
-    """Refuse a graph in which nothing gains from quantization."""
+    """Refuse a graph without a product to quantize."""
     if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
         return
     reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule in _REFUSALS]
@@ -152,7 +140,6 @@ def _trace_back(
 
 
 def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
-    """The operations through which a request is traced back."""
     return table.commutes - TAKES_APART if request.layer.kind in table.apart else table.commutes
 
 
@@ -161,8 +148,7 @@ def _origins(
 ) -> list[tuple[Node, Node]]:
     """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats.
 
-    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too. Concats that
-    are `apart` are origins themselves.
+    With `joined`, a part of a concat's result goes back to the concat. Concats that are `apart` are origins themselves.
     """
     if tensor.kind == "concat" and tensor not in apart:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
@@ -175,7 +161,6 @@ def _origins(
 
 
 def _concats(tensor: Node) -> set[Node]:
-    """Return the concats that a tensor comes from through operations that move values."""
     if tensor.kind == "concat":
         return {tensor}
     moves = tensor.traits.commutes_with_quantization or tensor.kind in TAKES_APART
@@ -183,7 +168,7 @@ def _concats(tensor: Node) -> set[Node]:
 
 
 def _split_of(part: Node) -> Node | None:
-    """Return the operation that took a tensor apart, whose result is a tuple; None if `part` is no part."""
+    """The operation, with a tuple as its result, that a tensor is a part of."""
     split = part.inputs[0] if part.kind in TAKES_APART and part.inputs else None
     return split if split is not None and split.kind in TAKES_APART and split.shape is None and split.tensors else None
 
@@ -271,7 +256,7 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
 
 
 def _common_spec(members: list[_Traced]) -> ActivationSpec:
-    """The settings of one quantizer: the widest bit width that any consumer asks for is used.
+    """The widest bit width that any consumer asks for.
 
     Raises:
         QuantizationError: some consumers ask for integers and some for FP8.

@@ -16,7 +16,7 @@ from compress.quantization.placement.view import GraphView, Node, Parameters, ma
 
 
 def read_fx(graph_module: fx.GraphModule) -> GraphView:
-    """The view of a graph made by `trace`, whose nodes carry shapes; quantizers may be in it."""
+    """The view of a graph with shapes; quantizers may be in it."""
     leaves = leaves_of(graph_module)
     by_path = {leaf.path: leaf for leaf in leaves}
     nodes: dict[fx.Node, Node] = {}
@@ -60,7 +60,7 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
 
 
 def _pads_convolutions(source: fx.Node, module: Any) -> bool:
-    """Return True if an operation pads images with zeros for convolutions alone, into which the export moves it."""
+    """Return True if an operation pads images with zeros for convolutions alone: the export moves it into them."""
     amounts = getattr(module, "padding", None) if module is not None else _argument(source, 1, "pad")
     mode = "constant" if module is not None else _argument(source, 2, "mode") or "constant"
     filling = getattr(module, "value", 0) if module is not None else _argument(source, 3, "value")
@@ -87,7 +87,6 @@ def _is_padding_convolution(node: fx.Node) -> bool:
 
 
 def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
-    """Read the arguments that placement asks for."""
     if node.traits.category == "arithmetic":
         operands = (*source.args, *source.kwargs.values())  # alpha of torch.add is one
         node.numbers = tuple(float(value) for value in operands if isinstance(value, (int, float)))

@@ -40,13 +40,7 @@ class Request:
 
 @dataclass
 class Requests:
-    """The requests of one operation.
-
-    Attributes:
-        tensors: to be quantized.
-        weight: its own, to be quantized; None if it has none or stays float.
-        refused: rows of the table for what stays float.
-    """
+    """The requests of one operation; `weight` is None if none is quantized, `refused` are rows of what is not."""
 
     tensors: list[Request] = field(default_factory=list)
     weight: WeightSite | None = None
@@ -65,14 +59,7 @@ def float_row(node: Node, rule: str, reason: str) -> Decision:
 def requests_of(
     node: Node, table: TargetTable, settings: Mapping[Node, LayerSettings], depth: Mapping[Node, int]
 ) -> Requests:
-    """The requests of one operation.
-
-    Args:
-        node: the operation.
-        table: of the target.
-        settings: of every node, from `resolve_rules`.
-        depth: of every node, from `depths`.
-    """
+    """The requests of one operation, from the target's table, the settings after the rules and the `depths`."""
     found, own = Requests(), settings[node]
     residual = is_residual_add(node, table.residual_after)
     if node.kind not in table.inputs and node.kind not in table.outputs and not residual:
@@ -112,7 +99,7 @@ def requests_of(
 
 
 def _factors(node: Node) -> list[Node]:
-    """The tensors that an operation multiplies: without the weight of a layer, or the matrix that `addmm` adds."""
+    """The tensors that an operation multiplies, without the matrix that `addmm` adds."""
     return node.tensors[:1] if node.kind in WEIGHTED else node.tensors[1:] if node.kind == "addmm" else node.tensors
 
 

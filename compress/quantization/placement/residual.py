@@ -8,7 +8,7 @@ from compress.graph.traits import PASSING, WEIGHTED
 from compress.quantization.placement.view import Node
 
 _PASSED = PASSING | {"batch_norm"}
-"""Operations between a layer and the add that do not keep them apart: they do nothing in evaluation, or are folded."""
+"""Operations that do not keep a layer and the add apart."""
 
 
 def depths(nodes: Iterable[Node]) -> dict[Node, int]:
@@ -32,11 +32,10 @@ def is_residual_add(node: Node, kinds: frozenset[str]) -> bool:
 def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -> tuple[Node, Node] | None:
     """(branch, layer) that an add fuses with: of the branches that end in a layer, the one with the longest path.
 
-    In a ResNet's downsampling block both branches end in a convolution; the main path is the longer one.
+    In a ResNet's downsampling block both branches end in a convolution.
 
     Returns:
-        The add's argument and the layer that computes it, or None if no branch ends in a layer of `kinds` that the add
-        alone consumes.
+        The add's argument and its layer, of `kinds` and consumed by the add alone; None if there is none.
     """
     found = []
     for source in node.tensors:

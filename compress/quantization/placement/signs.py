@@ -20,10 +20,7 @@ def never_negative(view: GraphView) -> set[Node]:
 
 
 def lowest_values(view: GraphView, positive: Set[Node]) -> dict[Node, float]:
-    """The nodes that may be negative, but are never below a known value: activations, and copies and means of them.
-
-    `positive`: the nodes that are never negative.
-    """
+    """The other nodes that are never below a known value: activations, and copies and means of them."""
     found: dict[Node, float] = {}
     for node in view.nodes:
         if node in positive:

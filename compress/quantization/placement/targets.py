@@ -1,8 +1,7 @@
 """Placement rules of each target, as data: which operations get quantized inputs and results.
 
-A table names kinds of operation (rows of `graph.traits`), and one algorithm (`place`) applies all tables. Their sources
-are the engines' own rules (TensorRT developer guide, "Working with Quantized Types", explicit quantization; ONNX
-Runtime's QDQ transformer; OpenVINO's low precision transformations) and the latencies in results/.
+`place` applies all tables. Sources: the engines' own rules (TensorRT developer guide, "Working with Quantized Types";
+ONNX Runtime's QDQ transformer; OpenVINO's low precision transformations) and the latencies in results/.
 """
 
 from __future__ import annotations
@@ -26,35 +25,26 @@ class TargetTable:
         residual: inputs of a residual add that are quantized: the `identity` branch, `both`, or `none`.
         residual_after: kinds of layer that an add fuses with.
         commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is quantized instead.
-        apart: kinds for which parts of one tensor are quantized with scales of their own: requests are not traced back
-            through the operation that takes the tensor apart. Query, key and value come from one product and have
-            different ranges: 0.2 to 0.5 dB on ViT-B/32 and Swin-T with random weights, -0.2 to 0.4 on a ViT trained on
-            digits, without a cost in time on OpenVINO and ONNX Runtime.
+        apart: kinds for which parts of one tensor (such as query, key and value) have scales of their own: requests
+            are not traced back through the operation that takes the tensor apart.
         joined_parts: True also traces a part of a concat's result (`chunk`, `split`) back to the inputs of that concat,
-            if these need a sign all or none. In ShuffleNetV2 each block joins a part of the block before with its own
-            result: a range for each part leaves 13 of its 16 concats, and the shuffles between them, in float. One
-            range took 0.84 of the time on ONNX Runtime (x1.0 at 128 pixels, random weights, one core of an AMD EPYC, in
-            turn) and had 0.3 dB more; 1.00 of the time on OpenVINO, which moves quantizers by itself.
+            if these need a sign all or none: one range for the blocks of ShuffleNetV2, whose concats are float
+            otherwise on ONNX Runtime.
         concat_shares: False gives the result of a concat of tensors with and without a sign a scale of its own: ONNX
             Runtime's QLinearConcat takes a scale for each input, and a shared one with a sign keeps the activation out
-            of the convolution before it. Elsewhere one scale is faster: ShuffleNetV2 took 2.0 ms with it and 5.2 with
-            a scale each (128 pixels, one core of a Xeon with AMX, in turn).
+            of the convolution before it. Elsewhere one scale is faster.
         fuses: activations that an engine computes in the epilogue of the layer before.
-        unsigned: True quantizes tensors that are never negative unsigned: that doubles the resolution, and the x86
-            kernels absorb a ReLU only into a quantizer that cannot hold negative values.
-        offset: kinds of layer whose signed activations are stored as unsigned integers around 128, which is the same
-            grid. ONNX Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a
-            signed input of a convolution to that form itself, with 9 levels instead of 256 in many networks with a
-            concat (8 to 20 dB from fake quantization; an AMD EPYC with AVX512-VNNI, CPUs with AMX not tried). It leaves
-            inputs of matrix products signed, and refuses the other form there after some concats. Its convolutions of
-            such inputs are slower, and the file gives the zero point to their bias (`export.zero_points`); a product
-            gained nothing from that (ViT-tiny: 1.00 of the time).
+        unsigned: True quantizes tensors that are never negative unsigned: twice the resolution, and the x86 kernels
+            absorb a ReLU only into a quantizer that cannot hold negative values.
+        offset: kinds of layer whose signed activations are stored as unsigned integers around 128, the same grid. ONNX
+            Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a signed input of
+            a convolution to it by itself, in many networks with a concat with 9 levels instead of 256, and refuses it
+            for matrix products after some concats. The file gives the zero point to the bias (`export.zero_points`).
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
-        all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
-            bits those are three of four.
+        all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
     inputs: dict[str, str]
@@ -106,7 +96,8 @@ _CPU_FLOAT = _FLOAT | {
 }
 """Measured with MobileNetV3-small at 224 pixels, batch 1, one core of an AMD EPYC with AVX512-VNNI, in turn (on a busy
 machine, 6 % noise): with all nine squeeze-and-excite products in 8 bits the network took 1.00 of the time on ONNX
-Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime, which needs their results in 8 bits too."""
+Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime, which needs their results in 8 bits too.
+"""
 
 TABLES: dict[Target, TargetTable] = {
     "tensorrt": TargetTable(

@@ -1,6 +1,6 @@
 """The graph as placement sees it: small typed nodes, read from torch.fx (`read_fx`) or from another format.
 
-Placement, dead values, signs and residual sums read nothing else, so that one engine decides for all formats.
+Placement reads nothing else, so that one algorithm decides for all formats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASK = 1e4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parameters:
-    """The constants of a layer; tensors are read when they are called for, because they may be computed or in a file.
+    """The constants of a layer, read when called for, because they may be computed or in a file.
 
     Attributes:
         weight: reads (out, in / groups, k...); (in, out / groups, k...) of transposed convolutions; (C,) of a
@@ -27,7 +27,6 @@ class Parameters:
         bias: reads (out,); None means zeros.
         mean: reads (C,), the running mean of a BatchNorm; None means zeros.
         axis: axis of the weight that holds its output channels.
-        groups: of a convolution, else 1.
     """
 
     weight: Callable[[], Tensor | None]
@@ -38,7 +37,7 @@ class Parameters:
 
 
 def mask_in(bias: Tensor | None) -> str:
-    """Why a layer with this bias stays float: some of its results are switched off, which no 8-bit scale holds."""
+    """Why a layer with this bias stays float: some results are switched off, which no 8-bit scale holds; "" if none."""
     if bias is None or not bias.numel():
         return ""
     bias = bias.detach().float()
@@ -55,22 +54,21 @@ class Node:
     Attributes:
         name: unique name of the node and of the tensor that it computes.
         kind: row of `graph.traits`.
-        path: where its module is, under which users know it; "" if it is no module.
-        inputs: the nodes whose results it consumes, each once, in order.
-        consumers: the nodes that consume its result, in order.
+        path: of its module; "" if it is none.
+        inputs, consumers: each once, in order.
         shape: of its result; None if that is no tensor.
         floating: True if its result is a floating-point tensor.
         parameters: of a layer with constants of its own; None for other operations.
         refusal: why the weight of a layer cannot be quantized; "" if it can.
-        note: why it is in the graph in one piece; "" if there is nothing to say.
-        leaf: the opaque submodule that it is; None if it is none.
+        note: why it is in the graph in one piece.
+        leaf: the opaque submodule that it is.
         numbers: numbers among the operands of an arithmetic operation.
-        factor: the largest of the positive constants that a `mul` multiplies its input by; 0.0 if it has none such.
-        axes: axes that a reduction is over, counted from the front; None means all, or unknown.
+        factor: largest positive constant that a `mul` multiplies by; 0.0 if none.
+        axes: of a reduction, counted from the front; None means all, or unknown.
         low: lower bound of a clamp.
         mode: interpolation of a resize.
-        cast: type that the operation casts to explicitly, such as `float32`; "" if it casts to none.
-        infinite: True if it pads with an infinite value, which is in no range.
+        cast: type of an explicit cast, such as `float32`.
+        infinite: it pads with an infinite value.
     """
 
     name: str
@@ -94,7 +92,7 @@ class Node:
 
     @property
     def layer(self) -> str:
-        """Name under which users know the operation: the module's path, or the node's own name."""
+        """The module's path, or the node's own name."""
         return self.path or self.name
 
     @property
@@ -110,12 +108,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphView:
-    """A graph in topological order.
-
-    Attributes:
-        nodes: all of it.
-        leaves: submodules that are opaque, each with its reason.
-    """
+    """A graph in topological order; `leaves` are opaque submodules, each with its reason."""
 
     nodes: tuple[Node, ...]
     leaves: tuple[Leaf, ...] = ()

@@ -1,14 +1,13 @@
 """AdaRound: learn to round each weight up or down, so that a layer's outputs change least.
 
-Rounding every weight to nearest minimizes the change of the weights, not of the layer's outputs: errors of weights
-with correlated inputs add up. Nagel et al. ("Up or Down?", arXiv 2004.10568, sections 3.2 and 3.3) relax the choice
-of each weight to h(v) in [0, 1], fit it by gradient descent to the layer's float outputs, and drive it to 0 or 1 by
-a term whose exponent falls while it learns. Inputs are those of the quantized network with all layers before already
-rounded, targets those of the float network (asymmetric reconstruction), both after the activation that follows.
+Rounding to nearest minimizes the change of the weights, not of the layer's outputs. Nagel et al. ("Up or Down?", arXiv
+2004.10568, sections 3.2 and 3.3) relax the choice of each weight to h(v) in [0, 1], fit it by gradient descent to the
+layer's float outputs, and drive it to 0 or 1 by a term whose exponent falls while it learns. Inputs are those of the
+quantized network with all layers before already rounded, targets those of the float network (asymmetric
+reconstruction), both after the activation that follows.
 
-The result is an ordinary quantized model: the float weights are replaced by their rounded values, which lie on the
-grid, so that rounding to nearest, an export or a saved state all reproduce them. A layer whose error on the calibration
-images does not decrease stays rounded to nearest. Scales do not change: another calibration may move the grid.
+The float weights are replaced by their rounded values, which lie on the grid and round to themselves. A layer whose
+error on the calibration images does not decrease stays rounded to nearest. Another calibration may move the grid.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ _STRETCH, _SHIFT = 1.2, -0.1  # zeta - gamma and gamma of the paper's rectified 
 
 
 def soft_rounding(v: Tensor) -> Tensor:
-    """Return the rectified sigmoid h(v) in [0, 1] (arXiv 2004.10568, eq. 23), which reaches 0 and 1."""
+    """The rectified sigmoid h(v) in [0, 1] (arXiv 2004.10568, eq. 23), which reaches 0 and 1."""
     return (torch.sigmoid(v) * _STRETCH + _SHIFT).clamp(0, 1)
 
 
 def inverse_rounding(h: Tensor) -> Tensor:
-    """Return the v with soft_rounding(v) = h, for h in [0, 1]."""
+    """The v with soft_rounding(v) = h, for h in [0, 1]."""
     return torch.logit((h - _SHIFT) / _STRETCH)
 
 
 def regularizer_gradient(h: Tensor, beta: float) -> Tensor:
-    """Return the derivative of the sum of 1 - |2h - 1|^beta (eq. 24); the sum is 0 where every h is 0 or 1."""
+    """The derivative of the sum of 1 - |2h - 1|^beta (eq. 24); 0 where every h is 0 or 1."""
     distance = 2 * h - 1
     return distance.abs().pow_(beta - 1).mul_(distance.sign()).mul_(-2 * beta)
 
 
 def beta_at(step: int, spec: AdaRoundSpec) -> float:
-    """Return the exponent after `step` of `spec.steps` steps: cosine from start to end after the warm start."""
+    """The exponent after `step` of `spec.steps` steps: cosine from start to end after the warm start."""
     start = spec.warm_start * spec.steps
     share = min(1.0, max(0.0, (step - start) / max(1.0, spec.steps - start)))
     cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)).item())
@@ -80,16 +79,9 @@ def learn_rounding(
 ) -> Tensor:
     """Return rounded weights with which a layer reproduces `targets` from `inputs`.
 
-    Args:
-        layer: has a calibrated `weight_quantizer`; it is not changed.
-        inputs: (N, ...) inputs in the quantized network, for each batch.
-        targets: (N, ...) outputs in the float network, before the activation, for each batch.
-        spec: steps, learning rate and schedule.
-        activation: `relu` or `relu6` if one follows.
-        settings: further arguments of the layer's call.
-
-    Returns:
-        Weights on the grid of the layer's quantizer, shape of its weight.
+    `inputs` (quantized network) and `targets` (float network, before `activation`: `relu`, `relu6` or ""), (N,
+    ...), are given for each batch, `settings` are further arguments of the call. The weights are on the grid of the
+    layer's `weight_quantizer`.
     """
     quantizer = cast(Quantizer, layer.weight_quantizer)
     weight = cast(Tensor, layer.weight).detach()
@@ -139,18 +131,10 @@ def adaround(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Rounding, ...]:
-    """Learn the rounding of the weights of every quantized layer, in graph order; in place.
+    """Learn the rounding of the weights of every quantized layer, in graph order; in place; a row for each layer.
 
-    Args:
-        qmodel: calibrated.
-        batches: tensors or (tensor, target).
-        spec: steps, learning rate and schedule; None = `AdaRoundSpec()`.
-        folder: folder for the rounding of each finished layer; a run that is stopped and restarted with the same
-            model, data and spec goes on from there.
-        progress: is informed of each layer.
-
-    Returns:
-        A row for each layer.
+        A calibrated network is needed. In `folder` the rounding of each finished layer is saved: a run that is stopped
+        and restarted with the same model, data and spec goes on from there.
 
     Raises:
         QuantizationError: a value of `spec` out of range.
@@ -164,7 +148,7 @@ def adaround(
 
 
 class Rounder:
-    """Visits layers, learns their rounding, and collects the results."""
+    """Learns the rounding of each visited layer."""
 
     def __init__(
         self, spec: AdaRoundSpec, *, folder: Path | None = None, progress: Progress | None = None, total: int = 0
@@ -211,7 +195,7 @@ class Rounder:
         return Rounding(layer=this.path, error_nearest=errors[0], error_learned=min(errors), changed=changed)
 
     def _errors(self, this: Visit, weights: tuple[Tensor, Tensor], call: dict[str, Any]) -> list[float]:
-        """Return the error of each weight, at positions that are drawn apart from those that it was learned on."""
+        """The error of each weight, at positions drawn apart from those that it was learned on."""
         generator = torch.Generator().manual_seed(self.spec.seed + 1)
         rows = sampled_rows(this.layer, this.inputs, this.targets, count=self.spec.positions, generator=generator)
         if rows is None:
@@ -223,7 +207,7 @@ class Rounder:
         return [(outputs - expected).double().square().mean().item() for outputs in found]
 
     def _file(self, this: Visit) -> tuple[Path | None, str]:
-        """Return the file for a layer's rounding, and a digest of the values that it is learned from."""
+        """The file for a layer's rounding, and a digest of the values that it is learned from."""
         if self.folder is None:
             return None, ""
         layer = cast(Any, this.layer)
@@ -244,7 +228,7 @@ def reconstruction_error(
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
 ) -> float:
-    """Return the mean squared error of a layer's outputs with `weight` against `targets`, both after the activation."""
+    """The mean squared error of a layer's outputs with `weight` against `targets`, both after the activation."""
     total = 0.0
     for x, target in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
         difference = _activated(_outputs(layer, weight, x, settings), activation) - _activated(target, activation)
@@ -253,7 +237,6 @@ def reconstruction_error(
 
 
 def _outputs(layer: nn.Module, weight: Tensor, x: Tensor, settings: Mapping[str, Any] | None = None) -> Tensor:
-    """Return the layer's outputs with another weight, which is used without quantization."""
     quantizer = cast(Quantizer, layer.weight_quantizer)
     enabled, quantizer.enabled = quantizer.enabled, False
     try:
@@ -272,7 +255,7 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 
 
 def _activation_after(node: fx.Node) -> str:
-    """Return `relu` or `relu6` if it is the only consumer of the layer's output, else ""."""
+    """`relu` or `relu6` if it is the only consumer of the layer's output, else ""."""
     if len(node.users) != 1:
         return ""
     kind = node_kind(next(iter(node.users)))
@@ -280,7 +263,7 @@ def _activation_after(node: fx.Node) -> str:
 
 
 def _refusal(this: Visit) -> str:
-    """Return the reason why a layer stays rounded to nearest; "" if its rounding can be learned."""
+    """Why a layer stays rounded to nearest; "" if its rounding can be learned."""
     if cast(Quantizer, this.layer.weight_quantizer).format.kind != "int":
         return "FP8 steps are not evenly spaced: rounded to nearest"
     if parametrize.is_parametrized(this.layer):
@@ -289,7 +272,7 @@ def _refusal(this: Visit) -> str:
 
 
 def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
-    """Return a saved rounding if it was learned from the same weights, scales, inputs and spec."""
+    """A saved rounding, if it was learned from the same weights, scales, inputs and spec."""
     if path is None or not path.is_file():
         return None
     try:

@@ -3,11 +3,11 @@
 With e = W_q - W, outputs move by e E[x] on average (Nagel et al., arXiv 1906.04721, section 4.2). The shift is often
 most of the error where a channel has few weights (depthwise convolutions) or a scale few steps. Two ways find it:
 
-- `analytic`: E[x] follows from the BatchNorm statistics of the layers before, without data. This corrects the error of
-  the weights only. A layer whose input has no known mean (the network's own input, or a product) is left as it is and
-  reported. Zero padding is ignored, as in the paper.
-- `empirical`: the shift is the mean difference of the layer's output between the float and the quantized network, over
-  calibration images, layer after layer with those before corrected. This also corrects the error of the activations.
+- `analytic`: E[x] follows from the BatchNorm statistics of the layers before, for the error of the weights only. A
+layer
+  whose input has no known mean is left as it is and reported. Zero padding is ignored, as in the paper.
+- `empirical`: the shift is the mean difference of the layer's output between the float and the quantized network over
+  calibration images, layer after layer. This also corrects the error of the activations.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ from compress.quantization.ptq.walk import Visit
 from compress.quantization.report import Correction, Moments, placement_of
 
 IMAGES = 256
-"""Largest number of images for the empirical correction; a mean over their pixels needs no more."""
+"""Largest number of images for the empirical correction."""
 
 
 def expected_shift(layer: nn.Module, error: Tensor, mean: Tensor) -> Tensor:
-    """Return the mean shift of a layer's outputs when its weight moves by `error`, (out,).
-
-    Args:
-        layer: convolution, transposed convolution (stride 1 or averaged over positions) or linear layer.
-        error: change of the weight, of its shape.
-        mean: (in,) expected input of each channel.
-    """
+    """The mean shift (out,) of a layer's outputs when its weight moves by `error`, with mean inputs (in,)."""
     groups = int(getattr(layer, "groups", 1))
     if module_kind(layer) == "conv_transpose":
         stride = 1
@@ -53,12 +47,10 @@ def expected_shift(layer: nn.Module, error: Tensor, mean: Tensor) -> Tensor:
 def correct_bias_analytic(
     qmodel: fx.GraphModule, moments: dict[str, Moments], *, weights: Mapping[str, Tensor] | None = None
 ) -> tuple[Correction, ...]:
-    """Subtract from each bias the expected shift of its layer's output; in place.
+    """Subtract from each bias (`insert_quantizers` adds it) the expected shift of its layer's output; in place.
 
-    Args:
-        qmodel: calibrated, each quantized layer with a bias (`insert_quantizers` adds it).
-        moments: moments of the layers' outputs before quantization, from `batchnorm_moments`, rescaled with the layers.
-        weights: float weights by layer path, if those of the model are rounded already.
+    `moments` of the layers' outputs are those before quantization, rescaled with the layers; `weights` are the float
+    ones, where those of the model are rounded already.
 
     Raises:
         QuantizationError: the mean of no layer's input is known.
@@ -90,12 +82,7 @@ def correct_bias_analytic(
 
 @torch.no_grad()
 def correct_to_targets(this: Visit, before: Correction | None = None) -> Correction:
-    """Add to a layer's bias the mean of (target - output), per channel; in place.
-
-    Args:
-        this: the layer, its inputs and its float outputs.
-        before: result of the layer's first call; a layer that is called twice is corrected once.
-    """
+    """Add to a layer's bias the mean of (target - output), per channel; in place; once for a layer called twice."""
     if before is not None:
         return replace(before, reason="is called twice: corrected for its first call")
     axis = -1 if module_kind(this.layer) == "linear" else 1

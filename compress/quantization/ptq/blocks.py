@@ -17,13 +17,7 @@ from compress.quantization.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a graph.
-
-    Attributes:
-        source: node whose value the block takes; nothing else enters it but parameters.
-        nodes: nodes in order; the value of the last one is the result.
-        layers: paths of its layers with a quantized weight, each once.
-    """
+    """A part of a graph; only `source` and parameters enter it, and the value of its last node is the result."""
 
     source: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -31,14 +25,10 @@ class Block:
 
 
 def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
-    """Cut a graph wherever a single tensor is alive, and join the parts to blocks with quantized layers.
+    """Cut a quantized graph wherever a single tensor is alive, and join the parts to blocks with quantized layers.
 
-    Operations after a layer, such as its activation, belong to the layer's block, and a quantizer to the block of its
-    consumer. What follows the last quantized layer is in no block.
-
-    Args:
-        graph_module: quantized; one input.
-        most: layers of parts that are a single layer each are joined up to this number; a residual block stays whole.
+    Operations after a layer belong to its block, and a quantizer to that of its consumer. What follows the last
+    quantized layer is in no block. Up to `most` parts of a single layer are joined; a residual block stays whole.
 
     Raises:
         QuantizationError: the network has several inputs.
@@ -75,13 +65,13 @@ def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
 
 
 def block_module(graph_module: fx.GraphModule, block: Block) -> fx.GraphModule:
-    """Return a block as a network of its own, from its input to its result, with the very modules of the whole."""
+    """A block as a network of its own, with the very modules of the whole."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     first, values = next(iter(graph_module.graph.nodes)), {block.source: x}
 
     def brought(node: fx.Node) -> fx.Node:
-        """Return a constant of the graph, or the number of images, which the block's input has as the network's has."""
+        """A constant of the graph, or the number of images, which the block's input has too."""
         if node not in values:
             values[node] = graph.node_copy(node, lambda n: x if n is first else brought(n))
         return values[node]
@@ -93,10 +83,7 @@ def block_module(graph_module: fx.GraphModule, block: Block) -> fx.GraphModule:
 
 
 def _batch_sizes(first: fx.Node) -> set[fx.Node]:
-    """Return the nodes that read the number of images from the network's input, as `x.view(x.size(0), -1)` does.
-
-    Such a number is read at the end and would keep the input alive through the whole graph.
-    """
+    """The nodes that read the number of images from the network's input, which would keep it alive throughout."""
     found: set[fx.Node] = set()
     for node in first.users:
         whole = (node.target, node.args[1:]) in (("size", ()), (getattr, ("shape",)))

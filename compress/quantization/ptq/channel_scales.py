@@ -2,8 +2,9 @@
 
 The inputs of a layer are divided by s_j, and its weights of channel j are multiplied by s_j, as in SmoothQuant (Xiao et
 al., arXiv 2211.10438, section 4, equation 4), for convolutions too. A depthwise convolution has a range of its own for
-the weights of each channel, so that they hold the scale without any loss. The strength is the one with the smallest
-error of the layer's result on images that the ranges of the channels were not measured on.
+al., arXiv 2211.10438, section 4, equation 4), for convolutions too. A depthwise convolution has a range for the weights
+of each channel, which hold the scale without any loss. The strength is the one with the smallest error of the layer's
+result on images that the ranges of the channels were not measured on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ POOR_DB, GAIN_DB = 34.0, 1.0
 """Signal to noise of a layer's result below which scales are tried, and the gain that is worth one."""
 FLOAT_DB = 27.0
 """Signal to noise below which a product of two activations stays float: DINOv2's with a softmax have 16 to 26 dB, and
-its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46."""
+its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46.
+"""
 STRENGTHS = (0.5, 0.7, 0.95)
 OUTLIER = 3.0
 """Largest range of a channel over the median of all from which convolutions are tried."""
@@ -49,20 +51,14 @@ _BYTES = 1 << 30
 
 
 def looks_at_layers(spec: QuantSpec) -> bool:
-    """Return True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
+    """True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
     both = (spec.weights, spec.activations)
     return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consumer:
-    """A layer that consumes the tensor.
-
-    Attributes:
-        weight: (out, in / groups, k...).
-        groups: of a convolution.
-        compute: its result from inputs and a weight, without the bias.
-    """
+    """A layer that consumes the tensor; `compute` is its result from inputs and a weight, without the bias."""
 
     weight: Tensor
     groups: int
@@ -71,13 +67,7 @@ class Consumer:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelScale:
-    """The scale of a tensor's channels.
-
-    Attributes:
-        scale: (C,), positive; the tensor is divided by it.
-        strength: alpha of the formula.
-        before_db, after_db: signal to noise of the consumers' results with both in 8 bits.
-    """
+    """What a tensor is divided by, (C,), and the signals to noise of its consumers' results in 8 bits."""
 
     scale: Tensor
     strength: float
@@ -95,12 +85,12 @@ class Group:
 
     @property
     def convolution(self) -> bool:
-        """True if they are convolutions, False if they are linear layers."""
+        """True for convolutions, False for linear layers."""
         return self.layers[0].kind == "conv"
 
 
 def groups_of(view: GraphView, placement: Placement, plain: Callable[[Node], bool]) -> list[Group]:
-    """Return the tensors that quantized layers of one kind consume; `plain` says whether a layer can be rescaled."""
+    """The tensors that quantized layers of one kind consume; `plain` says whether a layer can be rescaled."""
     paths, found = {site.path for site in placement.weights}, dict[str, list[Node]]()
     for node in view.nodes:
         weighted = node.kind in ("linear", "conv") and node.path in paths
@@ -112,7 +102,7 @@ def groups_of(view: GraphView, placement: Placement, plain: Callable[[Node], boo
 
 
 def products_of(view: GraphView, placement: Placement) -> list[Node]:
-    """Return the quantized products of two tensors."""
+    """The quantized products of two tensors."""
     stays = {row.layer for row in placement.decisions if row.decision == "float"}
     nodes = [node for node in view.nodes if node.kind == "matmul" and node.layer not in stays]
     return [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
@@ -147,7 +137,7 @@ def choose_scales(
 def poor_products(
     products: Sequence[Node], images: Sequence[T], spec: QuantSpec, *, watch: Watch[T]
 ) -> tuple[Rule, ...]:
-    """Return rules for the products whose results are poor in 8 bits: they stay float."""
+    """Rules for the products whose results are poor in 8 bits: they stay float."""
     rules, asked = list[Rule](), spec.activations.resolved(whole=True)
     images = (images[1::2] or images)[:_PRODUCT_IMAGES]
     for part in _parts(products, lambda node: sum(map(_bytes, node.inputs))):
@@ -163,7 +153,7 @@ def poor_products(
 
 
 def scaling_note(used: Sequence[ChannelScale]) -> tuple[str, ...]:
-    """Return what the report says of the scales."""
+    """What the report says of the scales."""
     if not used:
         return ()
     worst = min(used, key=lambda scale: scale.before_db)
@@ -191,7 +181,7 @@ def _bytes(node: Node) -> int:
 
 
 def convolve(stride: Sequence[int], dilation: Sequence[int], groups: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a convolution that pads its inputs so far that each tap meets a value."""
+    """A convolution that pads its inputs so far that each tap meets a value."""
 
     def compute(x: Tensor, weight: Tensor) -> Tensor:
         padding = [-(-d * (k - 1) // 2) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -207,8 +197,7 @@ class Sample:
 
     Attributes:
         values: rows (N, C), or a crop (1, C, 32...) of a convolution's inputs; with the largest values, which decide
-            about the range, and the quietest rows, which that range serves worst, such as a class token's.
-        ranges: (C,) largest magnitude of each channel.
+            about the range, and the quietest rows, which that range serves worst.
     """
 
     values: Tensor
@@ -216,14 +205,7 @@ class Sample:
 
 
 def sample_of(x: Tensor, *, convolution: bool, images: int, generator: torch.Generator) -> Sample:
-    """Take a sample of the inputs of a layer for one image.
-
-    Args:
-        x: (..., C), or (n, C, k...) of a convolution.
-        convolution: whether it is one.
-        images: that are looked at.
-        generator: chooses rows.
-    """
+    """A sample of the inputs of a layer, (..., C) or (n, C, k...) of a convolution, for one of so many images."""
     if not convolution:
         rows = x.reshape(-1, x.shape[-1])
         count = max(4, _ROWS // images)
@@ -243,14 +225,7 @@ def sample_of(x: Tensor, *, convolution: bool, images: int, generator: torch.Gen
 def channel_scale(
     samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, *, lowest: float = 0.0
 ) -> ChannelScale | None:
-    """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain little.
-
-    Args:
-        samples: of images.
-        consumers: the layers with quantized weights.
-        spec: how the tensor's own range is chosen.
-        lowest: as of its `QuantFormat`.
-    """
+    """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain little."""
     largest = torch.stack([sample.ranges for sample in samples]).amax(0)
     inner = torch.stack([_input_ranges(consumer) for consumer in consumers]).amax(0)
     live = (largest > 0) & (inner > 0)
@@ -271,19 +246,14 @@ def channel_scale(
 
 
 def product_db(pairs: Sequence[tuple[Tensor, Tensor]], spec: ActivationSpec) -> float:
-    """Return the signal to noise of a product of two activations in 8 bits, dB: the mean over the rows of its results.
-
-    Args:
-        pairs: left and right operand for each image.
-        spec: how ranges are chosen.
-    """
+    """The signal to noise of a product of two activations in 8 bits, dB: the mean over the rows of its results."""
     left, right = (range_of([pair[side] for pair in pairs], spec) for side in (0, 1))
     noise = torch.stack([_noise(a @ b, _rounded(a, *left) @ _rounded(b, *right), (-1,)) for a, b in pairs])
     return float(-10 * torch.log10(noise.mean().clamp_min(1e-12)))
 
 
 def range_of(values: Sequence[Tensor], spec: ActivationSpec) -> tuple[Tensor, bool]:
-    """Return the range that calibration chooses for a tensor, and whether it has a sign."""
+    """The range that calibration chooses for a tensor, and whether it has a sign."""
     signed = any(bool((x < 0).any()) for x in values)
     calibrator = make_calibrator(
         spec.calibrator, num_bits=spec.num_bits, axis=None, signed=signed, percentile=spec.percentile
@@ -296,7 +266,7 @@ def range_of(values: Sequence[Tensor], spec: ActivationSpec) -> tuple[Tensor, bo
 def _measured(
     samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, lowest: float
 ) -> Callable[[Tensor], float]:
-    """Return the signal to noise of the consumers' results as a function of the scale."""
+    """The signal to noise of the consumers' results as a function of the scale."""
     x = _joined([sample.values for sample in samples])
     wanted = [[consumer.compute(part, consumer.weight) for part in x] for consumer in consumers]
     axes = (-1,) if x[0].ndim == 2 else tuple(range(1, x[0].ndim))
@@ -320,13 +290,13 @@ def _measured(
 
 
 def with_scale(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Return a weight (out, in / groups, k...) whose input channels are multiplied by a scale (in,)."""
+    """A weight (out, in / groups, k...) with its input channels multiplied by a scale (in,)."""
     each = scale.reshape(groups, 1, -1).expand(groups, len(weight) // groups, -1).reshape(len(weight), -1)
     return weight * each.reshape(*each.shape, *(1,) * (weight.ndim - 2))
 
 
 def _input_ranges(consumer: Consumer) -> Tensor:
-    """Return the largest weight of each input channel, (in,)."""
+    """The largest weight of each input channel, (in,)."""
     flat = consumer.weight.abs().flatten(2).amax(2) if consumer.weight.ndim > 2 else consumer.weight.abs()
     return flat.reshape(consumer.groups, -1, flat.shape[1]).amax(1).reshape(-1)
 
@@ -338,7 +308,7 @@ def _scale(largest: Tensor, inner: Tensor, live: Tensor, strength: float) -> Ten
 
 
 def _joined(samples: Sequence[Tensor]) -> list[Tensor]:
-    """Join samples of one shape, and leave others by themselves."""
+    """Samples of one shape joined, others by themselves."""
     alike = samples[0].ndim == 2 or len({x.shape for x in samples}) == 1
     return [torch.cat(list(samples))] if alike else list(samples)
 
@@ -349,5 +319,5 @@ def _rounded(x: Tensor, amax: Tensor, signed: bool, lowest: float = 0.0) -> Tens
 
 
 def _noise(wanted: Tensor, found: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the mean over rows, or images, of the squared error over the squared result."""
+    """The mean over rows, or images, of the squared error over the squared result."""
     return ((found - wanted).pow(2).sum(axes) / wanted.pow(2).sum(axes).clamp_min(1e-12)).mean()

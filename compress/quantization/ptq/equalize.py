@@ -3,12 +3,11 @@
 Between two layers joined by a function with f(s x) = s f(x) for s > 0 (ReLU, pooling, nothing), a channel may be
 divided by s in the first layer and multiplied by s in the second without a change of the outputs (Nagel et al.,
 "Data-Free Quantization", arXiv 1906.04721, section 4.1). The choice s = sqrt(r1 / r2), r1 and r2 being the ranges of
-the weights on both sides, makes both sqrt(r1 r2), which is the best for both layers when a tensor has one scale. With
-a scale for every output channel the gain is small, because then the first layer's ranges need not be equal.
+the weights on both sides, makes both sqrt(r1 r2), the best for both layers when a tensor has one scale. With a scale
+for every output channel the gain is small.
 
 ReLU6 does not scale with its input, so a pair that it joins is refused; `replace_relu6` puts ReLU in its place, as the
-paper does, which changes the network wherever an activation exceeds 6. The trade also changes the ranges of
-activations, which are therefore calibrated after it: a channel with tiny weights and a large bias grows.
+paper does. The trade changes the ranges of activations, which are therefore calibrated after it.
 """
 
 from __future__ import annotations
@@ -41,14 +40,7 @@ _ROUNDS, _CONVERGED = 200, 1e-4
 
 
 def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
-    """Return the s that makes two ranges equal: r1 / s = r2 s = sqrt(r1 r2), s = sqrt(r1 / r2) (1906.04721, eq. 11).
-
-    Args:
-        outgoing: (C,) ranges r1 of the first layer's weights for each channel.
-        incoming: (C,) ranges r2 of the second layer's weights for each channel.
-
-    Returns:
-        (C,); 1 where a side is all zero, which no scale changes.
+    """Return the s that makes two ranges (C,) equal: s = sqrt(r1 / r2) (1906.04721, eq. 11); 1 where one is zero.
 
     >>> equalizing_scale(torch.tensor([4.0, 0.0]), torch.tensor([1.0, 1.0]))
     tensor([2., 1.])
@@ -59,11 +51,7 @@ def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
 
 
 def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str, str]]:
-    """Return the pairs of layers that can trade scale, and for each other layer the reason why it cannot.
-
-    Args:
-        graph_module: from `trace`, BatchNorm folded.
-    """
+    """Return the pairs of layers that can trade scale, and for each other layer the reason why it cannot."""
     calls: dict[str, int] = {}
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
@@ -84,13 +72,10 @@ def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str
 
 @torch.no_grad()
 def equalize(graph_module: fx.GraphModule) -> Equalization:
-    """Equalize the ranges of all pairs, in passes until no scale changes; in place, with the same outputs.
-
-    Args:
-        graph_module: from `trace`, BatchNorm folded, in float.
+    """Equalize the ranges of all pairs, in passes until no scale changes; in place.
 
     Raises:
-        QuantizationError: no pair can be equalized; names reasons.
+        QuantizationError: no pair can be equalized.
     """
     pairs, refused = find_pairs(graph_module)
     if not pairs:
@@ -111,11 +96,7 @@ def equalize(graph_module: fx.GraphModule) -> Equalization:
 
 
 def replace_relu6(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace every ReLU6 by ReLU; in place.
-
-    Returns:
-        Names of the replaced nodes.
-    """
+    """Replace every ReLU6 by ReLU, in place; return the names of the nodes."""
     replaced = []
     for node in list(graph_module.graph.nodes):
         if node_kind(node) != "relu6":
@@ -141,11 +122,7 @@ def _equalize_pair(graph_module: fx.GraphModule, pair: Pair) -> Tensor:
 
 
 def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
-    """Find the only layer that consumes `first`, through functions that scale.
-
-    Returns:
-        The pair, or the reason why there is none; "" if the output of `first` is the network's.
-    """
+    """The only layer that consumes `first` through functions that scale, or why there is none ("": an output)."""
     reason = _fixed(first, fixed)
     if reason:
         return reason
@@ -188,12 +165,11 @@ def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
 
 
 def _on_axis_1(layer: fx.Node, tensor: fx.Node) -> bool:
-    """Return True if a tensor has the rank of a convolution's weight, so that its channels are on axis 1."""
+    """Return True if a tensor has the rank of a convolution's weight: its channels are on axis 1."""
     return len(tensor.meta["shape"]) == len(node_module(layer).weight.shape)  # type: ignore[arg-type]
 
 
 def _fixed(node: fx.Node, fixed: Mapping[str, str]) -> str:
-    """Return the reason why the weight of a layer cannot be rescaled; "" if it can."""
     module: nn.Module = node_module(node)
     if str(node.target) in fixed:
         return fixed[str(node.target)]

@@ -1,7 +1,7 @@
 """Measures what the methods beyond calibration do to a network, and takes back those that make it worse.
 
-A method may change the float function (ReLU6 to ReLU), or fail on a network that it does not suit. Both show as noise
-at the outputs on the calibration pictures, against the float network, and plain PTQ is the yardstick.
+Their harm shows as noise at the outputs on the calibration images, against the float network; plain PTQ is the
+yardstick.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, quantiz
 from compress.quantization.spec import QuantSpec
 
 IMAGES = 64
-"""Largest number of pictures that are compared."""
+"""Largest number of images that are compared."""
 SHAPES = 4
 """Largest number of shapes of calibration batches on which the graph is compared with the model."""
 RANGE_IMAGES, RANGE_MARGIN_DB = 16, 3.0
-"""The same for ranges, and the loss that a note is for: twice the noise. Clipping by other measures than the error
-costs decibels that a classifier need not miss (EfficientNet-Lite0 by entropy: 5 dB and no top-1)."""
+"""The same for ranges, and the least loss that a note is for: other measures than the error cost decibels that a
+classifier need not miss."""
 
 _OFF: dict[str, Any] = {
     "relu6": "keep", "equalize": False, "smooth": None, "adaround": None, "reconstruct": None, "bias_correction": None,
@@ -38,35 +38,35 @@ _OFF: dict[str, Any] = {
 
 
 _DEFAULTS = {"smooth": "auto"}
-"""Values that a network is not compared with and without: the choice is made layer by layer."""
+"""Values that are chosen layer by layer, and so not compared."""
 
 
 def methods(spec: QuantSpec) -> tuple[str, ...]:
-    """Return the methods beyond calibration that a specification asks for, by the names of their keys."""
+    """The methods beyond calibration that a specification asks for, by the names of their keys."""
     asked = {name: getattr(spec, name) for name in _OFF}
     return tuple(name for name, off in _OFF.items() if asked[name] not in (off, _DEFAULTS.get(name, off)))
 
 
 def plain(spec: QuantSpec) -> QuantSpec:
-    """Return a specification without them."""
+    """A specification without them."""
     return without(spec, methods(spec))
 
 
 def without(spec: QuantSpec, taken_back: Iterable[str]) -> QuantSpec:
-    """Return a specification without the methods of these names."""
+    """A specification without the methods of these names."""
     return replace(spec, **{name: _OFF[name] for name in taken_back})
 
 
 def before_calibration(spec: QuantSpec) -> tuple[Any, ...]:
-    """Return the methods that change the float network: two specifications that agree in them have equal ranges."""
+    """The methods that change the float network: specifications that agree in them have equal ranges."""
     return spec.relu6, spec.equalize, spec.smooth
 
 
 def default_ranges(spec: QuantSpec) -> QuantSpec | None:
-    """Return a specification with the default calibrator of activations; None if there is nothing to compare with it.
+    """A specification with the default calibrator of activations; None if there is nothing to compare with it.
 
-    Entropy and percentiles clip by other measures than the error, and count what the default one counts. `max` clips
-    nothing and counts nothing, and `lsq` is where training begins.
+    Entropy and percentiles clip by other measures than the error; `max` clips nothing, and `lsq` is where training
+    begins.
     """
     asked = spec.activations
     if asked.calibrator not in ("entropy", "percentile") or asked.kind != "int":
@@ -75,12 +75,7 @@ def default_ranges(spec: QuantSpec) -> QuantSpec | None:
 
 
 class FirstBatches:
-    """Batches that are read once.
-
-    Attributes:
-        first: batches of the first `RANGE_IMAGES` images.
-        of_shapes: the inputs of the first batch of each of the first `SHAPES` shapes, on the model's device.
-    """
+    """Batches that are read once; it keeps the first `RANGE_IMAGES` images, and the first batch of each shape."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
         self.model, self.batches = model, batches
@@ -105,12 +100,6 @@ class FirstBatches:
 
 def check_shapes(model: nn.Module, graph_module: nn.Module, sample: FirstBatches, example_inputs: Inputs) -> None:
     """Refuse a graph that is not the model on calibration batches, which may have other shapes than the example.
-
-    Args:
-        model: the float network.
-        graph_module: made of it; quantizers are off while it runs.
-        sample: batches that were read.
-        example_inputs: that the model was traced with, and the graph was compared on.
 
     Raises:
         ModelError: names the shapes.
@@ -139,7 +128,7 @@ def compare_ranges(
     *,
     all_reduce: bool,
 ) -> Comparison:
-    """Return the ranges of a specification's calibrator beside the default one's, of networks that are else equal."""
+    """Compare the ranges of a specification's calibrator with the default one's, in networks that are else equal."""
     found = compare_with_plain(
         model, qmodel, usual, batches, (spec.activations.calibrator,), all_reduce=all_reduce, images=RANGE_IMAGES
     )
@@ -147,7 +136,7 @@ def compare_ranges(
 
 
 def kept(qmodel: nn.Module, spec: QuantSpec) -> QuantSpec:
-    """Return the specification that a network was made by in the end, without the methods that were taken back."""
+    """The specification that a network was made by in the end, without the methods that were taken back."""
     seen = quantization_report_of(qmodel).comparison
     return spec if seen is None else without(spec, seen.taken_back)
 
@@ -162,17 +151,8 @@ def guarded(
 ) -> fx.GraphModule:
     """Quantize with the methods of a specification, and without those that make the network worse than plain PTQ.
 
-    If the methods together are worse, each is tried in the order of their application on top of those that were kept.
-
-    Args:
-        model: the float network.
-        make: quantizes it by a specification.
-        batches: calibration data, which can be read repeatedly.
-        spec: names the methods; with `insist` all are kept.
-        all_reduce: sum over the processes of torch.distributed's default group, which then decide alike.
-
-    Returns:
-        The quantized network; its report holds the comparison, and the methods that were taken back.
+    If the methods together are worse, each is tried in the order of their application on top of those that were kept;
+    with `insist` all stay. `batches` can be read repeatedly. The report holds the comparison.
     """
     qmodel, simple = make(spec), make(plain(spec))
     seen = compare_with_plain(model, qmodel, simple, batches, methods(spec), all_reduce=all_reduce)
@@ -203,17 +183,7 @@ def compare_with_plain(
     all_reduce: bool,
     images: int = IMAGES,
 ) -> Comparison:
-    """Return the signal to noise of two quantized forms of a network on calibration pictures.
-
-    Args:
-        model: the float network, in evaluation mode during the comparison.
-        qmodel: with the methods that are judged.
-        simple: plain PTQ.
-        batches: calibration data.
-        names: of the methods.
-        all_reduce: sum over the processes of torch.distributed's default group.
-        images: largest number of pictures.
-    """
+    """Return the signal to noise of two quantized forms of a network, `simple` by plain PTQ, on calibration images."""
     training, totals, left = model.training, torch.zeros(3, dtype=torch.float64), images
     model.eval()
     try:
@@ -236,7 +206,7 @@ def compare_with_plain(
 
 
 def _outputs(network: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return all floating-point results of a network as one vector."""
+    """All floating-point results of a network as one vector."""
     tensors = [x for x in flat_tensors(run_with(network, inputs)) if x.is_floating_point()]
     return torch.cat([x.double().reshape(-1) for x in tensors])
 

@@ -35,7 +35,7 @@ from compress.support.progress import Progress
 
 
 def needs_data_twice(spec: QuantSpec) -> bool:
-    """Return True if calibration data are read more than once."""
+    """True if calibration data are read more than once."""
     learned = spec.adaround is not None or spec.reconstruct is not None
     return isinstance(spec.smooth, float) or learned or spec.bias_correction == "empirical"
 
@@ -49,10 +49,7 @@ def smoothed(
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Smoothing | None]:
-    """Smooth a copy of a float model if `spec` asks for it.
-
-    Returns:
-        The smoothed graph module and the result; the model itself and None if `spec` does not ask for it.
+    """Smooth a copy of a float model if `spec` asks for it; otherwise the model itself and None are returned.
 
     Raises:
         ModelError: the model cannot be traced.
@@ -78,19 +75,10 @@ def improve(
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> QuantizationReport:
-    """Apply the rounding and the bias correction that `spec` asks for to a calibrated network; in place.
+    """Apply the rounding and bias correction of `spec` to a calibrated network, in place; return the report.
 
-    Args:
-        qmodel: from `insert_quantizers` with the same spec, calibrated.
-        batches: the calibration data.
-        spec: methods and their settings.
-        smoothing: result of `smoothed`, for the report.
-        folder: folder in which AdaRound saves finished layers, to go on from after a stop.
-        all_reduce: every process learns on its own images, and all take the result of rank 0.
-        progress: is informed of each layer.
-
-    Returns:
-        The report of everything that was done; also at `qmodel.report`.
+    With `all_reduce` every process learns on its own images, and all take the result of rank 0. AdaRound saves finished
+    layers in `folder`, to go on from after a stop. `smoothing`, of `smoothed`, is for the report.
 
     Raises:
         QuantizationError: analytic correction without BatchNorm statistics.

@@ -25,13 +25,7 @@ _ROOT_2PI = math.sqrt(2 * math.pi)
 
 
 def clipped_normal(mean: Tensor, deviation: Tensor, high: float = math.inf) -> Moments:
-    """Mean and deviation of min(max(x, 0), high) for normal x (arXiv 1906.04721, appendix C).
-
-    Args:
-        mean: any shape.
-        deviation: the same shape, at least 0.
-        high: upper bound; infinity for ReLU, 6 for ReLU6.
-    """
+    """Mean and deviation (at least 0) of min(max(x, 0), high) for normal x (arXiv 1906.04721, appendix C)."""
     mean, deviation = mean.double(), deviation.double().clamp_min(1e-12)
     low = -mean / deviation
     top = (high - mean) / deviation
@@ -47,7 +41,7 @@ def clipped_normal(mean: Tensor, deviation: Tensor, high: float = math.inf) -> M
 
 
 def batchnorm_moments(graph_module: fx.GraphModule) -> dict[str, Moments]:
-    """Return the moments of each layer's output after its BatchNorm, by the layer's path; to call before folding."""
+    """The moments of each layer's output after its BatchNorm, by the layer's path; to call before folding."""
     found = {}
     for node in graph_module.graph.nodes:
         pair = foldable_pair(node)
@@ -63,12 +57,7 @@ def batchnorm_moments(graph_module: fx.GraphModule) -> dict[str, Moments]:
 
 
 def propagate_moments(graph_module: fx.GraphModule, layers: dict[str, Moments]) -> dict[fx.Node, Moments]:
-    """Return the moments of every tensor for which they follow from `layers`.
-
-    Args:
-        graph_module: BatchNorm folded, with or without quantizers.
-        layers: from `batchnorm_moments`.
-    """
+    """The moments of every tensor for which they follow from `layers` (`batchnorm_moments`); BatchNorm is folded."""
     known: dict[fx.Node, Moments] = {}
     for node in graph_module.graph.nodes:
         kind = node_kind(node)
@@ -82,7 +71,6 @@ def propagate_moments(graph_module: fx.GraphModule, layers: dict[str, Moments]) 
 
 
 def _through(node: fx.Node, kind: str, sources: list[Moments | None]) -> Moments | None:
-    """Return the moments after an operation; None if they are unknown."""
     if not sources or any(source is None for source in sources):
         return None
     inputs = cast("list[Moments]", sources)

@@ -1,7 +1,6 @@
 """Changes to the float graph before quantizers are inserted: folding, ReLU6 to ReLU, equalization.
 
-They follow from the weights and the recipe alone, so that a graph that is built from the same recipe to load a saved
-state has the same modules. Smoothing, which needs data, changes the float network before that (`improve`).
+They follow from the weights and the recipe alone, so that a graph built to load a saved state has the same modules.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from compress.quantization.spec import QuantSpec
 
 
 def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tuple[fx.GraphModule, Prepared]:
-    """Bring a copy of a model to the float graph in which quantizers are placed: fold, replace and equalize.
+    """The float graph of a copy of a model in which quantizers are placed: fold, replace and equalize.
 
-    The graph is compared with the model. ReLU in the place of ReLU6 does change the network, because the recipe asks
-    for it: everything else is then compared with the network that has it.
+    It is compared with the model, in which ReLU already replaces ReLU6 if the recipe asks for that.
 
     Raises:
         ModelError: the model cannot be traced, or the graph computes something else than the model.
-        QuantizationError: equalization was asked for and no two layers can trade scale.
+        QuantizationError: no two layers can be equalized.
     """
     graph_module = canonical_graph(model, example_inputs, fold=False)
     replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()

@@ -51,29 +51,28 @@ def quantize(
 ) -> Any:
     """Fold BatchNorm, insert quantizers, calibrate them and apply the further methods of `spec`.
 
-    Training the result is quantization-aware training. Methods that make the outputs on the calibration pictures worse
-    than plain PTQ does are taken back, with a note, unless `spec.insist`. Ranges by entropy or percentile are compared
-    with those of the default calibrator, from the same pass over the data; a note says where they are worse.
+    Training the result is quantization-aware training. Methods that make the outputs on the calibration images worse
+    than plain PTQ are taken back, with a note, unless `spec.insist`; a note also says where ranges by entropy or
+    percentile are worse than the default ones.
 
     Args:
         model: any float32 module; it is not changed.
         example_inputs: inputs that the model is traced with.
         batches: calibration data, all of it is used: tensors, or (tensor, target); for a model of several inputs
             tuples that begin with all of them.
-        spec: target and rules; None = `QuantSpec()`, target TensorRT. One that names several targets is for
-            `quantize_targets`.
-        folder: folder in which AdaRound saves finished layers, to go on from after a stop; None = nothing is saved.
-        all_reduce: merge statistics over the processes of torch.distributed's default group; each process gives its
-            own share of the calibration data.
+        spec: None = `QuantSpec()`, target TensorRT. Several targets are for `quantize_targets`.
+        folder: where AdaRound saves finished layers, to go on from after a stop.
+        all_reduce: merge statistics over the processes of torch.distributed's default group, each with its own share of
+            the data.
         progress: is informed of each batch and of each layer.
 
     Returns:
-        A GraphModule in evaluation mode; `.placement` is the table of decisions; `.report` also holds the results of
-        calibration, equalization, smoothing, AdaRound and bias correction.
+        A GraphModule in evaluation mode; `.placement` is the table of decisions, `.report` holds the results of all
+        methods.
 
     Raises:
-        ModelError: the model cannot be traced, depends on earlier calls, or does something else for the shapes of a
-            calibration batch than for the example's.
+        ModelError: the model cannot be traced, depends on earlier calls, or behaves differently for a calibration
+            batch's shapes.
         QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
             in float32.
         CalibrationError: no batches, batches that the model fails on, NaN, or a tensor that is constant zero.
@@ -109,22 +108,9 @@ def quantize_targets(
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> dict[Target, fx.GraphModule]:
-    """Quantize a float model for each target of `spec`; all are calibrated in one pass over the data.
+    """Quantize a float model for each target of `spec`, in its order; all are calibrated in one pass over the data.
 
-    Args:
-        model: as for `quantize`.
-        example_inputs: as for `quantize`.
-        batches: as for `quantize`.
-        spec: with `target=("tensorrt", "openvino")`, for instance.
-        folder: as for `quantize`; each further target has a folder of its own in it.
-        all_reduce: as for `quantize`.
-        progress: as for `quantize`.
-
-    Returns:
-        A network for each target, in the order of `spec.target`; their weights are their own.
-
-    Raises:
-        CompressError: as `quantize` does.
+    Arguments and errors are those of `quantize`; each further target has a folder of its own in `folder`.
 
     Examples:
         >>> spec = compress.QuantSpec(target=("tensorrt", "openvino"))
@@ -148,7 +134,7 @@ def quantize_targets(
 
 @dataclass
 class _Work:
-    """What several attempts to quantize a model have in common; see `quantize_targets`."""
+    """What several attempts to quantize a model have in common."""
 
     model: nn.Module
     example_inputs: Inputs
@@ -181,7 +167,6 @@ class _Work:
         return found
 
     def _scaled(self, spec: QuantSpec, target: Target) -> Scaled:
-        """Scale the channels once for specifications that place alike."""
         key = spec.rules, target
         if key not in self.scaled:
             own = spec.for_target(target)
@@ -205,7 +190,7 @@ def _inputs(made: dict[Target, fx.GraphModule]) -> set[str]:
 
 
 def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, all_reduce: bool) -> tuple[Rule, ...]:
-    """Return rules for concats whose inputs' ranges are far apart on the first batch, or on the example."""
+    """Rules for concats whose inputs' ranges are far apart on the first batch, or on the example."""
     placement = quantization_report_of(qmodel).placement
     shared = shared_tensors(placement)
     if not shared:
@@ -221,7 +206,7 @@ def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, 
 
 
 class _Ranges(fx.Interpreter):
-    """Runs a graph and notes the largest magnitude of some tensors."""
+    """Notes the largest magnitude of some tensors."""
 
     def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
         super().__init__(module)
@@ -243,10 +228,7 @@ def _calibrate(
     all_reduce: bool,
     progress: Progress | None,
 ) -> None:
-    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added.
-
-    Ranges that clip by another measure than the error are compared with the default ones, of the same pass.
-    """
+    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added."""
     if set(seen) >= set(found):
         for target, qmodel in found.items():
             take_ranges(qmodel, seen[target])

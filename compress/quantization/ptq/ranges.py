@@ -16,12 +16,12 @@ from compress.graph.ops import module_kind
 
 
 def output_ranges(layer: nn.Module) -> Tensor:
-    """Return the largest magnitude of the weights of each output channel, (out,)."""
+    """The largest magnitude of the weights of each output channel, (out,)."""
     return _first_axis(layer) if not _transposed(layer) else _second_axis(layer)
 
 
 def input_ranges(layer: nn.Module) -> Tensor:
-    """Return the largest magnitude of the weights of each input channel, (in,)."""
+    """The largest magnitude of the weights of each input channel, (in,)."""
     return _second_axis(layer) if not _transposed(layer) else _first_axis(layer)
 
 
@@ -43,17 +43,13 @@ def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
 
 
 def output_channels(layer: nn.Module) -> int:
-    """Return the number of channels of a weighted layer's output."""
+    """The number of channels of a weighted layer's output."""
     weight = _weight(layer)
     return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
 
 
 def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
-    """For each module that cannot be rescaled alone, because its parameters are used elsewhere too, the reason.
-
-    Args:
-        graph_module: any; tied weights are one parameter at several paths, or one that the graph reads by itself.
-    """
+    """Why a module cannot be rescaled alone, by path: its parameters are used elsewhere too, or read by the graph."""
     paths: dict[int, list[str]] = {}
     for name, parameter in graph_module.named_parameters(remove_duplicate=False):
         paths.setdefault(id(parameter), []).append(name)
@@ -71,7 +67,7 @@ def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
 
 
 def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
-    """Give layers without a bias one of zeros, so that a correction can change it; in place."""
+    """Give layers without a bias one of zeros; in place."""
     for path in paths:
         layer = cast(Any, graph_module.get_submodule(path))
         if layer.bias is None:
@@ -96,7 +92,7 @@ def _first_axis(layer: nn.Module) -> Tensor:
 
 
 def _second_axis(layer: nn.Module) -> Tensor:
-    """Reduce over all rows of a group: (rows, columns) -> (groups * columns,)."""
+    """Reduce over the rows of a group: (rows, columns) -> (groups * columns,)."""
     rows = (
         _weight(layer).detach().abs().flatten(2)
         if _weight(layer).dim() > 2

@@ -1,14 +1,13 @@
 """Reconstruction of blocks: roundings of weights and ranges learned together, so that a block's output changes least.
 
-AdaRound fits one layer at a time, and at few bits the errors of a residual block's layers depend on each other. BRECQ
-(Li et al., arXiv 2102.05426, section 3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv 2203.05740,
-section 3.3) leaves random elements of the activations unquantized meanwhile, so that the result does not fit the noise
-of the calibration images. Ranges of activations are learned as in LSQ (arXiv 1902.08153), and so are those of weights,
-beside the roundings. No labels are used.
+At few bits the errors of a residual block's layers depend on each other. BRECQ (Li et al., arXiv 2102.05426, section
+3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv 2203.05740, section 3.3) leaves random elements of
+the activations unquantized meanwhile, so that the result does not fit the noise of the calibration images. Ranges of
+activations and weights are learned as in LSQ (arXiv 1902.08153). No labels are used.
 
 The input of a block is that of the quantized network with all blocks before it finished, mixed with the float
-network's; the target is the float network's. The result is an ordinary quantized model: rounded weights on their grid,
-and ranges. A block whose error on the calibration images does not fall stays as it was.
+network's; the target is the float network's. A block whose error on the calibration images does not fall stays as it
+was.
 """
 
 from __future__ import annotations
@@ -43,16 +42,7 @@ _HARD = 1e-3
 def reconstruct(
     qmodel: fx.GraphModule, batches: Iterable[Any], spec: ReconstructSpec, *, progress: Progress | None = None
 ) -> tuple[Reconstruction, ...]:
-    """Learn roundings and ranges of a calibrated network block by block, in graph order; in place.
-
-    Args:
-        qmodel: calibrated, of one input.
-        batches: calibration data as for `compress.quantize`.
-        spec: steps, learning rates and the share of dropped quantization.
-        progress: is informed of each block.
-
-    Returns:
-        A row for each block.
+    """Learn roundings and ranges of a calibrated network of one input block by block, in graph order; in place.
 
     Raises:
         QuantizationError: the network has several inputs.
@@ -85,14 +75,7 @@ def reconstruct(
 
 @dataclass
 class _Weight:
-    """A weight whose rounding and range are learned.
-
-    Attributes:
-        base: integers rounded down, shape of the weight.
-        free: 1 where a weight may be rounded up, else 0.
-        v: learned; the rounding is `soft_rounding(v)`.
-        log: learned; the logarithm of the range's factor, shape of the range.
-    """
+    """A weight: integers rounded down, 1 where one may be rounded up, and v and log (of the range) that are learned."""
 
     layer: Any
     base: Tensor
@@ -102,7 +85,6 @@ class _Weight:
 
     @classmethod
     def of(cls, layer: Any) -> _Weight:
-        """Begin at the layer's weight as it is."""
         quantizer, weight = cast(Quantizer, layer.weight_quantizer), layer.weight.detach()
         f = quantizer.format
         steps = weight / along_axis(quantizer.scale.detach(), weight, f.axis)
@@ -113,7 +95,6 @@ class _Weight:
         return cls(layer, floor.clamp(f.low, f.high), free, v, log)
 
     def value(self, *, hard: bool = False) -> Tensor:
-        """Return the weight with its learned rounding and range."""
         h = soft_rounding(self.v)
         integers = torch.addcmul(self.base, (h >= 0.5).to(h.dtype) if hard else h, self.free)
         quantizer = cast(Quantizer, self.layer.weight_quantizer)
@@ -121,17 +102,16 @@ class _Weight:
         return integers * along_axis(scale, integers, quantizer.format.axis)
 
     def regularizer(self, beta: float) -> Tensor:
-        """Return the sum of 1 - |2h - 1|^beta over the weights that may go up or down."""
+        """The sum of 1 - |2h - 1|^beta over the weights that may go up or down."""
         return ((1 - (2 * soft_rounding(self.v) - 1).abs().pow(beta)) * self.free).sum()
 
     def hard(self) -> Tensor:
-        """Return True if all roundings are decided, as a tensor."""
+        """True if all roundings are decided, as a tensor."""
         h = soft_rounding(self.v.detach())
         return (((h < _HARD) | (h > 1 - _HARD)) | (self.free == 0)).all()
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Write the rounded weight and its range into the layer."""
         value = self.value(hard=True)
         self.layer.weight_quantizer.set_amax(self.layer.weight_quantizer.amax * self.log.exp())
         self.layer.weight.copy_(value)
@@ -146,7 +126,6 @@ class _DroppingQuantizer(nn.Module):
         self.log = nn.Parameter(torch.zeros_like(quantizer.amax))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantize `x` of any shape."""
         amax = self.inner.amax.detach() * self.log.exp()
         y = learned_fake_quantize(x, amax, self.inner.format, elements=x.numel() // len(x))
         return torch.where(torch.rand_like(x) < self.drop, x, y) if self.drop else y
@@ -161,7 +140,6 @@ def _learn_block(
     spec: ReconstructSpec,
     finished: set[str],
 ) -> Reconstruction:
-    """Learn one block and keep what was learned if its error falls."""
     layers = {path: cast(Any, module.get_submodule(path)) for path in block.layers}
     layers = {path: layer for path, layer in layers.items() if f"{path}.weight_quantizer" not in finished}
     layers = {p: la for p, la in layers.items() if la.weight_quantizer.format.kind == "int"}
@@ -233,16 +211,12 @@ def _learn(
 
 
 def images_of_a_step(x: Tensor, y: Tensor, spec: ReconstructSpec) -> int:
-    """Return how many images a step takes: fewer where a block's input x or result y, (N, ...), has many positions.
-
-    Images of one class of size say much the same at each of their positions, so that few of them make a gradient.
-    """
+    """How many images a step takes: fewer where a block's input x or result y, (N, ...), has many positions."""
     positions = max(t[0].numel() // t.shape[1 if t.dim() == 4 else -1] for t in (x, y))
     return min(spec.batch_size, len(y), max(LEAST_IMAGES, spec.positions // positions))
 
 
 def _parameter(path: str, layer: nn.Module) -> str:
-    """Return the path of a layer's weight as a parameter."""
     return f"{path}.{stored_name(layer, 'weight')}"
 
 
@@ -250,7 +224,7 @@ def _parameter(path: str, layer: nn.Module) -> str:
 def _replaced(
     module: fx.GraphModule, weights: dict[str, _Weight], learning: dict[str, _DroppingQuantizer]
 ) -> Iterator[None]:
-    """Let weights pass as they are given, and activations pass the quantizers that learn."""
+    """Let weights pass as given, and activations the quantizers that learn."""
     for weight in weights.values():
         weight.layer.weight_quantizer.enabled = False
     for path, dropping in learning.items():
@@ -266,7 +240,6 @@ def _replaced(
 
 @contextmanager
 def _disabled(module: nn.Module) -> Iterator[None]:
-    """Let all tensors pass unquantized."""
     states = [(quantizer, quantizer.enabled) for _, quantizer in quantizers(module)]
     for quantizer, _ in states:
         quantizer.enabled = False

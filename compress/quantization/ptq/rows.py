@@ -1,7 +1,7 @@
 """A layer as a matrix product over sampled output positions, on which its rounding is learned.
 
-An image gives a convolution thousands of output positions that say much the same about its weights. A few thousand of
-them over all images, gathered once, make a step of learning a small product instead of a convolution of whole images.
+An image gives a convolution thousands of output positions that say much the same about its weights. A few thousand over
+all images make a step of learning a small product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from compress.graph.ops import module_kind
 
 _IMAGES = 16
-"""Images that are padded and gathered from at a time."""
+"""Images that are gathered from at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rows:
     bias: Tensor | None
 
     def outputs(self, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Return the layer's outputs with `weight` at chosen rows, (chosen, outputs)."""
+        """The layer's outputs with `weight` at chosen rows, (chosen, outputs)."""
         groups, _, size = self.inputs.shape
         products = self.inputs[:, chosen] @ weight.reshape(groups, -1, size).mT
         flat = products.transpose(0, 1).flatten(1)
@@ -44,17 +44,10 @@ class Rows:
 def sampled_rows(
     layer: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, count: int, generator: torch.Generator
 ) -> Rows | None:
-    """Sample output positions of a layer, evenly over the images.
+    """Sample `count` output positions of a linear layer or a convolution of images, evenly over the images.
 
-    Args:
-        layer: a linear layer, or a convolution of images.
-        inputs: (N, ...) of the layer, for each batch.
-        targets: (N, ...) outputs, for each batch.
-        count: largest number of positions, up to one more for each image; all where there are no more.
-        generator: of the positions, on the CPU.
-
-    Returns:
-        The rows; None for another kind of layer, or padding that is not of zeros by numbers.
+    None for another kind of layer, or padding that is not of zeros by numbers. All positions are taken where there are
+    no more. `generator` is on the CPU.
     """
     found: Any = layer
     bias = None if found.bias is None else cast(Tensor, found.bias).detach()
@@ -84,7 +77,7 @@ def _split(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gathered(layer: nn.Conv2d, x: Tensor, places: Tensor, width: int) -> Tensor:
-    """Return the windows of a convolution at output places (N, each), (N * each, channels, kernel height, width)."""
+    """The windows of a convolution at output places (N, each): (N * each, channels, kernel height, width)."""
     (down, right) = cast("tuple[int, int]", layer.padding)
     padded = nn.functional.pad(x, (right, right, down, down))
     starts = (places // width * layer.stride[0], places % width * layer.stride[1])

@@ -1,7 +1,7 @@
 """`smooth: auto` of torch models: channels with outliers are scaled, poor products of activations stay float.
 
-A scale goes into the layer or the normalization that makes the tensor, through activations without bounds, so that the
-network keeps its modules; where none can take it there is no scale.
+A scale goes into the layer or normalization that makes the tensor, through activations without bounds; where none can
+take it there is no scale.
 """
 
 from __future__ import annotations
@@ -54,13 +54,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Result of `scale_channels`.
-
-    Attributes:
-        model: with scaled parameters, or the caller's own where none are.
-        rules: for products that stay float.
-        notes: what was done.
-    """
+    """Result of `scale_channels`: the model (the caller's own if nothing was scaled), rules for products, and notes."""
 
     model: nn.Module
     rules: tuple[Rule, ...] = ()
@@ -68,11 +62,7 @@ class Scaled:
 
 
 def some_of(batches: Batches) -> tuple[list[Any], Batches]:
-    """Return batches from all over the data, or the first ones of what can be read once, and all batches.
-
-    Args:
-        batches: a sequence, a loader, or a generator.
-    """
+    """Batches from all over the data, or the first ones of what can be read once; and all batches."""
     if isinstance(batches, Sequence):
         return list(batches[:: -(-len(batches) // IMAGES) or 1]), batches
     source, seen, images = iter(batches), list[Any](), 0
@@ -85,7 +75,7 @@ def some_of(batches: Batches) -> tuple[list[Any], Batches]:
 
 
 class _Begun:
-    """Batches whose first pass has begun: it goes on after what was read, and another one begins anew."""
+    """Batches whose first pass has begun: it goes on after what was read."""
 
     def __init__(self, batches: Batches, seen: Sequence[Any], rest: Iterator[Any]) -> None:
         self.batches, self.seen = batches, seen
@@ -105,14 +95,7 @@ class _Begun:
 def scale_channels(
     model: nn.Module, example_inputs: Inputs, batches: Sequence[Any], spec: QuantSpec, *, all_reduce: bool = False
 ) -> Scaled:
-    """Scale channels of a copy of a float model, and choose products that stay float.
-
-    Args:
-        model: the float network.
-        example_inputs: its inputs.
-        batches: some of the calibration data.
-        spec: of one target.
-        all_reduce: take the choice of rank 0 of torch.distributed's default group.
+    """Scale channels of a copy of a float model, and choose products that stay float, as rank 0 does.
 
     Raises:
         ModelError: the model cannot be traced, or computes something else when its channels are scaled.
@@ -161,7 +144,6 @@ def _chosen(
     spec: QuantSpec,
     images: Sequence[tuple[Tensor, ...]],
 ) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
-    """Return the scales by tensor, and rules for products that stay float."""
 
     def watch(names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], Mapping[str, Tensor]]:
         return partial(_tensors, graph_module, frozenset(names))
@@ -171,7 +153,7 @@ def _chosen(
 
 
 class _Watch(fx.Interpreter):
-    """Runs a graph and keeps the results of some nodes."""
+    """Keeps the results of some nodes."""
 
     def __init__(self, graph_module: fx.GraphModule, names: frozenset[str]) -> None:
         super().__init__(graph_module)
@@ -191,7 +173,7 @@ def _tensors(graph_module: fx.GraphModule, names: frozenset[str], inputs: tuple[
 
 
 def _images(graph_module: fx.GraphModule, batches: Sequence[Any]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield images, each alone, evenly spread over the batches."""
+    """Yield single images, evenly spread over the batches."""
     places = [(batch, place) for batch in batches for place in range(_length(batch))]
     chosen = [places[i * len(places) // IMAGES] for i in range(IMAGES)] if len(places) > IMAGES else places
     for batch, start in chosen:
@@ -199,7 +181,6 @@ def _images(graph_module: fx.GraphModule, batches: Sequence[Any]) -> Iterator[tu
 
 
 def _length(batch: Any) -> int:
-    """Return the number of images of a batch."""
     while isinstance(batch, (tuple, list, Mapping)) and batch:
         batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
     return len(batch) if isinstance(batch, Tensor) and batch.ndim else 1
@@ -214,14 +195,13 @@ def _consumer(graph_module: fx.GraphModule, layer: Node) -> Consumer:
 
 
 def _of_rank_0(found: Any) -> Any:
-    """Return what rank 0 found."""
     box = [found]
     torch.distributed.broadcast_object_list(box, 0)
     return box[0]
 
 
 class _Layers:
-    """Which layers and normalizations of a graph can be rescaled, each by itself."""
+    """Which layers and normalizations of a graph can be rescaled."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -229,11 +209,10 @@ class _Layers:
         self.shared = shared_parameters(graph_module)
 
     def module(self, path: str) -> Any:
-        """Return a layer."""
         return self.graph_module.get_submodule(path)
 
     def plain(self, node: Node) -> bool:
-        """Return True if a layer's parameters are its own and it is called once."""
+        """True if a layer's parameters are its own and it is called once."""
         return self._alone(node.path)
 
     def _alone(self, path: str) -> bool:
@@ -241,7 +220,7 @@ class _Layers:
         return own and not parametrize.is_parametrized(self.module(path))
 
     def producer(self, node: fx.Node, group: Group) -> Callable[[Tensor], None] | None:
-        """Return what multiplies the channels of a tensor by factors (C,), in what makes it; None if nothing can."""
+        """What multiplies the channels of a tensor by factors (C,), where it is made; None if nothing can."""
         if len(node.users) != len(group.layers):
             return None
         through = _THROUGH | _POOLS if group.convolution else _THROUGH

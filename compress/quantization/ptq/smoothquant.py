@@ -1,12 +1,11 @@
 """SmoothQuant: outliers of activations move into weights, where 8 bits represent them with less error.
 
-The output of a LayerNorm often has a few channels far larger than the rest, and one scale for the tensor leaves the
-rest few steps. Dividing channel j by s_j in the norm's affine parameters and multiplying the consumers' weights of that
-channel by s_j does not change the outputs, and s_j = max|X_j|^a / max|W_j|^(1 - a) divides the difficulty between both
-(Xiao et al., arXiv 2211.10438, section 4, equation 4); a = 0.5 is usual, 1 moves all of it into the weights.
+The output of a LayerNorm often has a few channels far larger than the rest. Dividing channel j by s_j in the norm's
+affine parameters and multiplying the consumers' weights of that channel by s_j does not change the outputs, and
+s_j = max|X_j|^a / max|W_j|^(1 - a) divides the difficulty between both (Xiao et al., arXiv 2211.10438, section 4,
+equation 4); a = 0.5 is usual, 1 moves all of it into the weights.
 
-A norm can be smoothed if all its consumers are linear layers, as in attention's projections and the first layer of an
-MLP; every other norm is refused with a reason.
+A norm can be smoothed if all its consumers are linear layers; every other norm is refused with a reason.
 """
 
 from __future__ import annotations
@@ -32,15 +31,9 @@ _POSITIONS = ((2, "weight"), (3, "bias"))  # of layer_norm and rms_norm as funct
 
 
 def smoothing_scale(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Return s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) of arXiv 2211.10438, equation 4.
+    """Return s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), (C,), of arXiv 2211.10438, equation 4.
 
-    Args:
-        activations: (C,) largest magnitude of each channel.
-        weights: (C,) largest magnitude of the consumers' weights of that channel.
-        alpha: 0 moves the weights' difficulty into activations, 1 the activations' into weights.
-
-    Returns:
-        (C,); 1 where a channel or its weights are all zero.
+    It is 1 where a channel or its weights are all zero.
 
     >>> smoothing_scale(torch.tensor([16.0, 0.0]), torch.tensor([4.0, 1.0]), 0.5)
     tensor([2., 1.])
@@ -85,15 +78,8 @@ def smooth(
 ) -> Smoothing:
     """Move outliers of the norms' outputs into the linear layers that consume them; in place, with the same outputs.
 
-    Args:
-        graph_module: from `trace`, in float.
-        batches: calibration data, tensors or (tensor, target); all of it is used.
-        alpha: share of the difficulty that moves, 0 to 1.
-        all_reduce: take the largest activations of all processes of torch.distributed's default group.
-        progress: is informed of each batch.
-
     Raises:
-        QuantizationError: no norm can be smoothed; names reasons.
+        QuantizationError: no norm can be smoothed.
         CalibrationError: no batches, or NaN.
     """
     if not 0 <= alpha <= 1:
@@ -125,7 +111,7 @@ def smooth(
 
 
 def _consumers(node: fx.Node) -> list[fx.Node]:
-    """Return the consumers of a tensor; dropout and identities are replaced by their own consumers."""
+    """The consumers of a tensor, past dropout and identities."""
     found = []
     for user in node.users:
         found += _consumers(user) if node_kind(user) in PASSING else [user]
@@ -133,7 +119,6 @@ def _consumers(node: fx.Node) -> list[fx.Node]:
 
 
 def _parameters(node: fx.Node) -> tuple[str, ...]:
-    """Return the paths of a norm's weight and bias; none if it has no weight."""
     if node.op == "call_module":
         module: nn.Module = node_module(node)
         names = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
@@ -145,7 +130,6 @@ def _parameters(node: fx.Node) -> tuple[str, ...]:
 
 
 def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], shared: Mapping[str, str]) -> str:
-    """Return the reason why a norm cannot be smoothed; "" if it can."""
     if not parameters:
         return "has no affine parameters to rescale"
     if "" in parameters:
@@ -170,7 +154,7 @@ def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], sh
 
 
 class _Watch(fx.Interpreter):
-    """Runs a graph and records the largest magnitude of each channel (last axis) of some nodes' results."""
+    """Records the largest magnitude of each channel (last axis) of some nodes' results."""
 
     def __init__(self, module: fx.GraphModule, names: Iterable[str]) -> None:
         super().__init__(module)
@@ -188,7 +172,7 @@ class _Watch(fx.Interpreter):
 def _largest(
     graph_module: fx.GraphModule, names: list[str], batches: Iterable[Any], progress: Progress
 ) -> dict[str, Tensor]:
-    """Return the largest magnitudes over all batches, (C,) by node name."""
+    """The largest magnitudes over all batches, (C,) by node name."""
     watch, task = _Watch(graph_module.eval(), names), "smooth"
     progress.start(task, length_hint(batches))
     for batch in batches:

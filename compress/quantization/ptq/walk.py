@@ -1,10 +1,10 @@
 """A walk through a quantized network and the same network in float, node by node, with all calibration images.
 
-Methods that process one layer after another (AdaRound, empirical bias correction) need each layer's input in the
-quantized network, in which all layers before it are finished, and its output in the float network. One walk through the
-graph yields both: every node is computed for all images, in float and quantized, before the next one, and values that
-no later node uses are freed. It takes the time of two forward passes. The values that are alive between nodes are in
-memory for all images, twice, which is why callers limit the number of images.
+Methods that process one layer after another need each layer's input in the quantized network, in which all layers
+before it are finished, and its output in the float network. Every node is computed for all images, in float and
+quantized, before the next one; values that no later node uses are freed. What is alive between nodes is in memory for
+all images,
+twice: callers limit their number.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ class Visit:
     """A layer with a quantized weight, reached by the walk.
 
     Attributes:
-        path: path of the module.
-        layer: the module; its weight and bias may be changed, its outputs are computed afterwards.
-        node: node of the graph.
+        layer: its weight and bias may be changed, its outputs are computed afterwards.
         inputs: the layer's input in the quantized network, for each batch.
-        settings: further arguments of the call by name, such as a transposed convolution's `output_size`.
+        settings: further arguments of the call, such as a transposed convolution's `output_size`.
         targets: the layer's output in the float network, for each batch.
     """
 
@@ -48,13 +46,7 @@ class Visit:
 
 @torch.no_grad()
 def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit], None], *, images: int) -> None:
-    """Call `visit` at every layer with a quantized weight, in graph order.
-
-    Args:
-        qmodel: calibrated; it is put in evaluation mode.
-        batches: calibration data as for `compress.quantize`.
-        visit: may change the layer; the inputs of later layers include the change.
-        images: largest number of images.
+    """Call `visit` at every layer with a quantized weight, in graph order, in evaluation mode; it may change the layer.
 
     Raises:
         CalibrationError: no images.
@@ -87,7 +79,6 @@ def _step(
     visit: Callable[[Visit], None],
     count: int,
 ) -> None:
-    """Compute one node in both networks."""
     module = node_module(node) if node.op == "call_module" else None
     if isinstance(module, Quantizer):
         exact[node] = exact[cast(fx.Node, node.args[0])]
@@ -106,7 +97,7 @@ def _step(
 def _visit(
     node: fx.Node, layer: nn.Module, exact: dict[fx.Node, list[Any]], rounded: dict[fx.Node, list[Any]]
 ) -> Visit:
-    """The call of a layer; its further arguments are sizes, which are the same for every batch."""
+    """The call of a layer; further arguments are sizes, the same for every batch."""
     bound = inspect.signature(layer.forward).bind(*node.args, **node.kwargs).arguments
     source, *others = bound
     settings = {name: fx.node.map_arg(bound[name], lambda n: rounded[n][0]) for name in others}
@@ -115,10 +106,7 @@ def _visit(
 
 
 def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> Any:
-    """Return the value of `node` for batch `i`.
-
-    An operation in place works on a copy, because the other network may hold the same input.
-    """
+    """The value of `node` for batch `i`, a copy for operations in place: the other network may hold the same input."""
     if node.op == "placeholder":  # one with a default
         return node.args[0] if node.args else None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][i])

@@ -1,10 +1,8 @@
 """Comparison of a quantized network with the float one: of its weights, its layers, and its outputs.
 
-Outputs are compared with some of the quantizers on and the others off. Placement decides which quantizers a network
-would have if a layer were left float, and it is cheap, because it needs the graph alone. So the graph with all
-quantizers is built and calibrated once, and each case is a subset of it: the layers whose weight is quantized, and the
-(tensor, consumer) edges on which a consumer gets the quantized tensor. If two layers consume one tensor and only one of
-them is quantized, each gets its own.
+Outputs are compared with some of the quantizers on and the others off: the graph with all quantizers is built and
+calibrated once, and each case is a subset of it, the layers whose weight is quantized, and the (tensor, consumer) edges
+on which a consumer gets the quantized tensor. Placement decides cheaply which quantizers a network would have.
 """
 
 from __future__ import annotations
@@ -64,24 +62,16 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 
 @torch.no_grad()
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
-    """Return the SQNR in dB of every quantized weight, by layer path."""
+    """The SQNR in dB of every quantized weight, by layer path."""
     found = {site.path: cast(QuantLinear, qmodel.get_submodule(site.path)) for site in placement_of(qmodel).weights}
     return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
 
 def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Iterable[Tensor]) -> dict[str, float]:
-    """Return the SQNR in dB of every weighted layer's output in the quantized network against the float one's.
+    """The SQNR in dB, by layer path, of every weighted layer's output in the quantized network against the float one's.
 
-    Both must come from the same trace, so that their nodes have the same names. The noise includes that of all layers
+    Both come from the same trace, so that their nodes have the same names. The noise includes that of all layers
     before.
-
-    Args:
-        float_model: the folded float graph.
-        qmodel: the quantized graph.
-        images: batches, on the models' device.
-
-    Returns:
-        dB by layer path, in graph order.
     """
     paths = [str(n.target) for n in qmodel.graph.nodes if node_kind(n) in WEIGHTED and n.op == "call_module"]
     found = {path: Noise() for path in paths}
@@ -106,7 +96,7 @@ class Subset:
 
 
 def subset_of(placement: Placement) -> Subset:
-    """Return the quantizers of a placement."""
+    """The quantizers of a placement."""
     return Subset(
         weights=frozenset(site.path for site in placement.weights),
         edges=frozenset(edge for site in placement.activations for edge in site.edges),
@@ -120,9 +110,9 @@ def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> Any:
 
 
 class Sides(fx.Interpreter):
-    """Runs a quantized graph with several subsets of its quantizers side by side, node by node.
+    """Runs a quantized graph with several subsets of its quantizers side by side.
 
-    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized), for consumers of either.
+    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized).
     """
 
     def __init__(self, module: fx.GraphModule, subsets: Sequence[Subset]) -> None:
@@ -154,7 +144,7 @@ class Sides(fx.Interpreter):
             quantizer.enabled = enabled
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        """Return the arguments of a node on this side."""
+        """The arguments of a node on this side."""
 
         def value(argument: fx.Node) -> Any:
             found = self.env[argument][self.side]
@@ -205,7 +195,7 @@ _OUTPUTS = TaskMetric(name="outputs", make=_TOP1.make, select=flat_tensors)
 
 
 def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetric | None:
-    """Return the metric that was given, else one that takes a network by its outputs unless they are logits (None)."""
+    """The given metric, else one of a network's outputs unless they are logits (None)."""
     if metric is not None or not images:
         return None if metric is None else task_metric(metric)
     found = flat_tensors(run_model(model, model_inputs(model, images[0])))
@@ -215,12 +205,7 @@ def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetr
 class Probe:
     """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
 
-    Attributes:
-        model: float network.
-        qmodel: the same, quantized and calibrated.
-        judge: metric by which networks are judged.
-        batches: inputs of each.
-        float_score: the float network's metric; None without targets.
+    `judge` is the metric; `float_score` the float network's, None without targets.
     """
 
     def __init__(
@@ -246,7 +231,7 @@ class Probe:
         return sum(len(inputs[0]) for inputs in self.batches)
 
     def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:
-        """Return the effect of a subset of the quantizers (None = all) on the outputs and on the metric.
+        """The effect of a subset of the quantizers (None = all) on the outputs and on the metric.
 
         With `images`, whole batches are read until there are so many, and the metric is left out.
         """
@@ -273,7 +258,7 @@ class Probe:
 
 
 def _targets(batch: Any, inputs: int) -> list[Any]:
-    """Return the targets of a batch whose model takes so many inputs; [] = it has none."""
+    """The targets of a batch whose model takes so many inputs; [] = it has none."""
     if isinstance(batch, Mapping):
         return [batch[key] for key in TARGET_KEYS if key in batch][:1]
     if isinstance(batch, (tuple, list)):

@@ -1,8 +1,8 @@
 """Where quantization loses accuracy: the first tensor that diverges, the noise that each layer adds, and why.
 
-One pass runs the float and the quantized network side by side, node by node. At every quantizer the float tensor is
-compared with its grid, so that the noise is that of this quantizer alone; at every other node the two networks are
-compared, so that the noise is that of everything before it.
+One pass runs the float and the quantized network side by side, node by node. At a quantizer the float tensor is
+compared
+with its grid: the noise of this quantizer alone; at other nodes the two networks are compared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Divergence:
     Attributes:
         tensor: node of the graph.
         sqnr_db: its signal to noise against the float network's.
-        before_db: the least of the tensors that it is computed from; far above `sqnr_db` if this operation is at fault.
+        before_db: the least of its inputs' ratios; far above `sqnr_db` if this operation is at fault.
     """
 
     tensor: str
@@ -81,9 +81,8 @@ class LayerError:
 
     Attributes:
         layer: its module path, or the node's name if it has no module.
-        alone: effect if this layer is quantized and nothing else is, on the first images and without the metric.
+        alone: effect if nothing but this layer is quantized, on the first images and without the metric.
         share: its share of the sum of all layers' noise.
-        causes: why, as far as known.
     """
 
     layer: str
@@ -102,8 +101,6 @@ class Diagnosis:
         quantized: effect of all quantizers.
         first: the first tensor that diverges; None if none does.
         rows: the layers, the noisiest first.
-        metric: name of the metric.
-        unit: of the metric.
     """
 
     images: int
@@ -129,7 +126,7 @@ def diagnose(
 
     Args:
         model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
-        example_inputs: inputs that the model is traced with.
+        example_inputs: for the trace.
         batches: calibration data, as for `quantize`, which can be read repeatedly.
         images: batches that effects are measured on; without targets by signal to noise and agreement alone.
         spec: target, rules and methods.
@@ -152,7 +149,7 @@ def diagnose(
 
 
 def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress) -> Diagnosis:
-    """Find where the network of a probe, which was quantized by `spec`, loses accuracy."""
+    """See `diagnose`; the network of the probe was quantized by `spec`."""
     noise = noise_by_layer(probe, example_inputs, spec, progress)
     watch = _watched(probe)
     causes = _causes(probe.qmodel, watch, noise)
@@ -175,10 +172,7 @@ def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: P
 def noise_by_layer(
     probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress, *, chosen: Collection[str] | None = None
 ) -> dict[str, Effect]:
-    """Return the effect of each layer (of `chosen`; None = of all) quantized alone, in graph order.
-
-    There are as many passes as layers, so that they see few images: a ratio of powers needs no more.
-    """
+    """The effect of each layer (of `chosen`; None = all) quantized alone, on few images, in graph order."""
     graph, _ = float_graph(probe.model, example_inputs, replace(spec, adaround=None, bias_correction=None))
     subsets = subsets_by_layer(graph, spec, chosen)
     return {name: probe.effect(subsets[name][0], images=_IMAGES) for name in tracked(progress, TASK, subsets)}
@@ -206,7 +200,7 @@ class _Facts:
     channels: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, x: Tensor, quantizer: Quantizer) -> None:
-        """Add a batch of the tensor in float, so that the noise is that of this quantizer alone."""
+        """Add a batch of the tensor in float: the noise is that of this quantizer alone."""
         q = quantizer(x)
         difference = (x - q).square()
         beyond = x.abs() > quantizer.amax
@@ -243,7 +237,7 @@ class _Watch(Sides):
 
 @torch.no_grad()
 def _watched(probe: Probe) -> _Watch:
-    """Run the float and the quantized network side by side over the first images."""
+    """The tensors of the first images in the float and the quantized network."""
     watch, left = _Watch(probe.qmodel), _WATCHED
     for inputs in probe.batches:
         if left > 0:
@@ -253,7 +247,7 @@ def _watched(probe: Probe) -> _Watch:
 
 
 def _causes(qmodel: fx.GraphModule, watch: _Watch, layers: Collection[str]) -> Mapping[str, list[Cause]]:
-    """Return the causes by layer; those of an operation between layers (a concat) are of the layer after it."""
+    """The causes by layer; those of an operation between layers (a concat) belong to the layer after it."""
     nodes = {node.name: node for node in qmodel.graph.nodes}
     found: defaultdict[str, list[Cause]] = defaultdict(list)
     placement = placement_of(qmodel)
@@ -271,7 +265,7 @@ def _causes(qmodel: fx.GraphModule, watch: _Watch, layers: Collection[str]) -> M
 
 
 def _layer_after(node: fx.Node, layers: Collection[str]) -> str:
-    """Return the nearest of the layers at or after a node; the node's own name if there is none."""
+    """The nearest of the layers at or after a node; the node's own name if there is none."""
     waiting, seen = [node], {node}
     for one in waiting:
         if layer_name(one) in layers:
@@ -321,7 +315,7 @@ def _of_tensor(source: fx.Node, facts: _Facts) -> Iterator[Cause]:
 
 
 def _of_ranges(source: fx.Node, together: dict[str, float], largest: dict[str, float]) -> Iterator[Cause]:
-    """Tensors that share one scale: those of one quantizer, and the inputs of a concat that is quantized as a whole."""
+    """Causes of tensors that share one scale: those of one quantizer, and the inputs of a quantized concat."""
     ranges = dict(together)
     if len(ranges) < 2 and node_kind(source) in {"concat", "stack"}:
         ranges = {node.name: largest[node.name] for node in source.all_input_nodes if node.name in largest}
@@ -336,6 +330,6 @@ def _of_ranges(source: fx.Node, together: dict[str, float], largest: dict[str, f
 
 
 def _ratio(ranges: Tensor) -> float:
-    """Return the largest range over the median of those that are not zero."""
+    """The largest range over the median of those that are not zero."""
     nonzero = ranges[ranges > 0]
     return float(nonzero.max() / nonzero.median()) if nonzero.numel() > 1 else 1.0

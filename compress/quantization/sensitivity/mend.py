@@ -2,12 +2,9 @@
 
 1. Changes of the whole network whose cause was found are tried: a head left float, equalization, another calibrator,
    SmoothQuant. The best is kept if it helps, and so on.
-2. Formats are chosen for the noisiest layers: their own, another calibrator, a scale for each channel, or float. The
-   noises of layers add up (`mixed`), so an integer program finds the cheapest choice under a limit on the noise, and
-   the limit is lowered until the network, quantized anew, meets the goal.
-3. Changes are taken out again, the dearest first, as long as the goal is met without them: none is left that is not
-   needed.
-
+2. Formats are chosen for the noisiest layers. Their noises add up (`mixed`), so an integer program finds the cheapest
+   choice under a limit on the noise, which is lowered until the network, quantized anew, meets the goal.
+3. Changes that are not needed for the goal are taken out again, the dearest first.
 16-bit quantizers are no choice: no target here runs them faster than float.
 """
 
@@ -57,7 +54,7 @@ class Change:
         text: what it does, in words.
         layer: of one layer; "" = of the whole network.
         cause: why it was tried.
-        without: effect of the mended network if this change is taken out; None if it was not measured.
+        without: effect of the mended network if this change is taken out; None if not measured.
     """
 
     text: str
@@ -94,7 +91,7 @@ class Goal:
     """When a network is mended; exactly one is given.
 
     Attributes:
-        drop: largest loss in points: of the metric, or of the agreement where there are no targets.
+        drop: largest loss in points of the metric, or of the agreement where there are no targets.
         sqnr_db: least signal to noise of the outputs.
     """
 
@@ -102,11 +99,7 @@ class Goal:
     sqnr_db: float | None = None
 
     def met(self, effect: Effect, probe: Probe) -> bool:
-        """Return True if an effect on a probe's network meets the goal.
-
-        Raises:
-            QuantizationError: there is no loss in points.
-        """
+        """True if an effect on a probe's network meets the goal (QuantizationError: there is no loss in points)."""
         if self.sqnr_db is not None:
             return effect.sqnr_db >= self.sqnr_db
         if probe.float_score is not None and effect.score is not None:
@@ -128,8 +121,6 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A change with the keys of the specification that it sets, or the rules that it adds."""
-
     change: Change
     cost: float = 1.0
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -153,7 +144,7 @@ def mend(
 
     Args:
         model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
-        example_inputs: inputs that the model is traced with.
+        example_inputs: for the trace.
         batches: calibration data, as for `quantize`, which can be read repeatedly.
         images: batches that the goal is measured on; without targets, `drop` is of the agreement with float.
         spec: target, rules and methods to begin with.
@@ -188,7 +179,7 @@ def mend(
 
 
 class _Work:
-    """Tries specifications, and remembers what they gave."""
+    """Tries specifications; each is measured once."""
 
     def __init__(
         self,
@@ -205,24 +196,22 @@ class _Work:
         self.tried = {repr(spec): found.quantized}
 
     def quantized(self, spec: QuantSpec) -> Probe:
-        """Quantize anew, and return the network with its images and the float outputs."""
+        """A network quantized anew, with its images and the float outputs."""
         probe = copy(self.probe)
         probe.qmodel = quantize(self.probe.model, self.example, self.batches, spec=spec)
         self.bars.advance(TASK, 1)
         return probe
 
     def effect(self, spec: QuantSpec) -> Effect:
-        """Return the effect of a specification; each is measured once."""
         if repr(spec) not in self.tried:
             self.tried[repr(spec)] = self.quantized(spec).effect()
         return self.tried[repr(spec)]
 
     def met(self, steps: list[_Step]) -> bool:
-        """Return True if the goal is met with these steps."""
+        """True if the goal is met with these steps."""
         return self.goal.met(self.effect(_applied(self.spec, steps)), self.probe)
 
     def mended(self, fixed: Collection[str]) -> Mended:
-        """Change what is needed: the whole network, and layers if that is not enough."""
         steps: list[_Step] = []
         if not self.met(steps):
             steps = self._whole(
@@ -245,7 +234,7 @@ class _Work:
         )
 
     def _whole(self, left: list[_Step]) -> list[_Step]:
-        """Choose among the changes of the whole network: the best one, then the best one on top of it."""
+        """The best change of the whole network, then the best one on top of it, and so on."""
         chosen: list[_Step] = []
         while left and not self.met(chosen):
             before = self.effect(_applied(self.spec, chosen))
@@ -264,7 +253,7 @@ class _Work:
         return chosen
 
     def _layers(self, chosen: list[_Step]) -> list[_Step]:
-        """Choose formats for layers: the cheapest under a limit on the noise, lowered until the goal is met."""
+        """The cheapest formats under a limit on the noise, lowered until the goal is met."""
         spec = _applied(self.spec, chosen)
         graph, _ = float_graph(self.probe.model, self.example, replace(spec, adaround=None, bias_correction=None))
         formats = _formats(spec)
@@ -301,7 +290,7 @@ class _Work:
         return steps
 
     def _noise(self, spec: QuantSpec, chosen: Collection[str] | None = None) -> dict[str, float]:
-        """Return the noise that each layer adds alone; of the network as specified it is known."""
+        """The noise that each layer adds alone."""
         if spec == self.spec:
             effects = {row.layer: row.alone for row in self.found.rows}
         else:
@@ -309,7 +298,7 @@ class _Work:
         return {layer: min(effect.noise, _MOST_NOISE) for layer, effect in effects.items()}
 
     def _needed(self, steps: list[_Step]) -> list[_Step]:
-        """Return the steps without those that the goal is met without, the dearest tried first."""
+        """The steps without those that are not needed, the dearest tried first."""
         if self.met(steps):
             for step in sorted(steps, key=lambda step: -step.cost):
                 rest = [other for other in steps if other is not step]
@@ -324,7 +313,7 @@ def _applied(spec: QuantSpec, steps: Iterable[_Step]) -> QuantSpec:
 
 
 def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
-    """Return the changes of the whole network that the causes suggest."""
+    """The changes of the whole network that the causes suggest."""
     kinds: dict[str, str] = {}
     for row in found.rows:
         for cause in row.causes:
@@ -348,7 +337,7 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
 
 
 def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
-    """Return the specification with other formats everywhere, by name."""
+    """The specification with other formats everywhere, by name."""
     own = spec.activations.resolved(whole=False)
     names = {"max", "mse", "percentile"} - {own.calibrator, "mse" if own.kind == _FP8 else own.calibrator}
     found = {f"calibrator {name}": everywhere(spec, "activations", calibrator=name) for name in sorted(names)}

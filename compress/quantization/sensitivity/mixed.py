@@ -1,14 +1,12 @@
 """Mixed precision: a format for each layer, with the least noise for a cost, or the least cost for a noise.
 
-The noises of layers that are quantized alone are nearly independent, so their powers add up (compress.quantization.
-sensitivity measures them), and so do the times of layers that run one after the other. With one binary x for each layer
-and format this is an integer program:
+The noises of layers that are quantized alone are nearly independent, so their powers add up, and so do the times of
+layers. With one binary x for each layer and format this is an integer program:
 
     minimize  sum noise[l, f] x[l, f]   subject to   sum cost[l, f] x[l, f] <= budget,   sum_f x[l, f] = 1 for every l
 
-(a multiple-choice knapsack), or the same with noise and cost exchanged. HAWQ-V3 (arXiv 2011.10680, section 3.4) solves
-it with a second-order bound in place of the noise. The sum of powers ranks choices; the accuracy and the time of a
-choice are measured afterwards.
+(a multiple-choice knapsack), or with noise and cost exchanged. HAWQ-V3 (arXiv 2011.10680, section 3.4) solves it with a
+second-order bound in place of the noise. The accuracy and the time of a choice are measured afterwards.
 """
 
 from __future__ import annotations
@@ -52,13 +50,10 @@ class Choice:
 def choose_formats(
     noise: Table, cost: Table, *, budget: float | None = None, noise_limit: float | None = None
 ) -> Choice:
-    """Return the formats with the least noise within a budget, or with the least cost within a noise.
+    """The formats with the least noise within a budget, or with the least cost within a noise limit (one is given).
 
-    Args:
-        noise: power of the noise over that of the signal, of each layer alone in each format; 0 for float.
-        cost: cost of each layer in each format, in any unit; formats that one of the tables lacks are not chosen.
-        budget: largest sum of costs.
-        noise_limit: largest sum of noises; exactly one of the two is given.
+    `noise` is the power of the noise over that of the signal, of each layer alone in each format, `cost` is in any
+    unit; formats that one of the tables lacks are not chosen.
 
     Raises:
         QuantizationError: both limits or none, no common format of a layer, or a limit too low.
@@ -86,13 +81,9 @@ def choose_formats(
 
 
 def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
-    """Return choices from the cheapest to the one with the least noise, none of them beaten in both by another.
+    """Choices from the cheapest to the one with the least noise, none of them beaten in both by another.
 
-    Args:
-        noise: as for `choose_formats`.
-        cost: as for `choose_formats`.
-        points: number of budgets, from the least cost to that of the least noise, closer together near the least cost,
-            where each layer left float gains most.
+    Budgets lie closer together near the least cost, where each layer left float gains most.
 
     Raises:
         QuantizationError: as `choose_formats`.
@@ -109,11 +100,10 @@ def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
 
 
 def _least(goals: _Rows, limited: _Rows, limit: float, what: str) -> list[int]:
-    """Return the option of each row with the least sum of goals whose sum of limited numbers is within the limit.
+    """The option of each row with the least sum of goals whose sum of limited numbers is within the limit.
 
-    Choices are extended row by row (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11). One is
-    dropped if the limit is out of reach, if another one has no more of both sums, or if its bound is above a choice
-    that is known.
+    Choices are extended row by row (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11), and dropped
+    if the limit is out of reach, another one has no more of both sums, or the bound is above a known choice.
 
     Raises:
         QuantizationError: no choice meets the limit; `what` names what is limited.
@@ -145,10 +135,7 @@ def _least(goals: _Rows, limited: _Rows, limit: float, what: str) -> list[int]:
 
 
 def _price(goals: _Rows, limited: _Rows, room: float) -> tuple[float, float]:
-    """Return the least price of the limited numbers at which a choice by goal and price fits, and the sum of its goals.
-
-    By bisection; without a fitting choice the sum is infinite.
-    """
+    """By bisection, the least price of the limited numbers at which a choice fits, and the sum of its goals."""
     unit = max(np.abs(row).max() for row in goals) / (max(np.abs(row).max() for row in limited) or 1.0) or 1.0
     price, low, high, known = 0.0, 1e-12 * unit, 1e12 * unit, np.inf
     for _ in range(60):
@@ -164,20 +151,16 @@ def _price(goals: _Rows, limited: _Rows, room: float) -> tuple[float, float]:
 def mixed_spec(
     spec: QuantSpec, choice: Mapping[str, str], settings: Mapping[str, Mapping[str, LayerSettings]], *, base: str
 ) -> QuantSpec:
-    """Return `spec` with a rule for every layer whose format is not `base`.
+    """`spec`, of format `base`, with a rule for every layer whose format is not `base`.
 
-    Args:
-        spec: specification of the format `base`, in which all layers are quantized.
-        choice: format by layer.
-        settings: settings of each format but `float`, by layer (`layer_settings`).
-        base: name of the format of `spec` itself.
+    `settings`: those of each format but `float`, by layer (`layer_settings`).
     """
     rules = (format_rule(layer, name, settings) for layer, name in choice.items() if name != base)
     return replace(spec, rules=(*spec.rules, *rules))
 
 
 def format_rule(layer: str, name: str, settings: Mapping[str, Mapping[str, LayerSettings]]) -> Rule:
-    """Return the rule that gives a layer a format, whose settings are those of `mixed_spec`."""
+    """The rule that gives a layer a format, whose settings are those of `mixed_spec`."""
     if name == FLOAT:
         return Rule(match=layer, enable=False)
     own = settings[name][layer]
@@ -188,7 +171,7 @@ Owner = TypeVar("Owner", QuantSpec, Rule)
 
 
 def everywhere(spec: QuantSpec, part: Literal["weights", "activations"], **changes: Any) -> QuantSpec:
-    """Return `spec` with changes of its weights or of its activations, in its rules too."""
+    """`spec` with changes of its weights or of its activations, in its rules too."""
 
     def changed(owner: Owner) -> Owner:
         own = getattr(owner, part)

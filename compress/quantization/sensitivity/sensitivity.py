@@ -1,11 +1,8 @@
 """Sensitivity to quantization: each layer quantized alone, and each layer alone left float.
 
-The two answer different questions. A layer that is quantized alone shows the noise that it adds by itself; such noises
-are nearly independent, so that their powers add up, on which mixed precision is based. A layer that is left float shows
-the noise that is avoided if all others stay quantized.
-
-No graph is built for a layer: placement decides which quantizers a network would have under the rules "all float but
-this one" and "all but this one", and the one calibrated graph runs with that subset of them (`subset`).
+A layer that is quantized alone shows the noise that it adds by itself; such noises are nearly independent, so that
+their powers add up, on which mixed precision is based. A layer that is left float shows the noise that is avoided if
+all others stay quantized. No graph is built for a layer: the calibrated graph runs with a subset of its quantizers.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class LayerSensitivity:
         layer: its module path, or the node's name if it has no module.
         kind: kind of the operation.
         weight_elements: number of elements of its weight.
-        macs: multiply-accumulate operations for one image; None = unknown.
+        macs: multiply-accumulates for one image; None = unknown.
         alone: effect if this layer is quantized, with its inputs, and nothing else is.
         left_out: effect if this layer is float, and everything else is quantized.
     """
@@ -64,10 +61,7 @@ class Sensitivity:
         images: number of images that the effects were measured on.
         float_score: the metric of the float network; None for images without targets.
         quantized: effect if everything is quantized.
-        rows: the layers in graph order. An operation that is only quantized along with another (a residual add) is
-            not a row, because it follows its layer.
-        metric: name of the metric.
-        unit: of the metric; `%` for a share.
+        rows: in graph order; what is only quantized along with its layer (a residual add) is no row.
 
     Examples:
         >>> found = compress.sensitivity(model, images[:1], batches, batches)
@@ -99,12 +93,12 @@ def sensitivity(
 
     Args:
         model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
-        example_inputs: inputs that the model is traced with.
+        example_inputs: for the trace.
         batches: calibration data, as for `quantize`.
-        images: batches that effects are measured on, as for `quantize`; with targets for the metric too. They are read
-            once and stay in memory, and so do the float network's outputs; two forward passes are made for each layer.
-        spec: target and rules; layers that its rules leave float are no rows. AdaRound and bias correction are not
-            applied, because they change the weights that a layer would have in float.
+        images: batches that effects are measured on; with targets for the metric too. They and the float network's
+            outputs stay in memory; two forward passes are made for each layer.
+        spec: layers that its rules leave float are no rows. AdaRound and bias correction are not applied, because they
+            change the weights that a layer would have in float.
         metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
         known: rows of an earlier call that was stopped; they are not measured a second time.
         keep: called with each row as soon as it is measured.
@@ -143,7 +137,6 @@ def sensitivity(
 
 
 def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) -> LayerSensitivity:
-    """Join the effects with the facts of a layer that was traced with so many images."""
     return LayerSensitivity(
         layer=name,
         kind=layer.kind,
@@ -157,16 +150,7 @@ def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) 
 def subsets_by_layer(
     graph: fx.GraphModule, spec: QuantSpec, chosen: Collection[str] | None = None
 ) -> dict[str, tuple[Subset, Subset]]:
-    """Return two subsets for every layer that can be quantized by itself: its quantizers, and all but those.
-
-    Args:
-        graph: from `float_graph`.
-        spec: target and rules.
-        chosen: layers; None = all.
-
-    Returns:
-        (alone, left out) by layer name, in graph order.
-    """
+    """Two subsets for every layer (of `chosen`) that can be quantized by itself: its quantizers, and all but those."""
     settings = layer_settings(graph, spec)
     view = read_fx(graph)
     decisions = place(view, spec).decisions
@@ -183,12 +167,12 @@ def subsets_by_layer(
 
 
 def layer_settings(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, LayerSettings]:
-    """Return the settings of each operation of a graph after the rules, by its name."""
+    """The settings of each operation of a graph after the rules, by its name."""
     return {node.layer: own for node, own in resolve_rules(read_fx(graph), spec).items()}
 
 
 def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Subset | None:
-    """Return the quantizers under other rules; None if they leave nothing to quantize."""
+    """The quantizers under other rules; None if they leave nothing to quantize."""
     try:
         return subset_of(place(view, replace(spec, rules=rules)))
     except QuantizationError:
