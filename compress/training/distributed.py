@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -146,6 +148,143 @@ def init_processes(device: str | None = None, *, environment: Mapping[str, str] 
             f"{environment['MASTER_PORT']}: {error}. Start all of them with torchrun, with the same address and port"
         ) from error
     return Processes(rank=rank, world_size=world_size, device=place)
+
+
+class GradientExchange:
+    """Replaces gradients by their mean over all processes of torch.distributed.
+
+    Args:
+        parameters: the same in every process; those without a gradient have none in any.
+        dtype: in which gradients are exchanged; None = their own.
+        bucket_bytes: of gradients that leave together during a backward pass.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype | None = None,
+        *,
+        bucket_bytes: int = 25 << 20,  # DistributedDataParallel's
+    ) -> None:
+        self._parameters, self._dtype, self._bucket_bytes = list(parameters), dtype, bucket_bytes
+        self._arrived: list[nn.Parameter] = []
+        self._made: list[_Bucket] = []
+
+    @contextmanager
+    def afterwards(self) -> Iterator[None]:
+        """Exchange in one piece when the block, a backward pass, has ended; it shows the order of the gradients."""
+        self._arrived = []
+        with self._heard(self._arrived.append):
+            yield
+        self._whole()
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Make the buckets in the block, the same pass as the last one `afterwards`; `exchange` sends them.
+
+        The block may be recorded as a CUDA graph, and `exchange` follows each replay: a bucket is sent when the graph
+        has filled it. The exchanges stay out of the graph, so that NCCL's group can end before it.
+        """
+        once = len(set(self._arrived)) == len(self._arrived)  # else a bucket might be made before its last part
+        buckets = list(_buckets(self._arrived, self._bucket_bytes)) if once else []
+        waited = [len(bucket) for bucket in buckets]
+        place = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket}
+        self._made = made = []
+
+        def arrive(parameter: nn.Parameter) -> None:
+            if parameter in place:
+                waited[place[parameter]] -= 1
+            while len(made) < len(buckets) and not waited[len(made)]:  # in one order in every process
+                made.append(_Bucket(buckets[len(made)], self._dtype))
+
+        with self._heard(arrive):
+            yield
+        rest = dict.fromkeys(self._parameters)
+        for parameter in (p for bucket in made for p in bucket.parameters):
+            del rest[parameter]
+        made += [_Bucket(bucket, self._dtype) for bucket in _buckets(_with_gradients(rest), self._bucket_bytes)]
+
+    def exchange(self) -> None:
+        """Send the buckets made `meanwhile`, and give every parameter its mean gradient."""
+        works = [bucket.send() for bucket in self._made]
+        for bucket, work in zip(self._made, works, strict=True):
+            bucket.receive(work)
+
+    @contextmanager
+    def _heard(self, listener: Callable[[nn.Parameter], None]) -> Iterator[None]:
+        hooks = [p.register_post_accumulate_grad_hook(listener) for p in self._parameters if p.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _whole(self) -> None:
+        for parameters in _buckets(_with_gradients(self._parameters), math.inf):
+            bucket = _Bucket(parameters, self._dtype)
+            bucket.receive(bucket.send())
+
+
+def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def _buckets(parameters: Sequence[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one type, `size` bytes or a little more together."""
+    for kind in dict.fromkeys(parameter.dtype for parameter in parameters):
+        bucket: list[nn.Parameter] = []
+        held = 0
+        for parameter in (p for p in parameters if p.dtype == kind):
+            bucket.append(parameter)
+            held += parameter.nbytes
+            if held >= size:
+                yield bucket
+                bucket, held = [], 0
+        if bucket:
+            yield bucket
+
+
+class _Bucket:
+    """Gradients beside each other; their parameters have none until it is received."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+        self.parameters = parameters
+        gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self._strides = [gradient.stride() for gradient in gradients]
+        flat = torch.cat([gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients])
+        for parameter in parameters:
+            parameter.grad = None
+        self._flat = flat.to(dtype or flat.dtype).div_(torch.distributed.get_world_size())
+        self._filled: torch.cuda.Event | None = None
+        if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._filled = torch.cuda.Event(external=True)
+            self._filled.record()
+
+    def send(self) -> torch.distributed.Work:
+        """Sum it over all processes, beside what the current stream does if a graph fills it."""
+        if self._filled is None:
+            return self._reduce()
+        with torch.cuda.stream(torch.cuda.Stream(self._flat.device)):
+            self._filled.wait()
+            return self._reduce()
+
+    def _reduce(self) -> torch.distributed.Work:
+        work = torch.distributed.all_reduce(self._flat, async_op=True)
+        assert work is not None
+        return work
+
+    def receive(self, work: torch.distributed.Work) -> None:
+        """Give every parameter its mean gradient, in the layout of its own."""
+        work.wait()
+        parts = self._flat.to(self.parameters[0].dtype).split([p.numel() for p in self.parameters])
+        for parameter, part, strides in zip(self.parameters, parts, self._strides, strict=True):
+            parameter.grad = part.as_strided(parameter.shape, strides)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient whose numbers lie beside each other, in any order of dimensions."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return gradient if gradient.permute(order).is_contiguous() else gradient.contiguous()
 
 
 def average_running_statistics(model: nn.Module, processes: Processes) -> None:

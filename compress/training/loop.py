@@ -27,7 +27,7 @@ from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, e
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
 from compress.training.log import TrainReport, best_row, summarize, write_log
 from compress.training.optim import check_schedule, learning_rate, make_optimizer
-from compress.training.passes import Passes, RecordedPasses, recordable
+from compress.training.passes import Passes, RecordedPasses
 from compress.training.position import Position, diverged
 from compress.training.prepare import (
     check_models,
@@ -205,7 +205,7 @@ class _Training:
         passes = Passes(
             forward, teach, self.features, model=model, task=task, spec=spec, scaler=self.scaler, device=device
         )
-        self.passes = RecordedPasses(passes, spec, processes) if recordable(spec, processes, device) else passes
+        self.passes = RecordedPasses(passes, spec, processes) if spec.cuda_graphs and device.type == "cuda" else passes
         self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
         self.best = BestWeights(model) if spec.keep_best else None
 
@@ -220,6 +220,8 @@ class _Training:
             return self._run(resume)
         finally:
             self.progress.finish(self.name)
+            if isinstance(self.passes, RecordedPasses):
+                self.passes.release()
             self.optimizer.zero_grad()
             self.model.to(memory_format=torch.contiguous_format)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from compress.errors import CompressError, RecipeError
 from compress.kernels.memory_format import along_axis
 from compress.quantization.modules import _QuantWeight
 from compress.tasks import Task
-from compress.training.distributed import Processes
+from compress.training.distributed import GradientExchange, Processes
 from compress.training.evaluate import autocast
 from compress.training.features import FeaturePairs
 from compress.training.spec import QATSpec, TrainSpec
@@ -114,57 +115,30 @@ class Passes:
         return torch.stack([mean * len(targets), hits, mean.new_full((), len(targets))])
 
 
-def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> bool:
-    """Return whether a training's passes are recorded.
-
-    Raises:
-        RecipeError: asked for though processes exchange statistics within.
-    """
-    if spec.cuda_graphs and spec.sync_batchnorm and processes.world_size > 1:
-        raise RecipeError(
-            "cuda_graphs does not record the exchange of sync_batchnorm between processes: leave one of them out"
-        )
-    return spec.cuda_graphs and device.type == "cuda"
-
-
 class RecordedPasses:
     """`Passes` as a CUDA graph, with mean gradients of all processes.
 
     Args:
-        passes: on a GPU; gradients are None before calls.
-        spec: type of exchanged gradients.
+        passes: on a GPU.
+        spec: says in which type gradients are exchanged.
     """
 
     def __init__(self, passes: Passes, spec: TrainSpec, processes: Processes) -> None:
-        self._recorder = Recorder(passes, passes.model, passes.device)
         self._parameters = list(passes.model.parameters())
-        self._dtype = torch.bfloat16 if spec.gradients == "bf16" else None
-        self._several = processes.world_size > 1
+        dtype = torch.bfloat16 if spec.gradients == "bf16" else None
+        exchange = GradientExchange(self._parameters, dtype) if processes.world_size > 1 else None
+        self._recorder = Recorder(passes, passes.model, passes.device, exchange)
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
         """See `Passes.__call__`."""
         if not isinstance(images, Tensor) or not isinstance(targets, Tensor):
             raise RecipeError("cuda_graphs records batches of two tensors, and this task's are none; leave it out")
-        sums = self._recorder((images, targets), factor=factor, done=done)
-        if self._several:
-            average_gradients(self._parameters, self._dtype)
-        return sums
+        with _added(self._parameters):
+            return self._recorder((images, targets), factor=factor, done=done)
 
-
-def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-    """Mean over all processes of torch.distributed, in one exchange.
-
-    `parameters` are the same in every process; `dtype` None = their own.
-    """
-    found = [p.grad for p in parameters if p.grad is not None]
-    for kind in dict.fromkeys(grad.dtype for grad in found):
-        grads = [grad for grad in found if grad.dtype == kind]
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(dtype or kind)
-        flat /= torch.distributed.get_world_size()
-        torch.distributed.all_reduce(flat)
-        parts = flat.to(kind).split([grad.numel() for grad in grads])
-        for grad, part in zip(grads, parts, strict=True):
-            grad.copy_(part.view(grad.shape))
+    def release(self) -> None:
+        """Forget the graph: NCCL's group waits at its end for graphs that hold exchanges, as of BatchNorm's."""
+        self._recorder.graph = None
 
 
 class Recorder:
@@ -176,12 +150,19 @@ class Recorder:
         compute: to a tensor; leaves gradients, which are None before.
         model: of the parameters.
         device: a GPU.
+        exchange: between processes, recorded within the backward pass; None = one process.
     """
 
-    def __init__(self, compute: Callable[..., Tensor], model: nn.Module, device: torch.device) -> None:
-        self._compute, self._model, self._device = compute, model, device
+    def __init__(
+        self,
+        compute: Callable[..., Tensor],
+        model: nn.Module,
+        device: torch.device,
+        exchange: GradientExchange | None = None,
+    ) -> None:
+        self._compute, self._model, self._device, self._exchange = compute, model, device, exchange
         self._side = torch.cuda.Stream(device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._key: Any = None
         self._eager = 0
         self._batch: tuple[Tensor, ...] = ()
@@ -194,19 +175,21 @@ class Recorder:
         modes = tuple(module.training for module in self._model.modules())
         key = (*((x.shape, x.stride(), x.dtype) for x in batch), fixed, modes)
         if key != self._key and (self._key is None or modes != self._key[-1]):
-            self._key, self._eager, self._graph = key, 0, None
+            self._key, self._eager, self.graph = key, 0, None
         if key != self._key:
-            return self._compute(*batch, **options)
-        if self._graph is None and self._eager < _EAGER_STEPS:
+            return self._eagerly(batch, **options)
+        if self.graph is None and self._eager < _EAGER_STEPS:
             self._eager += 1
             return self._beside(batch, **options)
-        if self._graph is None:
-            self._graph = self._record(batch, **options)
+        if self.graph is None:
+            self.graph = self._record(batch, **options)
         for kept, x in zip(self._batch, batch, strict=True):
             kept.copy_(x)
-        self._graph.replay()
+        self.graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if self._exchange is not None:
+            self._exchange.exchange()
         return self._result.clone()
 
     def _beside(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
@@ -214,16 +197,23 @@ class Recorder:
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            result = self._compute(*batch, **options)
+            result = self._eagerly(batch, **options)
         current.wait_stream(self._side)
         return result
+
+    def _eagerly(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
+        with nullcontext() if self._exchange is None else self._exchange.afterwards():
+            return self._compute(*batch, **options)
 
     def _record(self, batch: tuple[Tensor, ...], **options: float) -> torch.cuda.CUDAGraph:
         self._batch = tuple(x.clone() for x in batch)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may make images
+            with (
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),  # another thread may make images
+                nullcontext() if self._exchange is None else self._exchange.meanwhile(),
+            ):
                 self._result = self._compute(*self._batch, **options)
         except RuntimeError as error:
             raise CompressError(
@@ -246,8 +236,11 @@ def _start_alike(model: nn.Module) -> bool:
 def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Loss and gradients as one CUDA graph on a GPU, for your own loop.
 
-    Gradients are added. With `torch.distributed` they are means over processes, and rank 0's state is taken now: no
-    `DistributedDataParallel`. First calls, a smaller last batch, and CPUs run eagerly.
+    Gradients are added to those present. With several processes (`torch.distributed` is initialized) they are the mean
+    over all, sent while the rest of the backward pass computes, and the network's state becomes rank 0's now:
+    `DistributedDataParallel` is not needed. The first calls of a shape, and a smaller last batch, run eagerly, as
+    everything on a CPU. With `SyncBatchNorm`, delete the function before `destroy_process_group`, which waits for the
+    graph that holds exchanges.
 
     Args:
         model: on its device, in training mode.
@@ -273,7 +266,6 @@ def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., 
         raise CompressError("record_step got a model without parameters: give it the one that the optimizer trains")
     if isinstance(model, DistributedDataParallel):
         raise CompressError("record_step averages gradients itself: give it the network, not DistributedDataParallel's")
-    several = _start_alike(model)
 
     def compute(*batch: Tensor) -> Tensor:
         value = loss(*batch)
@@ -281,20 +273,28 @@ def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., 
         return value.detach()
 
     device = parameters[0].device
-    recorder = Recorder(compute, model, device) if device.type == "cuda" else None
+    exchange = GradientExchange(parameters) if _start_alike(model) else None
+    recorder = Recorder(compute, model, device, exchange) if device.type == "cuda" else None
 
     def step(*batch: Tensor) -> Tensor:
         if not all(isinstance(x, Tensor) for x in batch):
             raise CompressError(f"a recorded step takes tensors, and got {[type(x).__name__ for x in batch]}")
         batch = tuple(x.to(device, non_blocking=True) for x in batch)
-        before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]  # a replay writes into its gradients
-        for parameter in parameters:
-            parameter.grad = None
-        value = compute(*batch) if recorder is None else recorder(batch)
-        if several:
-            average_gradients(parameters)
-        for parameter, old in before:
-            parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
-        return value
+        with _added(parameters):
+            if recorder is not None:
+                return recorder(batch)
+            with nullcontext() if exchange is None else exchange.afterwards():
+                return compute(*batch)
 
     return step
+
+
+@contextmanager
+def _added(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Add the block's gradients, which a replay writes anew, to those present."""
+    before = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, old in before:
+        parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)

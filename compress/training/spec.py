@@ -223,11 +223,6 @@ def train_contradictions(spec: TrainSpec) -> Iterator[str]:
             f"{section}.freeze_ranges_epoch is {spec.freeze_ranges_epoch}, and fixed ranges never change: set "
             f"{section}.scales: learned, or leave it out"
         )
-    if spec.cuda_graphs and spec.grad_accumulation > 1:
-        yield (
-            f"{section}.grad_accumulation is {spec.grad_accumulation}, and {section}.cuda_graphs records steps of one "
-            "batch: leave one of them out"
-        )
     if isinstance(spec, QATSpec) and spec.cuda_graphs and spec.damping:
         yield f"{section}.damping grows from step to step, which {section}.cuda_graphs cannot record: leave one out"
     yield from _unknown_names(spec, section)

@@ -26,6 +26,7 @@ from compress.data.base import BatchPlan
 from compress.errors import CheckpointError, CompressError
 from compress.support.progress import NoProgress
 from compress.training import TrainSpec, evaluate, fit, init_processes, save_model
+from compress.training.distributed import GradientExchange
 from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
 
 
@@ -225,6 +226,7 @@ def member(folder, environment):
         for _, targets in toy_data().train.batches(BatchPlan(batch_size=7, rank=processes.rank, world_size=2))
     ]
     facts["recorded"] = recorded(processes)
+    facts["exchanged"] = exchanged(processes) if processes.world_size > 1 else None
     (folder / f"facts-{who}.json").write_text(json.dumps(facts))
     processes.close()
 
@@ -243,6 +245,27 @@ def recorded(processes):
         optimizer.step()
         optimizer.zero_grad()
     return model.weight.tolist()
+
+
+def exchanged(processes):
+    """The largest distance of gradients exchanged in buckets of 300 bytes from those of the whole batch."""
+    torch.manual_seed(0)
+    x, y, part = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES, slice(processes.rank, None, processes.world_size)
+    model, unused = convnet().eval().to(memory_format=torch.channels_last), nn.Linear(2, 2)
+    nn.functional.cross_entropy(model(x), y).backward()
+    whole = [parameter.grad for parameter in model.parameters()]
+    exchange = GradientExchange([*model.parameters(), *unused.parameters()], bucket_bytes=300)
+    far, strides = [], []
+    for block in (exchange.afterwards, exchange.meanwhile, exchange.meanwhile):
+        model.zero_grad()
+        with block():
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+        if block == exchange.meanwhile:
+            exchange.exchange()
+        pairs = list(zip((parameter.grad for parameter in model.parameters()), whole, strict=True))
+        far += [float((found - expected).abs().max()) for found, expected in pairs]
+        strides += [found.stride() == expected.stride() for found, expected in pairs]
+    return {"far": max(far), "strides": all(strides), "unused": unused.weight.grad is None, "count": len(far)}
 
 
 def widened(folder):

@@ -94,10 +94,11 @@ def test_compiled_by_regions_is_the_same_function():
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_recorded_passes_are_the_passes_one_by_one(tmp_path, precision):
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("fp32", 3), ("fp16", 1)])
+def test_recorded_passes_are_the_passes_one_by_one(tmp_path, precision, accumulation):
     plain, recorded = convnet(), convnet()  # with dropout, whose random numbers are the same
     options = {"precision": precision, "clip_grad_norm": 5.0, "lr": 0.02, "ema_decay": 0.9}
+    options["grad_accumulation"] = accumulation
     train(plain, **options)
     train(recorded, tmp_path, cuda_graphs=True, **options)
     for name, value in plain.state_dict().items():

@@ -49,6 +49,15 @@ def test_recorded_steps_average_the_gradients_of_two_processes(facts):
     assert torch.equal(first, second)
 
 
+def test_gradients_exchanged_during_the_backward_pass(facts):
+    for who in RUNS[1:]:
+        found = facts[who]["exchanged"]
+        assert found["far"] < 1e-6
+        assert found["strides"]
+        assert found["unused"]
+        assert found["count"] > 10
+
+
 def test_resumed_is_the_undisturbed_one(pair, facts):
     for who in RUNS:
         whole, resumed = load_file(pair / f"smooth-{who}.safetensors"), load_file(pair / f"resumed-{who}.safetensors")

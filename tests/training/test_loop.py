@@ -16,7 +16,6 @@ from compress.errors import CheckpointError, CompressError, DataError, ModelErro
 from compress.support.progress import NoProgress
 from compress.tasks import classification
 from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
-from compress.training.passes import recordable
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 
@@ -296,8 +295,6 @@ def test_refusals(tmp_path):
         train(broken)
     with pytest.raises(DataError, match="1 images for 2 processes"):
         fit(linear(), toy_data(train=1), TrainSpec(), batch_size=8, folder=None, processes=Processes(world_size=2))
-    with pytest.raises(RecipeError, match="cuda_graphs does not record the exchange of sync_batchnorm"):
-        recordable(TrainSpec(cuda_graphs=True, sync_batchnorm=True), Processes(world_size=2), torch.device("cpu"))
     assert not list(tmp_path.iterdir())
 
 

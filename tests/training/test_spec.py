@@ -50,7 +50,6 @@ def test_accepts(spec):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (TrainSpec(cuda_graphs=True, grad_accumulation=2), "grad_accumulation is 2, and train.cuda_graphs records"),
         (QATSpec(cuda_graphs=True, damping=0.1), "qat.damping grows from step to step"),
     ],
 )
