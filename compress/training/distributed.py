@@ -189,7 +189,7 @@ class GradientExchange:
         buckets = list(_buckets(self._arrived, self._bucket_bytes)) if once else []
         waited = [len(bucket) for bucket in buckets]
         place = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket}
-        self._made = made = []
+        made: list[_Bucket] = []
 
         def arrive(parameter: nn.Parameter) -> None:
             if parameter in place:
@@ -203,6 +203,7 @@ class GradientExchange:
         for parameter in (p for bucket in made for p in bucket.parameters):
             del rest[parameter]
         made += [_Bucket(bucket, self._dtype) for bucket in _buckets(_with_gradients(rest), self._bucket_bytes)]
+        self._made = made
 
     def exchange(self) -> None:
         """Send the buckets made `meanwhile`, and give every parameter its mean gradient."""
