@@ -1,4 +1,4 @@
-"""Quantization-aware training on several GPUs or processes with DistributedDataParallel.
+"""Quantization-aware training on several GPUs or processes, each step one CUDA graph.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 """
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 from pictures import digits
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import compress
@@ -17,6 +16,8 @@ def main(model=None, epochs=2, **data):
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")  # address and rank are in torchrun's environment
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
     try:
         torch.manual_seed(0)  # the same network on every rank
         dataset = digits(**data)[0].dataset
@@ -26,15 +27,15 @@ def main(model=None, epochs=2, **data):
         # Each rank calibrates with its own pictures; the statistics of all ranks are merged, so the scales are equal.
         model = model or torchvision.models.resnet18(num_classes=10)  # your trained model
         qmodel = compress.quantize(model, example, loader, spec=compress.QuantSpec(target="tensorrt"))
-        parallel = DistributedDataParallel(qmodel.to(device).train())
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+        fast = compress.fuse_for_training(qmodel.to(device).train())
+        step = compress.record_step(qmodel, lambda x, y: torch.nn.functional.cross_entropy(fast(x), y))
+        optimizer = torch.optim.AdamW(qmodel.parameters(), lr=1e-4)
         for epoch in range(epochs):
             loader.sampler.set_epoch(epoch)
             for images, targets in loader:
-                loss = torch.nn.functional.cross_entropy(parallel(images.to(device)), targets.to(device))
-                optimizer.zero_grad()
-                loss.backward()
+                step(images, targets)  # every process gets the mean gradients: no DistributedDataParallel
                 optimizer.step()
+                optimizer.zero_grad()
         return compress.export_onnx(qmodel.cpu().eval(), example, "ddp.onnx") if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
