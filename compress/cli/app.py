@@ -18,15 +18,14 @@ from rich.markup import escape
 from typer.main import get_command
 
 from compress.cli.console import ERRORS, OUT, VERBOSITY
-from compress.cli.lazy import Entry, LazyCommand, lazy_group
-from compress.cli.refusals import refused_build, refused_inspect
+from compress.cli.lazy import Entry, LazyCommand, lazy_group, refused_build, refused_inspect
 from compress.errors import CompressError
 from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
     "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it."),
     "ptq": Entry(
-        "compress.cli.ptq:ptq",
+        "compress.cli.run:ptq",
         "Baseline, post-training quantization, export, engines, report. With --onnx: Q/DQ into a file, without its "
         "source.",
     ),
@@ -62,7 +61,7 @@ _COMMANDS = {
         "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",
     ),
     "erf": Entry(
-        "compress.cli.erf:erf",
+        "compress.cli.receptive_field:erf",
         "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as pictures and numbers.",
     ),
     "roofline": Entry(
@@ -70,11 +69,11 @@ _COMMANDS = {
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
     ),
     "bundle": Entry(
-        "compress.cli.bundle:bundle",
+        "compress.cli.export:bundle",
         "A run's file as a model repository of Triton Inference Server or of OpenVINO Model Server.",
     ),
     "predict": Entry(
-        "compress.cli.predict:predict",
+        "compress.cli.export:predict",
         "Classes, masks or boxes of pictures, by a run's file on an engine.",
     ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
@@ -83,7 +82,7 @@ _COMMANDS = {
         "Which engines and devices work here; for each that does not, the reason and what to install.",
     ),
     "init": Entry(
-        "compress.cli.init:init", "Write a recipe from flags, or from a few questions: task, model, data, target."
+        "compress.cli.recipes:init", "Write a recipe from flags, or from a few questions: task, model, data, target."
     ),
     "recipes": Entry(
         "compress.cli.recipes:recipes",
@@ -97,11 +96,11 @@ _INSPECT = {
         "could make faster, and by how much at most. With --draw: the graph of one block with its Q/DQ nodes.",
     ),
     "onnx": Entry(
-        "compress.cli.inspect_onnx:inspect_onnx",
+        "compress.cli.inspect_file:inspect_onnx",
         "Which operations of an ONNX file are INT8, and why the others are not.",
     ),
     "engine": Entry(
-        "compress.cli.inspect_engine:inspect_engine",
+        "compress.cli.inspect_file:inspect_engine",
         "How a built engine runs each layer, the bytes that it moves, and what is wrong with that.",
     ),
     "parity": Entry(

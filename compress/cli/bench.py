@@ -10,7 +10,7 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SizeOption, sides_of
-from compress.cli.run_summary import show_run
+from compress.cli.report import show_run
 from compress.errors import EngineError, RunError
 from compress.measure import BenchSpec, check_bench_spec
 from compress.measure.end_to_end import STAGES, EndToEnd
@@ -18,7 +18,7 @@ from compress.measure.metric import Metric
 from compress.pipeline.again import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
 from compress.pipeline.studies.mixed import faster, quantizing_run
-from compress.plots.end_to_end import draw_end_to_end
+from compress.plots.stacked import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
 from compress.report import write_report

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from compress.data.classes import class_count
+from compress.data.load import class_count
 from compress.errors import RecipeError
 from compress.models.by_name import build_model
 from compress.recipe.tree import Recipe, load_recipe, parse_recipe

@@ -10,7 +10,7 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
-from compress.cli.run_summary import show_finished_steps
+from compress.cli.report import show_finished_steps
 from compress.errors import SearchError
 from compress.pipeline import default_folder
 from compress.pipeline.studies.search import search_run, search_worker

@@ -11,7 +11,7 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
-from compress.cli.run_summary import show_finished_steps
+from compress.cli.report import show_finished_steps
 from compress.errors import RecipeError
 from compress.measure.quiet import NOT_MEASURED
 from compress.pipeline import default_folder
@@ -22,11 +22,6 @@ from compress.recipe.tree import load_recipe
 from compress.support.limits import COUNT
 from compress.support.meters import metric_title, score_text, shown
 from compress.support.text import MISSING, scored
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("sensitivity")(sensitivity)
 
 
 def sensitivity(

@@ -16,13 +16,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from compress.data.base import file_parts
 from compress.data.counter import uniform
 from compress.data.decode import read_image
-from compress.data.fingerprint import file_parts
-from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
 from compress.data.spec import DataSpec
-from compress.data.workers import Place
+from compress.data.workers import Item, ItemSplit, Place
 from compress.errors import DataError
 
 _SCALES = (0.7, 1.4)

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.data.augment import Movement
 from compress.data.base import DataSet
-from compress.data.memory import MemorySplit
+from compress.data.drawn import Movement
+from compress.data.memory import memory_data
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
-from compress.data.subset import bounded
 from compress.errors import DataError
 from compress.files import expand_user, read_regular
 
@@ -70,24 +69,20 @@ def cifar_data(spec: DataSpec) -> DataSet:
     files = _FILES[spec.name]
     folder = _find(spec, files)
     labels = _labels(folder / files.meta, files)
-    preprocessing = Preprocessing.of(spec, mean=files.mean, std=files.std)
 
-    def split(names: tuple[str, ...], limit: int | None, movement: Movement | None) -> MemorySplit:
-        parts = [_read_batch(folder / name, files, num_classes=len(labels)) for name in names]
-        images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        positions = bounded(targets, limit)
-        return MemorySplit(
-            images[positions],
-            targets[positions],
-            labels=labels,
-            preprocessing=preprocessing,
-            seed=spec.seed,
-            movement=movement,
+    def whole(names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        images, targets = zip(
+            *(_read_batch(folder / name, files, num_classes=len(labels)) for name in names), strict=True
         )
+        return torch.cat(images), torch.cat(targets)
 
-    return DataSet(
-        train=split(files.train, spec.train_images, MOVEMENT if spec.augment else None),
-        val=split(files.val, spec.val_images, None),
+    return memory_data(
+        spec,
+        whole(files.train),
+        whole(files.val),
+        labels=labels,
+        preprocessing=Preprocessing.of(spec, mean=files.mean, std=files.std),
+        movement=MOVEMENT,
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.data.augment import Movement
 from compress.data.base import DataSet
-from compress.data.memory import MemorySplit
+from compress.data.counter import stratified_order
+from compress.data.drawn import Movement
+from compress.data.memory import memory_data
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
-from compress.data.subset import bounded, stratified_order
 from compress.errors import DataError
 
 LABELS = tuple("0123456789")
@@ -29,23 +29,14 @@ def digits_data(spec: DataSpec) -> DataSet:
     images, targets = _read()
     order = stratified_order(targets)
     val_count = round(len(order) * _VAL_SHARE)
-    preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
-
-    def split(positions: Tensor, limit: int | None, movement: Movement | None) -> MemorySplit:
-        positions = positions.sort().values
-        positions = positions[bounded(targets[positions], limit)]
-        return MemorySplit(
-            images[positions],
-            targets[positions],
-            labels=LABELS,
-            preprocessing=preprocessing,
-            seed=spec.seed,
-            movement=movement,
-        )
-
-    return DataSet(
-        train=split(order[val_count:], spec.train_images, MOVEMENT if spec.augment else None),
-        val=split(order[:val_count], spec.val_images, None),
+    val, train = (positions.sort().values for positions in (order[:val_count], order[val_count:]))
+    return memory_data(
+        spec,
+        (images[train], targets[train]),
+        (images[val], targets[val]),
+        labels=LABELS,
+        preprocessing=Preprocessing.of(spec, mean=MEAN, std=STD),
+        movement=MOVEMENT,
     )
 
 

@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from compress.data.decode import centre_crop, read_image
-from compress.data.folder import EXTENSIONS, MEAN, STD
+from compress.data.folder import EXTENSIONS
+from compress.data.preprocessing import MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
 from compress.support.limits import ARRAYS_BYTES

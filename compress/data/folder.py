@@ -11,27 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.data.ahead import ahead
-from compress.data.base import Batch, BatchPlan, DataSet, Split, seed_of_changes
-from compress.data.classes import class_folders
+from compress.data.base import Batch, BatchPlan, DataSet, Split, file_parts, seed_of_changes
+from compress.data.counter import bounded
 from compress.data.decode import Decoded, Decoder, collate, prepare
-from compress.data.fingerprint import file_parts
 from compress.data.jpeg import Reader, check_decoder, decode_packed, pack
 from compress.data.memory import to_device
-from compress.data.preprocessing import Preprocessing
+from compress.data.preprocessing import MEAN, STD, Preprocessing
 from compress.data.spec import DataSpec
-from compress.data.subset import bounded
-from compress.data.workers import Workers
+from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 from compress.support.limits import IMAGE_PIXELS
-from compress.support.process import core_count
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's."""
-
-_MAX_WORKERS = 8
 
 
 def folder_data(spec: DataSpec) -> DataSet:
@@ -219,6 +211,16 @@ def _identity(folder: Path | str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def worker_count() -> int:
-    """This process's cores over the processes of this machine; 8 at most."""
-    return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """The class folders, sorted, without hidden ones.
+
+    Raises:
+        DataError: there are none, or a name is not valid text.
+    """
+    labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
+    if not labels:
+        raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")
+    for label in labels:
+        if label.encode(errors="surrogateescape").decode(errors="replace") != label:
+            raise DataError(f"the name of the class folder {label!r} in {folder} is no text in UTF-8; rename it")
+    return labels

@@ -1,4 +1,4 @@
-"""The two splits of a recipe's `data` section."""
+"""The two splits of a recipe's `data` section, and the number of its classes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 from compress.data.base import DataSet
 from compress.data.cifar import cifar_data
-from compress.data.classes import agreed_count
-from compress.data.coco import coco_data
+from compress.data.coco import coco_classes, coco_data
 from compress.data.digits import digits_data
-from compress.data.folder import folder_data
+from compress.data.folder import class_folders, folder_data
 from compress.data.masks import mask_data
 from compress.data.own import own_data
-from compress.data.shapes import shapes_data
+from compress.data.shapes import DEFAULT_SHAPES, shapes_data
 from compress.data.spec import DataSpec, check_data_spec
 from compress.data.voc import voc_data
+from compress.errors import DataError
+from compress.files import expand_user
 from compress.support.imports import is_import_path
 
 _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
@@ -48,3 +49,49 @@ def load_data(spec: DataSpec) -> DataSet:
     data = own_data(spec) if is_import_path(spec.name) else _MAKERS[spec.name](spec)
     agreed_count(spec, data.train.num_classes)
     return data
+
+
+FIXED_COUNTS = {"digits": 10, "cifar10": 10, "cifar100": 100}
+"""Data sets with fixed classes."""
+
+
+def class_count(spec: DataSpec) -> int:
+    """The number of classes of a recipe's data; no image is read.
+
+    Raises:
+        DataError: `data.num_classes` contradicts the data, or nothing tells the number.
+    """
+    if spec.classes is not None:
+        return len(spec.classes)
+    if spec.name == "shapes":
+        return DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
+    if spec.name == "folder":
+        train = expand_user(str(spec.root)) / "train"
+        if train.is_dir():
+            return agreed_count(spec, len(class_folders(train)))
+        if spec.num_classes is None:
+            raise DataError(
+                f"the classes of data.name folder cannot be counted, because there is no folder {train.absolute()}: "
+                "set data.root to the folder that holds train/ and val/, or data.num_classes to their number"
+            )
+        return spec.num_classes
+    if spec.name == "coco":
+        return agreed_count(spec, len(coco_classes(spec)))
+    if spec.name in FIXED_COUNTS:
+        return agreed_count(spec, FIXED_COUNTS[spec.name])
+    if spec.num_classes is None:
+        raise DataError(f"data.name {spec.name} has no fixed classes: set data.num_classes or data.classes")
+    return spec.num_classes
+
+
+def agreed_count(spec: DataSpec, found: int) -> int:
+    """Check the number that was found.
+
+    Raises:
+        DataError: the recipe names another number.
+    """
+    if spec.num_classes not in (None, found):
+        raise DataError(
+            f"data.num_classes is {spec.num_classes}, but {spec.name} has {found}; leave the key out, or set it to null"
+        )
+    return found

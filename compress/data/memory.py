@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.augment import DRAWS, Movement, move
-from compress.data.base import Batch, BatchPlan, Split, hash_seed
-from compress.data.counter import uniform
-from compress.data.drawn import Drawn, DrawnSplit
+from compress.data.base import Batch, DataSet, hash_seed
+from compress.data.counter import bounded, uniform
+from compress.data.drawn import DRAWS, Drawn, DrawnSplit, Movement, move
 from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
 
 _FINGERPRINT_BYTES = 1 << 28  # of images, read for the fingerprint at most
 _MOST_SHARE = 4  # a GPU keeps images that take at most one part in so many of its free memory
@@ -81,20 +81,27 @@ class MemorySplit(DrawnSplit):
         return self._kept[device]
 
 
-def in_memory(
-    split: Split, device: torch.device | str, *, movement: Movement | None = None, batch_size: int = 256
-) -> MemorySplit:
-    """Read RGB images once, without augmentation, as 8-bit numbers on `device`."""
-    device = torch.device(device)
-    prepared = split.preprocessing
-    images = torch.empty(len(split), *prepared.input_shape, dtype=torch.uint8, device=device)
-    targets, done = [], 0
-    for batch, labels in split.batches(BatchPlan(batch_size=batch_size), device=device):
-        images[done : done + len(batch)] = prepared.pixels(batch)
-        targets.append(labels.cpu())
-        done += len(batch)
-    return MemorySplit(
-        images, torch.cat(targets), labels=split.labels, preprocessing=prepared, seed=split.seed, movement=movement
+def memory_data(
+    spec: DataSpec,
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+    *,
+    labels: tuple[str, ...],
+    preprocessing: Preprocessing,
+    movement: Movement,
+) -> DataSet:
+    """Return a data set of two (images, targets), as many of each as `spec` allows, every class in proportion."""
+
+    def split(whole: tuple[Tensor, Tensor], limit: int | None, movement: Movement | None) -> MemorySplit:
+        images, targets = whole
+        kept = bounded(targets, limit)
+        return MemorySplit(
+            images[kept], targets[kept], labels=labels, preprocessing=preprocessing, seed=spec.seed, movement=movement
+        )
+
+    return DataSet(
+        train=split(train, spec.train_images, movement if spec.augment else None),
+        val=split(val, spec.val_images, None),
     )
 
 

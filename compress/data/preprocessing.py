@@ -15,6 +15,9 @@ from compress.data.spec import DataSpec, sides
 from compress.errors import DataError
 from compress.files import parse_json
 
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
@@ -28,8 +31,8 @@ class Preprocessing:
     """
 
     image_size: int | tuple[int, int]
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
     channels: str = "RGB"
     layout: str = "NCHW"
     interpolation: str = "bilinear"

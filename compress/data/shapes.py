@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.augment import DRAWS, Movement, affine_grid
 from compress.data.base import Batch, DataSet, hash_seed
-from compress.data.classes import class_count
 from compress.data.counter import random_bits, uniform
-from compress.data.drawn import Drawn, DrawnSplit
+from compress.data.drawn import DRAWS, Drawn, DrawnSplit, Movement, affine_grid
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
-from compress.data.shapes_outlines import outline_bank
-from compress.data.shapes_patterns import pattern_bank
+from compress.data.shapes_banks import outline_bank, pattern_bank
 from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes, with_clutter
 from compress.data.spec import DataSpec
 
+DEFAULT_SHAPES = 20
+"""Default number of classes."""
 TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000
 """Default numbers of images."""
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
@@ -32,7 +31,7 @@ _FULL_NOISE_SIZE = 128  # a smaller picture has fewer pixels to average over, an
 
 def shapes_data(spec: DataSpec) -> DataSet:
     """Return the training and the evaluation images."""
-    num_classes = class_count(spec)
+    num_classes = DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
     train_images = TRAIN_IMAGES if spec.train_images is None else spec.train_images
     val_images = VAL_IMAGES if spec.val_images is None else spec.val_images
     movement = MOVEMENT if spec.augment else None

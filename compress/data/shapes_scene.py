@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.data.counter import uniform
-from compress.data.shapes_outlines import BLOBS, EXTENT, OUTLINES
-from compress.data.shapes_patterns import PATTERNS, VERSIONS
+from compress.data.shapes_banks import BLOBS, EXTENT, OUTLINES, PATTERNS, VERSIONS
 
 TONES = ("warm", "cool")
 

@@ -1,19 +1,32 @@
-"""Worker processes that read ahead, and stay for the next pass."""
+"""Batches made ahead of their use: by worker processes that stay for the next pass, or by a thread."""
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from compress.data.base import Batch, BatchPlan, Split, seed_of_changes
+from compress.data.memory import to_device
+from compress.data.preprocessing import MEAN, STD, Preprocessing
+from compress.data.spec import DataSpec
 from compress.errors import DataError
+from compress.support.process import core_count
 
 T = TypeVar("T")
 
 Place = tuple[int, int | None]
 """Index of an item, and the seed of its random changes; None = unchanged."""
+
+_MAX_WORKERS = 8
 
 
 class Workers:
@@ -90,3 +103,121 @@ class _Shares:
 
     def __iter__(self) -> Iterator[list[Place]]:
         return ([(index, self.seed) for index in indices] for indices in self.shares)
+
+
+DEPTH = 2
+"""Most finished batches that wait."""
+
+_POLL_S = 0.1
+
+
+def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield `batches` in order, each made by a thread while those before it are used.
+
+    The thread ends with the iterator; errors of `batches` are raised here.
+    """
+    ready: queue.Queue[Any] = queue.Queue(DEPTH)
+    stop = threading.Event()
+    thread = threading.Thread(target=_make, args=(batches, device, ready, stop), name="compress-pictures", daemon=True)
+    thread.start()
+    try:
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            batch, made = found
+            if made is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(made)
+                for tensor in batch:
+                    tensor.record_stream(current)
+            yield batch
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _make(batches: Iterator[Batch], device: torch.device, ready: queue.Queue[Any], stop: threading.Event) -> None:
+    last: Any = None
+    try:
+        with ExitStack() as contexts:
+            side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+            if side is not None:
+                contexts.enter_context(torch.cuda.device(device))
+                contexts.enter_context(torch.cuda.stream(side))
+            for batch in batches:
+                _put(ready, (batch, None if side is None else side.record_event()), stop)
+                if stop.is_set():
+                    return
+    except BaseException as error:
+        last = error
+    _put(ready, last, stop)
+
+
+def _put(ready: queue.Queue[Any], found: Any, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            return ready.put(found, timeout=_POLL_S)
+        except queue.Full:
+            continue
+
+
+def worker_count() -> int:
+    """This process's cores over the processes of this machine; 8 at most."""
+    return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+Item = tuple[Tensor | None, Any, str, str]
+"""Pixels (3, H, W) uint8 or None, target, file name, and the error."""
+
+
+class ItemSplit(Split):
+    """A split of the user's files.
+
+    Args:
+        augment: change training images at random.
+    """
+
+    def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool) -> None:
+        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
+        super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
+        self.augment, self.on_error, self.max_pixels = augment, spec.on_error, spec.max_pixels
+        self._workers = Workers(worker_count() if spec.workers is None else spec.workers)
+
+    @abstractmethod
+    def reader(self) -> Dataset[Item]:
+        """Items in the stored order, by their `Place`."""
+
+    @abstractmethod
+    def targets_of(self, found: list[Any], device: torch.device) -> Any:  # a tensor, or a list with one for each image
+        """Targets of a batch in the task's form."""
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Images (n, 3, H, W) and targets, read here.
+
+        Raises:
+            DataError: names the unreadable or wrong file, unless `on_error` is skip.
+        """
+        reader, seed = self.reader(), seed_of_changes(self.seed, epoch, augment=self.augment)
+        return self._finish([reader[index, seed] for index in indices], device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Yield batches, read ahead by worker processes."""
+        seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
+        for items in self._workers.read(self.reader(), list, self.batch_indices(plan), seed):
+            images, targets = self._finish(items, torch.device(device))
+            if len(targets):
+                yield images, targets
+
+    def _finish(self, items: list[Any], device: torch.device) -> Batch:
+        good = []
+        for pixels, target, file, problem in items:
+            if not problem:
+                good.append((pixels, target))
+            elif self.on_error == "raise":
+                raise DataError(f"{problem}; data.on_error: skip leaves it out")
+            elif file not in self.skipped:
+                self.skipped.append(file)
+        height, width = self.preprocessing.height_width
+        pixels = torch.stack([p for p, _ in good]) if good else torch.empty(0, 3, height, width, dtype=torch.uint8)
+        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
+        return images, self.targets_of([target for _, target in good], device)

@@ -15,14 +15,13 @@ from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.pipeline.folder import read_state, recipe_from_anywhere, recipe_of
-from compress.pipeline.network import NetworkFiles, stem
-from compress.pipeline.run import Run
+from compress.pipeline.run import NetworkFiles, Run, stem
 from compress.pipeline.steps.evaluate import TIMINGS, bench
-from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.slower import keep_slower, slower
 from compress.pipeline.steps.sparse import sparse_step
+from compress.pipeline.steps.training import build_float, float_step
 from compress.quantization.spec import TARGETS, Target
 from compress.records.summary import family
 from compress.support.progress import NoProgress, Progress

@@ -17,13 +17,13 @@ from compress.pipeline.steps.build import build_step
 from compress.pipeline.steps.end_to_end import end_to_end_step
 from compress.pipeline.steps.evaluate import bench_step, evaluate_step
 from compress.pipeline.steps.export import export_step
-from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
+from compress.pipeline.steps.training import build_float, float_step
 from compress.recipe.tree import Recipe
 from compress.report import write_report
-from compress.report.card import write_card
+from compress.report.write import write_card
 from compress.support.progress import NoProgress, Progress
 from compress.training import SINGLE, Processes
 from compress.variants import Variant

@@ -1,7 +1,8 @@
-"""The state that the steps of a run share."""
+"""The state that the steps of a run share, and its networks as files and engines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
 from compress.detection.boxes import BoxesAndScores
-from compress.engines import Engine, TorchEngine
+from compress.engines import Engine, TorchEngine, build_engine
 from compress.engines.registry import target_of
-from compress.errors import RecipeError, RunError
+from compress.errors import ModelError, RecipeError, RunError
 from compress.pipeline.folder import RunFolder
-from compress.pipeline.network import NetworkFiles, stem, torch_label
+from compress.quantization.quantizer import Quantizer
 from compress.quantization.spec import QuantSpec, Target
 from compress.recipe.tree import Recipe
 from compress.sparsity.spec import SparsitySpec
@@ -171,3 +172,63 @@ def _needed(section: _Section | None, name: str) -> _Section:
     if section is None:
         raise RunError(f"the recipe has {name}: null, and this step needs the section; give it in the recipe")
     return section
+
+
+def stem(variant: str, target: Target | None = None) -> str:
+    """The name of a network's files; None is the first target.
+
+    >>> stem("ptq"), stem("ptq", "openvino")
+    ('ptq', 'ptq.openvino')
+    """
+    return str(variant) if target is None else f"{variant}.{target}"
+
+
+def layer_weight(model: nn.Module, path: str) -> Tensor:
+    """Return a layer's weight, parametrized or not."""
+    weight = model.get_submodule(path).weight
+    if not isinstance(weight, Tensor):
+        raise ModelError(f"{path}.weight is a {type(weight).__name__}, not a tensor: name a layer that has a weight")
+    return weight
+
+
+def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
+    """The quantizer of a layer's weight."""
+    quantizer = model.get_submodule(path).weight_quantizer
+    if not isinstance(quantizer, Quantizer):
+        raise ModelError(f"{path} has no quantized weight: name a layer that the placement quantizes")
+    return quantizer
+
+
+def torch_label(variant: Variant, target: Target | None = None) -> str:
+    """A network's label in torch."""
+    if not variant.is_quantized:
+        return "torch"
+    return f"torch (fake quantization{f', {target}' if target else ''})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFiles:
+    """One network to be measured.
+
+    Attributes:
+        file: ONNX, first target.
+        further: other targets' files.
+        in_torch: makes the engine `torch` with a number of threads; None without a module.
+    """
+
+    file: Path
+    further: Mapping[Target, Path] = field(default_factory=dict)
+    in_torch: Callable[[int | None], Engine] | None = None
+
+    def of(self, engine: str) -> Path:
+        """An engine's file, else the first target's."""
+        target = target_of(engine)
+        return self.file if target is None else self.further.get(target, self.file)
+
+    def engine(
+        self, name: str, *, batch_size: int | None = None, threads: int | None = None, precision: str | None = None
+    ) -> Engine:
+        """Load the network into an engine."""
+        if name == "torch" and self.in_torch is not None:
+            return self.in_torch(threads)
+        return build_engine(self.of(name), name, batch_size=batch_size, threads=threads, precision=precision)

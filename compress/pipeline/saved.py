@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from compress.data.base import DataSet
-from compress.data.blank import BlankSplit
-from compress.data.classes import class_count
+from compress.data.base import Batch, DataSet, Split
+from compress.data.load import class_count
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.engines.onnx_file import read_onnx
@@ -117,3 +117,19 @@ def preprocessing_of(folder: Path, spec: DataSpec) -> Preprocessing:
     path = folder / Variant.FLOAT.onnx_file
     text = read_onnx(path).metadata.get(PREPROCESSING_KEY) if path.is_file() else None
     return Preprocessing.of(spec, mean=_GREY, std=_GREY) if text is None else Preprocessing.from_json(text)
+
+
+class BlankSplit(Split):
+    """Two black images of the input's shape, to trace a network with."""
+
+    def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
+        super().__init__(labels=labels, preprocessing=preprocessing, seed=0)
+
+    def __len__(self) -> int:
+        return 2
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Return zeros (n, channels, height, width) and targets of class 0."""
+        count = len(indices)
+        images = torch.zeros(count, *self.preprocessing.input_shape, device=device)
+        return images, torch.zeros(count, dtype=torch.int64, device=device)

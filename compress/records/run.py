@@ -5,13 +5,14 @@ A missing part is None or empty with a reason in `RunData.absent`; a wrong file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from compress.engines.registry import suits, target_of
 from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.quantization.block_graph import BlockGraph
@@ -28,7 +29,10 @@ from compress.records.rows import (
     PredictionRow,
     SlowRow,
 )
+from compress.records.summary import family
+from compress.support.text import display
 from compress.training.log import EpochRow
+from compress.variants import QUANTIZED
 
 FILE_RESULT = "quantization.json"
 """The report that `ptq --onnx` writes beside the file."""
@@ -164,3 +168,30 @@ def read_run(folder: Path | str) -> RunData:
         raise RunError(f"{folder} holds none of a run's files ({names}): give the run folder")
     missing = [file.name for part, file in _PARTS.items() if part not in parts and file.name not in _OPTIONAL]
     return RunData(folder=folder, absent={name: f"{name} is not in the run folder" for name in missing}, **parts)
+
+
+def foreign_files(run: RunData) -> tuple[str, ...]:
+    """A sentence for each of them: it computes the same, but not all in integers."""
+    return tuple(_sentences(run))
+
+
+def _sentences(run: RunData) -> Iterator[str]:
+    targets = _targets(recipe_tree(run))
+    if not targets:
+        return
+    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in QUANTIZED and m.value is not None)
+    for engine in dict.fromkeys(measured):
+        if not suits(engine, targets):
+            placed = ", ".join(display(name) for name in targets)
+            yield (
+                f"{display(engine)} was given files whose quantizers are placed for {placed}, and runs fewer of their "
+                "layers in integers than of its own: it may be slower than float. quantization.target: "
+                f"[{', '.join([*targets, str(target_of(engine))])}] makes both"
+            )
+
+
+def _targets(tree: Any) -> list[str]:
+    """Targets named by a recipe's tree; none where it quantizes nothing."""
+    section = tree.get("quantization") if isinstance(tree, dict) else None
+    found = section.get("target") if isinstance(section, dict) else None
+    return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []

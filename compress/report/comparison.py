@@ -14,8 +14,7 @@ from compress.records.run import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
 from compress.report.headline import headline
-from compress.report.html import to_html
-from compress.report.markdown import to_markdown
+from compress.report.writers import to_html, to_markdown
 from compress.support.text import MISSING, display, fixed, plain, scored, signed, significant
 
 _SAME = 0.02  # latencies within 2 % are called equal, as in headlines

@@ -9,15 +9,13 @@ from matplotlib.figure import Figure
 
 from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Judged, judged_by
-from compress.plots.end_to_end import draw_end_to_end
-from compress.plots.engines import draw_engines
+from compress.plots.curves import MOST_CLASSES, draw_precision, draw_training, phases
 from compress.plots.graph import draw_block
 from compress.plots.histograms import clipped_share, draw_histograms, interesting
 from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
-from compress.plots.precision import MOST_CLASSES, draw_precision
+from compress.plots.stacked import draw_end_to_end, draw_engines
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
 from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
-from compress.plots.training import draw_training, phases
 from compress.quantization.block_graph import BlockGraph
 from compress.records.run import RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of

@@ -31,7 +31,7 @@ from compress.receptive import (
 )
 from compress.receptive.metrics import SHARES
 from compress.receptive.probe import layers_to_show
-from compress.report.html import render
+from compress.report.writers import render
 from compress.support.progress import Progress
 
 _PAGE_COLUMNS = ("layer", "units", "side, px", "σ, px", "half within, px", "theoretical, px", "share")

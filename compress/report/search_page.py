@@ -25,8 +25,7 @@ from compress.report.blocks import (
     table,
 )
 from compress.report.headline import KeyFigure
-from compress.report.html import to_html
-from compress.report.markdown import FIGURES, to_markdown
+from compress.report.writers import FIGURES, to_html, to_markdown
 from compress.search.front import FLOAT_POINT, Point
 from compress.search.latency_model import Check
 from compress.search.outcome import Outcome

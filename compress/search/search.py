@@ -22,7 +22,6 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import Inputs
 from compress.quantization.spec import QuantSpec, Target
 from compress.search.accuracy_model import AccuracyModel, rate_choices
-from compress.search.bound import NEAR, corrected, go_on
 from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
@@ -39,6 +38,15 @@ from compress.support.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from optuna import Study
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from compress.search.space import Space, key_of
+from compress.search.trials import ended
+
+if TYPE_CHECKING:
+    from optuna import Study
+
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
 """The target whose placement rules an engine follows; TensorRT for all others."""
@@ -314,3 +322,58 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, refer
 
 def _as_is(lab: Lab, configuration: Configuration) -> bool:
     return lab.costs.of(configuration) == lab.costs.of({})
+
+
+NEAR = (1.0, 0.97, 0.92)
+"""Shares of a bound that the best networks by the models are looked for at."""
+
+_CORRECTIONS = 3  # rounds of timing networks that the search would begin with
+_SMALLER, _STEP = 6, 0.97  # networks that are tried after the trials; how far below the bound each aims
+
+
+def corrected(
+    timed: Timed,
+    wanted: Callable[[Timed], Sequence[Configuration]],
+    more: Callable[[Timed, Sequence[Configuration]], Timed],
+    latency: float | None,
+) -> Timed:
+    """Time the model's best until one keeps the bound or none are left.
+
+    Rounds correct too short predictions. `more` times networks; a latency of None = one round.
+    """
+    for turn in range(_CORRECTIONS):
+        first = wanted(timed)
+        near = first[: len(NEAR)]
+        fresh = [c for c in (near if turn else first) if key_of(c) not in timed.samples]
+        if not fresh:
+            break
+        timed = more(timed, fresh)
+        times = [timed.samples[key].time for key in map(key_of, near) if key in timed.samples]
+        if latency is None or any(time <= latency for time in times):
+            break
+    return timed
+
+
+def go_on(
+    study: Study,
+    space: Space,
+    best: Callable[[float], Configuration | None],
+    fastest: Configuration,
+    evaluate: Callable[[Configuration], Figures],
+    *,
+    latency: float,
+    progress: Progress,
+) -> None:
+    """Try ever smaller networks, each the best by the models, until one keeps the bound; last of all `fastest`."""
+    budget = latency
+    for number in range(1, _SMALLER + 1):
+        known = {key_of(configuration): (label, figures.ratio) for label, configuration, figures in results(study)}
+        ratios = [ratio for label, ratio in known.values() if label.startswith(START)]
+        if any(ratio <= latency for ratio in ratios):
+            return
+        budget *= _STEP * latency / min(ratios, default=latency)
+        smaller = best(budget) if number < _SMALLER else None
+        configuration = {**space.largest(), **(fastest if smaller is None else smaller)}
+        if key_of(configuration) not in known:
+            add_starts(study, space, {f"{START} s{number} ({budget:.2f})": configuration})
+            run_trials(study, space, evaluate, count=len(ended(study)) + 1, deadline=None, progress=progress)

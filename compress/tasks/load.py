@@ -14,11 +14,10 @@ from compress.detection.two_stage import TwoStageHead, is_two_stage
 from compress.errors import DataError, RecipeError, near_misses
 from compress.models.by_name import ModelSpec, build_whole
 from compress.support.imports import imported, is_import_path
-from compress.support.meters import task_metric
-from compress.tasks.base import Loss, Task
+from compress.support.meters import TaskMetric, task_metric
+from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.classification import classification
-from compress.tasks.detection import detection
-from compress.tasks.own import one_or_all, own
+from compress.tasks.detection import check_rows, detection, output_tuple
 from compress.tasks.segmentation import LOSSES, segmentation
 
 TaskName = Literal["classification", "segmentation", "detection", "own"]
@@ -164,3 +163,26 @@ def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
         return value.reshape(())
 
     return loss
+
+
+def own(*, loss: Loss, metric: TaskMetric, check: Callable[[Any, Tensor], None] | None = None) -> Task:
+    """Return the task of a loss and a metric.
+
+    Teachers are followed by squared difference; nothing is drawn; networks agree where the metric says the class.
+
+    Args:
+        loss: mean of a batch.
+        metric: judges.
+        check: raises ModelError; None = a row of each is asked for.
+    """
+    return Task(name="own", metric=metric, loss=loss, distance=squared_distance, check=check or _check)
+
+
+def one_or_all(outputs: Any) -> Any:
+    """The only output tensor, or all in order."""
+    tensors = output_tuple(outputs)
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _check(outputs: Any, images: Tensor) -> None:
+    check_rows(output_tuple(outputs), images)

@@ -14,8 +14,7 @@ from compress.data.loader import loader_data
 from compress.errors import DataError, RecipeError
 from compress.support.meters import MeanOf, TaskMetric, task_metric
 from compress.tasks import Task, classification
-from compress.tasks.load import own_loss
-from compress.tasks.own import own
+from compress.tasks.load import own, own_loss
 from compress.training import loop
 from compress.training.log import TrainReport
 from compress.training.spec import TrainSpec

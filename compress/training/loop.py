@@ -25,10 +25,9 @@ from compress.training.checkpoint import read_checkpoint, restore_checkpoint, sa
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
-from compress.training.log import TrainReport, best_row, summarize, write_log
+from compress.training.log import Position, TrainReport, best_row, diverged, summarize, write_log
 from compress.training.optim import check_schedule, learning_rate, make_optimizer
 from compress.training.passes import Passes, RecordedPasses
-from compress.training.position import Position, diverged
 from compress.training.prepare import (
     check_models,
     example_batch,

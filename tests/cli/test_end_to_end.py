@@ -18,7 +18,7 @@ from compress.data.spec import DataSpec
 from compress.errors import DataError, RunError
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.pipeline.steps.end_to_end import _evaluation_pictures
-from compress.plots.end_to_end import draw_end_to_end
+from compress.plots.stacked import draw_end_to_end
 from compress.plots.style import NARROW, WIDE, styled, to_png
 
 

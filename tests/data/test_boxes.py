@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from compress.data import BatchPlan, DataSpec, load_data
-from compress.data.classes import class_count
+from compress.data.load import class_count
 from compress.errors import DataError
 
 CLASSES = ("dark", "bright")

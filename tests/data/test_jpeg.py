@@ -11,9 +11,9 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from compress.data import BatchPlan, DataSpec, load_data
-from compress.data.ahead import ahead
 from compress.data.jpeg import check_decoder, decode_jpegs
 from compress.data.nvjpeg import nvjpeg
+from compress.data.workers import ahead
 from compress.errors import DataError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run

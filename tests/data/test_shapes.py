@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.data.shapes import noise, paint
-from compress.data.shapes_outlines import EXTENT, OUTLINES, outline_bank, polygon
-from compress.data.shapes_patterns import PATTERNS, VERSIONS, pattern_bank
+from compress.data.shapes_banks import EXTENT, OUTLINES, PATTERNS, VERSIONS, outline_bank, pattern_bank, polygon
 from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes, with_clutter
 from compress.errors import DataError
 

@@ -12,7 +12,7 @@ from compress.engines import ENGINES, Availability, build_engine, engine_availab
 from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
 from compress.measure import BenchSpec, check_bench_spec
-from compress.pipeline.network import NetworkFiles
+from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
 from compress.support.progress import NoProgress
 from tests.engines.models import classifier

@@ -11,8 +11,8 @@ from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
-from compress.pipeline.steps.float import build_float
 from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.training import build_float
 from compress.recipe.tree import load_recipe, parse_recipe
 
 TREE = {

@@ -20,7 +20,7 @@ from compress.measure import BenchSpec, Latency
 from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.metric import PAIRED, Metric
 from compress.measure.quiet import CpuTime
-from compress.pipeline.network import NetworkFiles
+from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower
 from compress.pipeline.studies.mend import measure_prices

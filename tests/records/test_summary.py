@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.measure.metric import Metric
-from compress.records.foreign import foreign_files
 from compress.records.rows import IntervalRow
-from compress.records.run import RunData, is_untrained
+from compress.records.run import RunData, foreign_files, is_untrained
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
 from compress.support.text import in_bytes, significant

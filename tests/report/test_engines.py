@@ -10,7 +10,7 @@ import pytest
 from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.errors import RunError
-from compress.plots.engines import draw_engines, role_bytes
+from compress.plots.stacked import draw_engines, role_bytes
 from compress.plots.style import NARROW, WIDE, styled
 from compress.records import EngineRow, read_run
 from compress.records.files import ENGINES

@@ -7,7 +7,7 @@ from markdown_it import MarkdownIt
 
 from compress.records import SUMMARY_COLUMNS, read_run, summary_table
 from compress.report.blocks import Code, Document, Section, Tiles, table
-from compress.report.markdown import escape, to_markdown
+from compress.report.writers import escape, to_markdown
 from compress.support.text import plain
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page

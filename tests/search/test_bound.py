@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from compress.search.bound import NEAR, corrected, go_on
 from compress.search.latency_model import Sample, check, fit
+from compress.search.search import NEAR, corrected, go_on
 from compress.search.space import key_of
 from compress.search.start import best_within
 from compress.search.timing import Timed

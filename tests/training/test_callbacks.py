@@ -13,8 +13,7 @@ from compress.data.base import DataSet
 from compress.data.memory import MemorySplit
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
-from compress.training.callbacks import Callback
-from compress.training.loggers import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from compress.training.callbacks import Callback, Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,8 +29,7 @@ from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.latency import random_inputs
 from compress.measure.metric import PAIRED, Metric
 from compress.measure.quiet import paired_interval
-from compress.pipeline.network import NetworkFiles
-from compress.pipeline.run import Run
+from compress.pipeline.run import NetworkFiles, Run
 from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.slower import keep_slower, slower

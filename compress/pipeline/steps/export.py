@@ -9,20 +9,22 @@ from pathlib import Path
 from torch import fx, nn
 
 from compress.audit.onnx import OnnxAudit, audit_onnx
-from compress.errors import ModelError
+from compress.errors import CompressError, ModelError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.nms import export_with_nms
 from compress.export.onnx import export_onnx, metadata_entries
+from compress.export.spec import ExportSpec
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
-from compress.pipeline.network import stem, weight_quantizer
-from compress.pipeline.run import Run, boxes_and_scores
-from compress.pipeline.steps.own_graph import write_into_own_graph
+from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.passes import open_batch
+from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
-from compress.quantization.spec import Target
+from compress.quantization.spec import QuantSpec, Target
 from compress.records.files import LAYERS, OPERATIONS
 from compress.records.rows import LayerRow, OperationRow
 from compress.variants import Variant
@@ -160,3 +162,44 @@ def _layer_row(
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def write_into_own_graph(
+    run: Run, model: nn.Module, path: Path, *, spec: QuantSpec, metadata: Mapping[str, str]
+) -> bool:
+    """Write into the graph of `model.name`.
+
+    Returns:
+        True if written, else a note says why not.
+    """
+    name, batch = run.recipe.model.name, [run.example]
+    try:
+        reason = _another_form(run.recipe.export) or _unfit(Path(name))
+        if not reason:
+            quantize_onnx_file(name, batch, spec=spec, out=path, trained=model, metadata=metadata)
+    except CompressError as error:
+        reason = str(error)
+    if reason:
+        run.notes.append(f"{path.name} has the nodes of torch's exporter, not those of {name}: {reason}")
+        return False
+    run.notes.append(f"{path.name} is the graph of {name}, with its nodes and names")
+    return True
+
+
+def _another_form(export: ExportSpec) -> str:
+    """Return why the recipe needs an exported file; "" if not."""
+    if export.precision != "fp32":
+        return f"export.precision is {export.precision}, and the types of a file's own graph stay as they are"
+    if export.channel_scales != "weight":
+        return f"export.channel_scales is {export.channel_scales}"
+    return ""
+
+
+def _unfit(file: Path) -> str:
+    """Return why a run cannot measure this interface; "" if it can."""
+    graph = load_source(file).proto.graph
+    if not all(open_batch(value) for value in graph.input):
+        return "it states the size of its batch, and a run measures several"
+    if len(graph.output) != 1:
+        return f"it has {len(graph.output)} outputs, and a run finds them by the names that the exporter gives"
+    return ""

@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from compress.data.base import BatchPlan, Split
 from compress.errors import CalibrationError, RunError
 from compress.files import read_json, write_json, write_text
-from compress.pipeline.network import stem
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, stem
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.block_graph import typical_block
 from compress.quantization.placement.insert import insert_quantizers

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx, nn
 
-from compress.pipeline.network import stem, weight_quantizer
-from compress.pipeline.resumable import TARGETS_STEP
-from compress.pipeline.run import Run
+from compress.pipeline.folder import TARGETS_STEP
+from compress.pipeline.run import Run, stem, weight_quantizer
 from compress.pipeline.steps.ptq import calibration_images, save_further
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.calibration.calibrate import calibrate

@@ -16,7 +16,7 @@ from compress.measure import BenchSpec
 from compress.measure.layer_times import measure_engine_layers
 from compress.measure.metric import Metric
 from compress.measure.quiet import cpu_time, disturbance
-from compress.pipeline.network import NetworkFiles
+from compress.pipeline.run import NetworkFiles
 from compress.quantization.spec import Target
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow

@@ -14,8 +14,7 @@ from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json
 from compress.models.weights import read_state_dict
-from compress.pipeline.network import layer_weight, stem
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, layer_weight, stem
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline_model import sparse_bound
 from compress.sparsity.channel_pruning import prune_channels

@@ -1,15 +1,16 @@
-"""Training, shared by steps."""
+"""The float baseline, and the training that steps share."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from compress.data.classes import class_count
-from compress.models.by_name import build_model
+from compress.data.load import class_count
+from compress.models.by_name import BuiltModel, build_model, build_model_with_notes
 from compress.pipeline.run import Run
+from compress.recipe.tree import Recipe
 from compress.support.meters import TaskMetric
-from compress.training import TrainReport, TrainSpec, fit, save_model
+from compress.training import TrainReport, TrainSpec, fit, load_model, save_model
 from compress.training.loop import AfterStep
 from compress.variants import Variant
 
@@ -84,3 +85,21 @@ def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -
         run.path(f"{variant.step}.checkpoint.safetensors").unlink(missing_ok=True)  # the weights replace it
 
     run.processes.on_main(work)
+
+
+def build_float(recipe: Recipe) -> BuiltModel:
+    """Build the recipe's model, from the seed or with its weights."""
+    torch.manual_seed(recipe.train.seed)
+    return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data), task=recipe.task)
+
+
+def float_step(run: Run, built: BuiltModel) -> nn.Module:
+    """Return the float baseline, trained unless `train.epochs` is 0."""
+    model = built.model
+    if run.folder.done(Variant.FLOAT.step):
+        load_model(model, run.path(Variant.FLOAT.weights_file))
+        return model.to(run.device).eval()
+    run.notes += built.notes
+    report = train(run, model.to(run.device), run.recipe.train, Variant.FLOAT)
+    save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
+    return model.eval()

@@ -21,8 +21,8 @@ from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import task_of
-from compress.pipeline.steps.float import build_float
 from compress.pipeline.steps.ptq import CalibrationImages
+from compress.pipeline.steps.training import build_float
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mend import Goal, Mended, mend
 from compress.quantization.spec import QuantSpec

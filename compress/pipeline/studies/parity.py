@@ -15,7 +15,7 @@ from compress.errors import EngineError, RecipeError, RunError
 from compress.export.onnx import export_onnx
 from compress.measure.layer_parity import TOLERANCE, LayerParity, layer_parity
 from compress.pipeline.again import finished_run, network, variants_in
-from compress.pipeline.steps.float import build_float
+from compress.pipeline.steps.training import build_float
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.recipe.tree import Recipe
 from compress.variants import Variant

@@ -16,7 +16,7 @@ from compress.files import write_json
 from compress.measure import describe_machine
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
-from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.steps.training import build_float, float_step
 from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -16,13 +20,11 @@ from compress.data.base import BatchPlan
 from compress.data.load import load_data
 from compress.errors import RecipeError, RunError
 from compress.files import read_json, write_json, write_text
-from compress.pipeline.folder import open_run
-from compress.pipeline.resumable import SENSITIVITY
+from compress.pipeline.folder import SENSITIVITY, open_run
 from compress.pipeline.run import Run
-from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import calibration_images
-from compress.plots.sensitivity import draw_sensitivity
-from compress.plots.style import WIDE, save_figure, styled
+from compress.pipeline.steps.training import build_float, float_step
+from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.sensitivity.mixed import everywhere
@@ -34,8 +36,9 @@ from compress.quantization.sensitivity.sensitivity import (
 )
 from compress.quantization.spec import QuantSpec, check_quant_spec
 from compress.recipe.tree import Recipe
-from compress.report.sensitivity import sensitivity_csv, sensitivity_markdown
+from compress.support.meters import metric_title, score_text
 from compress.support.progress import NoProgress, Progress
+from compress.support.text import shorten
 from compress.tasks.classification import TOP1
 
 STEP = SENSITIVITY
@@ -183,3 +186,98 @@ def _write(run: Run, reports: Mapping[str, Sensitivity]) -> tuple[Path, ...]:
         write_text(run.path("sensitivity.md"), f"# Sensitivity\n\n{sensitivity_markdown(reports)}"),
         save_figure(figure, run.path("sensitivity.png")),
     )
+
+
+_COLUMNS = ("format", "layer", "kind", "weights", "macs")
+_EFFECT = ("sqnr_db", "agreement")
+
+
+def sensitivity_csv(reports: Mapping[str, Sensitivity]) -> str:
+    """Shares are from 0 to 1; an empty field is no number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    metric = next(iter(reports.values())).metric if reports else "top1"
+    writer.writerow([*_COLUMNS, *(f"{part}_{name}" for part in ("alone", "left_out") for name in (*_EFFECT, metric))])
+    for name, report in reports.items():
+        writer.writerows(_cells(name, row) for row in report.rows)
+    return text.getvalue()
+
+
+def _cells(name: str, row: LayerSensitivity) -> list[object]:
+    effects = [cell for e in (row.alone, row.left_out) for cell in (e.sqnr_db, e.agreement, e.score)]
+    return [name, row.layer, row.kind, row.weight_elements, row.macs, *effects]
+
+
+def sensitivity_markdown(reports: Mapping[str, Sensitivity]) -> str:
+    """A table for each format, the worst layer first."""
+    return "\n".join(_table(name, report) for name, report in reports.items())
+
+
+def _table(name: str, report: Sensitivity) -> str:
+    whole, title = report.quantized, metric_title(report.metric)
+    unit = report.unit
+    lines = [
+        f"## {name}",
+        "",
+        f"{report.images} images; float {title} {score_text(report.float_score, unit)}; all quantized: "
+        f"SQNR {whole.sqnr_db:.1f} dB, agreement {_share(whole.agreement)}, {title} {score_text(whole.score, unit)}.",
+        "",
+        f"| layer | weights | alone: SQNR, dB | agreement | {title} | left float: SQNR, dB | won back, dB | {title} |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in sorted(report.rows, key=lambda row: row.alone.sqnr_db):
+        alone, left = row.alone, row.left_out
+        won = "" if math.isinf(left.sqnr_db) else f"{left.sqnr_db - whole.sqnr_db:+.2f}"
+        lines.append(
+            f"| {row.layer} | {row.weight_elements:,} | {alone.sqnr_db:.1f} | {_share(alone.agreement)} | "
+            f"{score_text(alone.score, unit)} | {left.sqnr_db:.1f} | {won} | {score_text(left.score, unit)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.2f} %"
+
+
+_COLOURS = ("blue", "amber", "green", "purple", "sky", "alarm")
+
+
+def draw_sensitivity(reports: Mapping[str, Sensitivity], form: Format) -> Figure:
+    """Both as panels over the layers, a row of marks for each format."""
+    names = list(dict.fromkeys(row.layer for report in reports.values() for row in report.rows))
+    height = max(2.6, 0.9 + 0.17 * len(names))
+    figure = new_figure(form, 2 * height if form.narrow else height)
+    rows, columns = (2, 1) if form.narrow else (1, 2)
+    left, right = figure.subplots(rows, columns, squeeze=False).ravel()
+    for colour, (name, report) in zip(_cycle(len(reports)), reports.items(), strict=True):
+        whole = report.quantized.sqnr_db
+        alone = {row.layer: row.alone.sqnr_db for row in report.rows}
+        gain = {row.layer: row.left_out.sqnr_db - whole for row in report.rows}
+        _marks(left, names, alone, colour, name)
+        _marks(right, names, gain, colour, name)
+        if math.isfinite(whole):
+            left.axvline(whole, color=colour, linestyle=":", linewidth=1.2, label=f"all layers, {name}")
+    left.set_title("Quantized alone")
+    left.set_xlabel("SQNR of the logits, dB (less is worse)")
+    right.set_title("Left float")
+    right.set_xlabel("SQNR won back, dB")
+    right.axvline(0, color=LIGHT["muted"], linewidth=0.8)
+    short = [shorten(name, 26) for name in distinct(names)]
+    for axes in (left, right):
+        axes.set_yticks(range(len(names)), short, fontsize=7)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        bare(axes, grid="x")
+    if not form.narrow:
+        right.tick_params(labelleft=False)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 if form.narrow else 4, fontsize=7)
+    return figure
+
+
+def _cycle(count: int) -> list[str]:
+    return [LIGHT[_COLOURS[i % len(_COLOURS)]] for i in range(count)]
+
+
+def _marks(axes: Axes, names: list[str], values: Mapping[str, float], colour: str, label: str) -> None:
+    places = [(value, names.index(name)) for name, value in values.items() if math.isfinite(value)]
+    axes.plot([x for x, _ in places], [y for _, y in places], "o", color=colour, markersize=4.5, label=label)

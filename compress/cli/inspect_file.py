@@ -1,4 +1,4 @@
-"""The command `inspect engine`."""
+"""The commands `inspect onnx` and `inspect engine`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from compress.audit.engine import EngineAudit
 from compress.audit.files import audit_engine
 from compress.audit.findings import megabytes, unknown_part
+from compress.audit.onnx import audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
@@ -109,3 +110,18 @@ def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[s
         choices = int8_choices(audit, device=device, batch_size=batch_size)
         document["int8_choices"] = [{**asdict(choice), "int8_pays": choice.int8_pays} for choice in choices]
     return document
+
+
+def inspect_onnx(file: Annotated[Path, typer.Argument(help="An ONNX file.")], as_json: JsonOption = False) -> None:
+    """Audit an ONNX file."""
+    audit = audit_onnx(file)
+    if as_json:
+        print_json(asdict(audit))
+        return
+    rows = [(r.name, r.op_type, r.input_type, r.weight_type, "INT8" if r.int8 else r.reason) for r in audit.rows]
+    print_table(f"{file}", ("operation", "type", "input", "weight", "verdict"), rows)
+    count = sum(row.int8 for row in audit.rows)
+    OUT.print(
+        f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights); the "
+        f"remainder is {audit.float_type}; opset {audit.opset}"
+    )
