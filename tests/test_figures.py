@@ -41,30 +41,35 @@ def median_s(variant):
     )
 
 
+def one(value):
+    """One digit after the point."""
+    return str(Decimal(str(value)).quantize(Decimal("0.1"), ROUND_HALF_UP))
+
+
 def step(variant, key, *, number=26, mode="eager"):
     """Ratio to float training of a bf16 step of ResNet-50, in the newest run that has the variant."""
     [run] = [run for run in read("h200/qat_cost.json")["runs"] if run["run"] == number]
     cases = [case for case in run["cases"] if (case["network"], case["mode"]) == ("resnet50", mode)]
     [row] = [row for case in cases for row in case["rows"] if row["variant"] == variant]
-    return two(row[key])
+    return row[key]
 
 
 def quantized_in(target, network):
     """Seconds to quantize, over those of the fastest other tool whose file runs on the engine."""
     rows = {row["method"]: row for row in read("onnx_in_peers.json")["rows"] if row["network"] == network}
     others = [row for name, row in rows.items() if target in row and not name.startswith(("compress", "float"))]
-    return two(rows[f"compress, target {target}"]["seconds"] / min(row["seconds"] for row in others))
+    return rows[f"compress, target {target}"]["seconds"] / min(row["seconds"] for row in others)
 
 
 def of_float(method, engine):
     rows = read("onnx_in_peers.json")["rows"]
     [row] = [row for row in rows if (row["network"], row["method"]) == (NETWORK, method)]
-    return two(row[engine]["ratio_to_float"])
+    return row[engine]["ratio_to_float"]
 
 
 def on_cpu(variant):
     [row] = [row for row in read("cpu_latency.json")["rows"] if row["variant"] == variant]
-    return two(row["ratio"])
+    return row["ratio"]
 
 
 def points(name, **choice):
@@ -109,47 +114,44 @@ THREE = (NETWORK, "MobileNetV2, random weights", "ResNet-50, random weights")
 
 
 def of_the_readme():
-    yield f"takes {step('fused', 'time_ratio')} of float training's time and {step('fused', 'memory_ratio')} of its"
-    yield f"(as CUDA graphs {step('fused', 'time_ratio', mode='recorded')} and"
-    yield f"ModelOpt's {step('modelopt', 'time_ratio')} and {step('modelopt', 'memory_ratio')}"
-    yield f"its step takes {step('pytorch-quantization', 'time_ratio', number=2)} of"
-    yield f"takes {step('torch-ops', 'time_ratio')} of float's time and {step('torch-ops', 'memory_ratio')}"
-    yield f"{median_s('compress entropy'):.2f} s instead of {median_s('pytorch-quantization entropy'):.0f} s"
-    yield f"OpenVINO ({on_cpu('target openvino, openvino (bf16)')})"
-    yield f"in {median_s('compress.quantize mse'):.1f} s instead of {median_s('NNCF default'):.1f} s"
-    peer = "ONNX Runtime's quantizer"
-    ours, theirs = of_float("compress, target openvino", "openvino"), of_float(peer, "openvino")
-    yield f"{ours} of float's time on OpenVINO (its file {theirs})"
-    ours, theirs = of_float("compress, target onnxruntime", "onnxruntime"), of_float(peer, "onnxruntime")
-    yield f"{ours} on ONNX Runtime ({theirs})"
-    yield f"in {quantized_in('onnxruntime', NETWORK)} of its time, for OpenVINO in {quantized_in('openvino', NETWORK)}"
-    yield f"ten networks {all_batches(min)} to {all_batches(max)} times"
+    recorded, eager = step("fused", "time_ratio", mode="recorded"), step("fused", "time_ratio")
+    yield f"{one(1 / recorded)}x faster than float training as CUDA graphs and {one(1 / eager)}x launch by launch"
+    assert max(step("fused", "memory_ratio"), step("fused", "memory_ratio", mode="recorded")) < 0.5  # "half"
+    yield f"ModelOpt's is {one(step('modelopt', 'time_ratio'))}x slower than float"
+    yield f"pytorch-quantization's {one(step('pytorch-quantization', 'time_ratio', number=2))}x"
+    peers = ("compress, target openvino", "ONNX Runtime's quantizer", "NNCF, OpenVINO")
+    ours, onnxruntime, nncf = (one(1 / of_float(method, "openvino")) for method in peers)
+    yield f"{ours}x faster than float on OpenVINO (ONNX Runtime's quantizer {onnxruntime}x, NNCF {nncf}x)"
+    yield f"quantized {one(1 / quantized_in('openvino', NETWORK))}x faster than by the fastest other tool"
+    yield f"ten networks {one(all_batches(min))}x to {one(all_batches(max))}x faster"
     yield f"All {swept()} networks"
     lost = points("real_accuracy/rows.jsonl", method="compress: default (mse)", engine="openvino")
     yield f"{-statistics.mean(lost):.2f} points of top-1 on OpenVINO, the mean of five"
-    yield f"at most {-min(points('low_bits/ptq.jsonl', bits='W4A8', method='blocks')):.1f} points on three"
 
 
 def of_the_benchmarks():
     for variant in ("float", "ptq", "qat"):
         yield f"{demo_ms(variant, 'openvino (f32)'):.2f} ms | 99.55 %, {demo_ms(variant, 'openvino (bf16)'):.2f} ms"
-    yield f"ResNet-50 {resnet50(128)} times as fast as `torch.compile`"
+    yield f"ResNet-50 {one(resnet50(128))}x faster than `torch.compile`"
     yield f"All {swept()} networks"
     yield f"{onnx_files()} pairs"
 
 
 def of_the_status():
-    yield f"ten networks {all_batches(min)} to {all_batches(max)} times as fast as fp16"
-    yield f"batch 128, {resnet50(128)} times fp16"
-    yield f"batch 1, {resnet50(1)} times"
+    yield f"ten networks {one(all_batches(min))}x to {one(all_batches(max))}x faster than fp16"
+    yield f"batch 128, {one(resnet50(128))}x faster than fp16"
+    yield f"batch 1, {one(resnet50(1))}x"
 
 
 def of_other_pages():
     """(page, phrase) of pages that quote a figure or two."""
-    yield "docs/tensorrt.md", f"ResNet-50 runs {resnet50(128)} times as fast as"
-    yield "docs/tensorrt.md", f"{all_batches(min)} to {all_batches(max)} times"
+    yield "docs/tensorrt.md", f"ResNet-50 runs {one(resnet50(128))}x faster than"
+    yield "docs/tensorrt.md", f"{one(all_batches(min))}x to {one(all_batches(max))}x"
     tensorrt, own = on_cpu("target tensorrt, onnxruntime"), on_cpu("target onnxruntime, onnxruntime")
-    yield "docs/qdq.md", f"takes {tensorrt} of the float network's time, the file for ONNX Runtime {own}"
+    yield (
+        "docs/qdq.md",
+        f"is {one(tensorrt)}x slower than the float network, the file for ONNX Runtime {one(1 / own)}x faster",
+    )
     theirs = median_s("pytorch-quantization entropy")
     yield (
         "docs/calibration.md",
@@ -159,20 +161,20 @@ def of_other_pages():
 
 def of_the_results():
     f32, bf16, other = (
-        two(demo_ms("ptq", engine) / demo_ms("float", engine))
+        one(demo_ms("float", engine) / demo_ms("ptq", engine))
         for engine in ("openvino (f32)", "openvino (bf16)", "onnxruntime")
     )
-    yield f"on OpenVINO in {f32} of its f32 time and {bf16} of its bf16 time, on ONNX Runtime in {other} of"
+    yield f"on OpenVINO {f32}x faster than f32 and {bf16}x than bf16, on ONNX Runtime {other}x faster than float"
     yield f"{transformers()} vision networks"
     yield f"{onnx_files()} pairs"
     yield f"all {swept()} networks"
     yield f"ResNet-50 {resnet50(128)} times fp16"
-    yield f"{on_cpu('target openvino, openvino (bf16)')} of the time of NNCF's"
-    yield f"`onnxruntime` {on_cpu('target onnxruntime, onnxruntime')} of the float time"
-    a, b, c = (quantized_in("onnxruntime", network) for network in THREE)
-    yield f"for ONNX Runtime {a}, {b} and {c} of its quantizer's"
-    a, b, c = (quantized_in("openvino", network) for network in THREE)
-    yield f"for OpenVINO {a}, {b} and {c} of the fastest peer's"
+    yield f"as fast as NNCF's INT8 model ({two(on_cpu('target openvino, openvino (bf16)'))}x)"
+    yield f"`onnxruntime` {one(1 / on_cpu('target onnxruntime, onnxruntime'))}x faster than float"
+    a, b, c = (one(1 / quantized_in("onnxruntime", network)) for network in THREE)
+    yield f"for ONNX Runtime {a}x, {b}x and {c}x faster than by its quantizer"
+    a, b, c = (one(1 / quantized_in("openvino", network)) for network in THREE)
+    yield f"for OpenVINO {a}x, {b}x and {c}x faster than by the fastest peer"
 
 
 @pytest.mark.parametrize(

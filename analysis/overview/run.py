@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.common.study import Row, study_parser
-from compress.plots.style import LIGHT, MARKERS, bare, caption, save_figure, styled, variant_colours
-from compress.support.text import display
+from compress.plots.style import LIGHT, MARKERS, bare, caption, save_figure, styled
 
 NETWORKS = {
     "resnet50": "ResNet-50",
@@ -25,6 +25,13 @@ NETWORKS = {
     "vit_small_patch16_224": "ViT-S/16",
     "convnext_tiny": "ConvNeXt-T",
 }
+TOOLS = {
+    "float": "float",
+    "compress, target openvino": "compress",
+    "ONNX Runtime's quantizer": "ONNX Runtime's quantizer",
+    "NNCF, OpenVINO": "NNCF",
+    "ModelOpt, ONNX": "ModelOpt",
+}
 KEPT = ("metrics.json", "environment.json", "report.html")
 STEPS = {
     "fused": "compress",
@@ -34,15 +41,12 @@ STEPS = {
 }
 
 
-def cpu_points(metrics: Sequence[Row]) -> list[tuple[str, str, float, float]]:
-    """(variant, engine, p50 in ms at batch 1, top-1 in percent) of a run's metrics."""
-
-    def values(name: str, batch: int | None) -> dict[tuple[str, str], float]:
-        rows = (m for m in metrics if m["name"] == name and m["batch_size"] == batch and m["value"] is not None)
-        return {(m["variant"], m["engine"]): m["value"] for m in rows}
-
-    times, scores = values("p50_ms", 1), values("top1", None)
-    return [(*key, times[key], scores[key]) for key in times if key in scores]
+def cpu_points(rows: Sequence[Row]) -> list[tuple[str, float, float, float]]:
+    """(tool, p50 in ms at batch 1, top-1 in percent, half its paired 95 % interval to float) on OpenVINO."""
+    found = {row["method"]: row["openvino"] for row in rows if row["network"] == "EfficientNet-Lite0"}
+    right = {method: np.array(found[method]["right"]) for method in TOOLS}
+    spread = {method: 196 * (right[method] - right["float"]).std() / len(right["float"]) ** 0.5 for method in TOOLS}
+    return [(name, found[m]["p50_ms"], found[m]["top1"], spread[m]) for m, name in TOOLS.items()]
 
 
 def gpu_bars(networks: Sequence[Row]) -> list[tuple[str, float, float]]:
@@ -52,24 +56,16 @@ def gpu_bars(networks: Sequence[Row]) -> list[tuple[str, float, float]]:
     return [(NETWORKS[row["network"]], row["fp16_images_per_s"], row["images_per_s"]) for row in both]
 
 
-def step_ratios(runs: Sequence[Row]) -> dict[str, float]:
-    """Time of an eager bf16 step of ResNet-50 over that of float training, by variant, of the newest run of each."""
+def step_speeds(runs: Sequence[Row]) -> dict[str, float]:
+    """Speed of an eager bf16 step of ResNet-50, float training = 1, by variant, in the newest run of each."""
     found: dict[str, float] = {}
     for run in sorted(runs, key=lambda run: str(run["recorded"])):
         for case in run["cases"]:
             if (case["network"], case["precision"], case["mode"]) == ("resnet50", "bf16", "eager"):
                 for row in case["rows"]:
                     if "time_ratio" in row:
-                        found[row["variant"]] = row["time_ratio"]
+                        found[row["variant"]] = 1 / row["time_ratio"]
     return {STEPS[name]: found[name] for name in STEPS}
-
-
-def machine_of(environment: Row) -> str:
-    """The machine of a run in a few words."""
-    cores = environment.get("cores")
-    vector = [name for name in ("avx512_vnni", "amx_int8") if name in environment.get("isa", ())]
-    name = str(environment.get("cpu", "a CPU")).replace("(R)", "")
-    return f"{cores} cores of {name}" + (f" ({', '.join(vector)})" if vector else "")
 
 
 def keep(run: Path, out: Path) -> None:
@@ -80,9 +76,9 @@ def keep(run: Path, out: Path) -> None:
 
 
 def draw(
-    points: Sequence[tuple[str, str, float, float]],
+    points: Sequence[tuple[str, float, float, float]],
     bars: Sequence[tuple[str, float, float]],
-    ratios: Mapping[str, float],
+    speeds: Mapping[str, float],
     machine: str,
 ) -> Figure:
     """Draw three panels: CPU (of `machine`), GPU, training."""
@@ -91,44 +87,27 @@ def draw(
         cpu, gpu, steps = figure.subplots(ncols=3, width_ratios=(1.15, 1.25, 1))
         _cpu(cpu, points)
         _gpu(gpu, bars)
-        _steps(steps, ratios)
+        _steps(steps, speeds)
         caption(
             figure,
-            f"Left: {machine}, digits at 64 px, one run, each engine with the file made for it; one picture of 449 is "
-            "0.22 points. "
+            f"Left: {machine}, ImageNet weights, 400 photographs, one thread, batch 1; bars: 95 % of the paired "
+            "difference to float. "
             "Middle: one NVIDIA H200, random weights, 224 px, fp16 = torch.compile, cuDNN's search, one CUDA graph. "
             "Right: one NVIDIA H200, eager, bf16, batch 128.",
         )
     return figure
 
 
-def _cpu(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> None:
-    variants, engines = (tuple(dict.fromkeys(names)) for names in zip(*((p[0], p[1]) for p in points), strict=True))
-    colours = variant_colours(variants)
-    for variant, engine, ms, score in points:
-        axes.plot([ms], [score], color=colours[variant], **_marker(engines.index(engine)))
-    for variant in variants:
-        axes.plot([], [], "s", color=colours[variant], markersize=7, label=display(variant))
-    for k, engine in enumerate(engines):
-        axes.plot([], [], color=LIGHT["muted"], linestyle="", label=display(engine), **_marker(k))
-    scores = [score for *_, score in points]
-    axes.set_xlim(0, 1.08 * max(ms for _, _, ms, _ in points))
-    axes.set_ylim(min(scores) - 0.8, 100.2)
-    axes.set_yticks([99.0, 99.5, 100.0] if min(scores) > 99 else axes.get_yticks())
-    axes.set(xlabel="latency of the engine, ms (batch 1)", ylabel="top-1 of the engine, %")
-    axes.legend(loc="lower right", ncols=2)
-    axes.set_title("ResNet-50 on a CPU: accuracy and latency")
-
-
-def _marker(k: int) -> dict[str, Any]:
-    """The mark of an engine: the first one's is small and full, the others' are open, one round the other."""
-    full = k == 0
-    return {
-        "marker": MARKERS[k],
-        "markersize": 6 if full else 9 + 2 * k,
-        "fillstyle": "full" if full else "none",
-        "markeredgewidth": 0 if full else 1.6,
-    }
+def _cpu(axes: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
+    for k, (tool, ms, score, half) in enumerate(points):
+        colour = LIGHT["blue" if tool == "compress" else "grey"]
+        axes.errorbar([ms], [score], yerr=[half], fmt=MARKERS[k], color=colour, markersize=8, label=tool)
+    axes.set_xlim(0, 1.1 * max(ms for _, ms, *_ in points))
+    axes.set_ylim(84, 90)
+    bare(axes, grid="y")
+    axes.set(xlabel="latency on OpenVINO, ms", ylabel="top-1 on OpenVINO, %")
+    axes.legend(loc="upper right", ncols=2)
+    axes.set_title("EfficientNet-Lite0 on a CPU: INT8 files")
 
 
 def _gpu(axes: Axes, bars: Sequence[tuple[str, float, float]]) -> None:
@@ -157,28 +136,20 @@ def _gpu(axes: Axes, bars: Sequence[tuple[str, float, float]]) -> None:
     axes.set_title("INT8 on a GPU without TensorRT")
 
 
-def _steps(axes: Axes, ratios: Mapping[str, float]) -> None:
-    names = list(ratios)
-    axes.barh(names, list(ratios.values()), 0.6, color=[LIGHT["blue"]] + [LIGHT["grey"]] * (len(names) - 1))
-    for name, ratio in ratios.items():
-        inside = ratio < 1.0  # the line of float training passes to the right of it
+def _steps(axes: Axes, speeds: Mapping[str, float]) -> None:
+    names = list(speeds)
+    axes.barh(names, list(speeds.values()), 0.6, color=[LIGHT["blue"]] + [LIGHT["grey"]] * (len(names) - 1))
+    for name, speed in speeds.items():
         axes.annotate(
-            f"{ratio:.2f}",
-            (ratio, name),
-            xytext=(-4 if inside else 4, 0),
-            textcoords="offset points",
-            ha="right" if inside else "left",
-            va="center",
-            fontsize=8,
-            color=LIGHT["paper" if inside else "ink"],
+            f"{speed:.2f}×", (speed, name), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
     axes.axvline(1.0, color=LIGHT["ink"], linewidth=0.9)
-    axes.annotate("float training", (1.0, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -10),
-                  textcoords="offset points", fontsize=8, color=LIGHT["muted"])  # fmt: skip
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (-4, -10), "ha": "right"}
+    axes.annotate("float training", (1.0, 1.0), textcoords="offset points", fontsize=8, color=LIGHT["muted"], **place)
     axes.set_ylim(len(names) - 0.5, -0.8)
     bare(axes, grid="x")
-    axes.set_xlim(0, 1.15 * max(ratios.values()))
-    axes.set_xlabel("time of a QAT step, float training = 1")
+    axes.set_xlim(0, 1.2 * max(speeds.values()))
+    axes.set_xlabel("steps a second, float training = 1")
     axes.set_title("A step of QAT, ResNet-50")
 
 
@@ -194,11 +165,12 @@ def main() -> None:
         place = arguments.out / path
         return json.loads((place if place.exists() else Path("results") / path).read_text())
 
+    peers = table("onnx_in_peers.json")
     figure = draw(
-        cpu_points(table("demo/metrics.json")),
+        cpu_points(peers["rows"]),
         gpu_bars(table("h200/cuda_engine.json")["networks"]),
-        step_ratios(table("h200/qat_cost.json")["runs"]),
-        machine_of(table("demo/environment.json")),
+        step_speeds(table("h200/qat_cost.json")["runs"]),
+        f"{peers['machine']['cpu']} (AVX512-VNNI)",
     )
     print(save_figure(figure, arguments.out / "overview.png"))
 
