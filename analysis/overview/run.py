@@ -144,8 +144,16 @@ def _steps(axes: Axes, speeds: Mapping[str, float]) -> None:
             f"{speed:.2f}×", (speed, name), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
     axes.axvline(1.0, color=LIGHT["ink"], linewidth=0.9)
-    place = {"xycoords": ("data", "axes fraction"), "xytext": (-4, -10), "ha": "right"}
-    axes.annotate("float training", (1.0, 1.0), textcoords="offset points", fontsize=8, color=LIGHT["muted"], **place)
+    axes.annotate(
+        "float training",
+        (1.0, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, -10),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=LIGHT["muted"],
+    )
     axes.set_ylim(len(names) - 0.5, -0.8)
     bare(axes, grid="x")
     axes.set_xlim(0, 1.2 * max(speeds.values()))
