@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from rich.markup import escape
 
@@ -21,7 +20,7 @@ def show_mended(found: MendReport, *, as_json: bool) -> None:
     """Print diagnosis, changes and prices."""
     mended = found.mended
     if as_json:
-        document: dict[str, Any] = plain(
+        document = plain(
             {
                 "diagnosis": asdict(mended.diagnosis),
                 "goal": mended.goal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -91,17 +91,14 @@ def _check_choice(budget_ms: float | None, max_drop: float | None) -> None:
             raise RecipeError(f"{option} is {value}: it must be a finite number, 0 or more")
 
 
-def _document(
-    measured: Measured, points: tuple[MixedPoint, ...], chosen: MixedPoint | None, path: Path
-) -> dict[str, Any]:
-    document: dict[str, Any] = {
+def _document(measured: Measured, points: tuple[MixedPoint, ...], chosen: MixedPoint | None, path: Path) -> object:
+    document: dict[str, object] = {
         "files": [str(file) for file in measured.files],
         "formats": {name: asdict(report) for name, report in measured.reports.items()},
     }
     if chosen is not None:
         document |= {"points": [asdict(point) for point in points], "chosen": chosen.label, "recipe": str(path)}
-    document = plain(document)
-    return document
+    return plain(document)
 
 
 def _show(measured: Measured) -> None:

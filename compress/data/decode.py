@@ -22,6 +22,7 @@ from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.workers import Place
 from compress.errors import DataError
+from compress.support.imports import any_failure, described
 from compress.support.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
@@ -127,13 +128,11 @@ def read_image(
     Raises:
         DataError: names the file and the problem.
     """
-    try:
-        with open_image(source, max_pixels) as file:
-            return (convert or rgb)(file)
-    except DataError:
-        raise
-    except Exception as error:  # a damaged file can make its decoder fail in any way
-        raise DataError(f"{name or source} is not a readable image ({type(error).__name__}: {error})") from error
+    with (
+        any_failure(lambda error: DataError(f"{name or source} is not a readable image ({described(error)})")),
+        open_image(source, max_pixels) as file,
+    ):
+        return (convert or rgb)(file)
 
 
 def rgb(image: Image.Image) -> Image.Image:

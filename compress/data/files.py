@@ -20,6 +20,7 @@ from compress.data.folder import EXTENSIONS
 from compress.data.preprocessing import MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
+from compress.support.imports import any_failure
 from compress.support.limits import ARRAYS_BYTES
 
 Layout = Literal["NCHW", "NHWC"]
@@ -122,11 +123,11 @@ def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) 
 
 
 def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarray[Any, Any]]]:
-    try:
-        with np.load(io.BytesIO(read_regular(path, ARRAYS_BYTES)), allow_pickle=False) as file:
-            arrays = {name: file[name][:limit] for name in file.files}
-    except Exception as error:  # a damaged archive can fail in any way
-        raise DataError(f"{path} cannot be read as an .npz file of arrays ({error})") from error
+    with (
+        any_failure(lambda error: DataError(f"{path} cannot be read as an .npz file of arrays ({error})")),
+        np.load(io.BytesIO(read_regular(path, ARRAYS_BYTES)), allow_pickle=False) as file,
+    ):
+        arrays = {name: file[name][:limit] for name in file.files}
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         text = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from compress.data.spec import DataSpec
 from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few
 from compress.files import expand_user
-from compress.support.limits import IMAGE_PIXELS
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -45,23 +43,10 @@ def folder_data(spec: DataSpec) -> DataSet:
             f"the classes of {root / 'train'} and {root / 'val'} differ: only in train {first_few(only_train)}, "
             f"only in val {first_few(only_val)}; both must hold the same class folders"
         )
-    preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
-
-    def split(name: Literal["train", "val"], limit: int | None, augment: bool) -> FolderSplit:
-        return FolderSplit(
-            root / name,
-            labels=labels,
-            preprocessing=preprocessing,
-            seed=spec.seed,
-            limit=limit,
-            augment=augment,
-            workers=worker_count() if spec.workers is None else spec.workers,
-            on_error=spec.on_error,
-            decode=spec.decode,
-            max_pixels=spec.max_pixels,
-        )
-
-    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+    return DataSet(
+        train=FolderSplit(root / "train", spec, labels=labels, limit=spec.train_images, augment=spec.augment),
+        val=FolderSplit(root / "val", spec, labels=labels, limit=spec.val_images, augment=False),
+    )
 
 
 class FolderSplit(Split):
@@ -70,38 +55,24 @@ class FolderSplit(Split):
     Args:
         limit: stratified; None = all.
         augment: crop and mirror.
-        workers: that decode; 0 = this process.
-        on_error: `raise`, or `skip` an unreadable image; batches are then smaller.
-        decode: of JPEG files for a GPU, `cpu` or `gpu`.
-        max_pixels: of an image.
 
     Raises:
         DataError: a class folder without images.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        labels: tuple[str, ...],
-        preprocessing: Preprocessing,
-        seed: int,
-        limit: int | None = None,
-        augment: bool = True,
-        workers: int = 0,
-        on_error: Literal["raise", "skip"] = "raise",
-        decode: Literal["cpu", "gpu"] = "cpu",
-        max_pixels: int = IMAGE_PIXELS,
+        self, folder: Path, spec: DataSpec, *, labels: tuple[str, ...], limit: int | None, augment: bool
     ) -> None:
-        super().__init__(labels=labels, preprocessing=preprocessing, seed=seed)
+        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
+        super().__init__(labels=labels, preprocessing=preprocessing, seed=spec.seed)
         files, targets = _scan(folder, labels)
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
-        self.augment, self.on_error, self.decode = augment, on_error, decode
-        self._workers = Workers(workers)
+        self.augment, self.on_error, self.decode = augment, spec.on_error, spec.decode
+        self._workers = Workers(worker_count() if spec.workers is None else spec.workers)
         self._on_cpu: dict[str, str] = {}
         self._folder, self._files = folder, files[chosen.numpy()]
-        self._decoder = Decoder(folder, self._files, preprocessing=preprocessing, max_pixels=max_pixels)
+        self._decoder = Decoder(folder, self._files, preprocessing=preprocessing, max_pixels=spec.max_pixels)
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError
-from compress.support.imports import imported
+from compress.support.imports import any_failure, described, imported
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, for pixels of three channels and recipes without a mean."""
@@ -36,12 +37,8 @@ def own_data(spec: DataSpec) -> DataSet:
         DataError: no import, a failure, or another result.
     """
     function = imported(spec.name, key="data.name", error=DataError, what="a function that returns two splits")
-    try:
+    with any_failure(lambda error: DataError(f"data.name {spec.name} fails ({described(error)})")):
         made = function(spec)
-    except DataError:
-        raise
-    except Exception as error:  # the function is its user's and can fail in any way
-        raise DataError(f"data.name {spec.name} fails ({type(error).__name__}: {error})") from error
     if isinstance(made, DataSet):
         return made
     if not isinstance(made, tuple) or len(made) != 2:
@@ -106,12 +103,8 @@ class ExamplesSplit(Split):
         with torch.random.fork_rng(devices=[]):
             for index in indices:
                 torch.manual_seed(hash_seed(self.seed, index) if epoch is None else hash_seed(self.seed, epoch, index))
-                try:
+                with any_failure(partial(_unreadable, index)):
                     image, target = self.examples[index]
-                except DataError:
-                    raise
-                except Exception as error:  # the data are their user's and can fail in any way
-                    raise DataError(f"example {index} cannot be read ({type(error).__name__}: {error})") from error
                 images.append(_image(image, index))
                 targets.append(target)
         if len({image.shape for image in images}) > 1:
@@ -121,6 +114,10 @@ class ExamplesSplit(Split):
 
     def _normalized(self, images: Tensor) -> Tensor:
         return images.float() if images.is_floating_point() else self.preprocessing.normalize(images.float().div_(255))
+
+
+def _unreadable(index: int, error: Exception) -> DataError:
+    return DataError(f"example {index} cannot be read ({described(error)})")
 
 
 def stacked(targets: Sequence[Any], device: torch.device) -> Tensor | list[Any]:

@@ -188,7 +188,7 @@ class ItemSplit(Split):
         """Items in the stored order, by their `Place`."""
 
     @abstractmethod
-    def targets_of(self, found: list[Any], device: torch.device) -> Any:  # a tensor, or a list with one for each image
+    def targets_of(self, found: list[Any], device: torch.device) -> Tensor | list[dict[str, Tensor]]:
         """Targets of a batch in the task's form."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from compress.detection.boxes import BoxesAndScores, has_plain_boxes
 from compress.detection.losses import batch_loss, padded
 from compress.errors import ModelError
+from compress.support.imports import any_failure, described
 
+T = TypeVar("T")
 Target = Mapping[str, Tensor]
 """Boxes of an image: "boxes" (n, 4), left, top, right and bottom edge in pixels, and "labels" (n,) int64."""
 
@@ -48,10 +50,11 @@ class DetectorNetwork(nn.Module):
         self.backbone = detector.get_submodule("backbone")
         self.head = detector.get_submodule("head")
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Outputs of images (N, 3, H, W) by name, (N, anchors, ...)."""
         features = self.backbone(images)
-        return self.head([features] if isinstance(features, Tensor) else list(features.values()))
+        found: dict[str, Tensor] = self.head([features] if isinstance(features, Tensor) else list(features.values()))
+        return found
 
 
 def maps_and_outputs(
@@ -68,13 +71,13 @@ def maps_and_outputs(
         ModelError: this size fails.
     """
     images = torch.empty(1, 3, *image_size, device="meta")
-    try:
+    size = f"{image_size[0]} x {image_size[1]} pixels"
+    with any_failure(
+        lambda error: ModelError(
+            f"{name} fails on images of {size} ({described(error)}); set data.image_size to a larger one"
+        )
+    ):
         features, outputs = network.get_submodule("backbone")(images), network(images)
-    except Exception as error:
-        raise ModelError(
-            f"{name} fails on images of {image_size[0]} x {image_size[1]} pixels "
-            f"({type(error).__name__}: {error}); set data.image_size to a larger one"
-        ) from error
     return {"0": features} if isinstance(features, Tensor) else features, outputs
 
 
@@ -211,6 +214,6 @@ class Unchanged(nn.Module):
 
         return ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
 
-    def postprocess(self, result: Any, image_shapes: Any, original_image_sizes: Any) -> Any:
+    def postprocess(self, result: T, image_shapes: object, original_image_sizes: object) -> T:
         """Return the boxes as they are."""
         return result

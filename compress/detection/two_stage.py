@@ -116,5 +116,5 @@ class _Given(nn.Module):
 
     value: Any = None
 
-    def forward(self, _: Any) -> Any:
+    def forward(self, _: object) -> object:
         return self.value

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +17,12 @@ from compress.detection.detectors import FAMILIES, DetectorNetwork, has_backgrou
 from compress.detection.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
 from compress.errors import ModelError, near_misses
 from compress.models.weights import SUFFIXES, fit_state, read_state_dict
-from compress.support.imports import imported, is_import_path
+from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.support.validation import Classes
 from compress.version import install_hint
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +191,7 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
     return BuiltModel(model, loaded.notes, loaded.other_classes)
 
 
-def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
+def _torchvision_weights(spec: ModelSpec, members: type[WeightsEnum]) -> WeightsEnum:
     """The member of torchvision's enum that `spec` names."""
     enum, _, wanted = str(spec.weights).rpartition(".")
     if enum in ("", members.__name__) and wanted in members.__members__:
@@ -317,10 +320,8 @@ def _with_path(spec: ModelSpec) -> ModelSpec:
         return spec
     what = "a function that returns the path of a weights file"
     function = imported(spec.weights, key="model.weights", error=ModelError, what=what)
-    try:
+    with any_failure(lambda error: ModelError(f"model.weights {spec.weights} fails ({described(error)})")):
         path = function()
-    except Exception as error:  # the function is its user's and can fail in any way
-        raise ModelError(f"model.weights {spec.weights} fails ({type(error).__name__}: {error})") from error
     if not isinstance(path, str | Path) or not _is_file(str(path)):
         raise ModelError(
             f"model.weights {spec.weights} returned {path!r}, not the path of a file ({', '.join(SUFFIXES)})"

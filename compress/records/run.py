@@ -118,7 +118,7 @@ def recipe_tree(run: RunData) -> object:
         return None
 
 
-def recipe_value(run: RunData, *path: str) -> Any:  # whatever YAML holds there
+def recipe_value(run: RunData, *path: str) -> object:
     """A recipe's value under nested keys, or None."""
     value = recipe_tree(run)
     for key in path:

@@ -79,7 +79,7 @@ def _titles(run: RunData) -> tuple[str, str]:
     name, data, size, target = (recipe_value(run, *path) for path in keys)
     parts = [
         f"on {data}" if data else "",
-        image_size_text(size) if size else "",
+        image_size_text(size) if isinstance(size, (int, list)) and size else "",
         f"quantizers placed for {_listed(target)}" if target else "",
     ]
     return plain(str(name or run.folder.resolve().name)), plain(", ".join(part for part in parts if part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -78,8 +78,8 @@ def kept_positions(axis: Axis, removed: Sequence[int]) -> Tensor:
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
     if name in module._parameters:
-        before = cast(nn.Parameter, module._parameters[name])
-        module._parameters[name] = nn.Parameter(value.clone(), requires_grad=before.requires_grad)
+        trained = module.get_parameter(name).requires_grad
+        module._parameters[name] = nn.Parameter(value.clone(), requires_grad=trained)
     else:
         module._buffers[name] = value.clone()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from compress.errors import CompressError, SearchError
 from compress.search.lab import Figures
 from compress.search.space import Configuration, Space, key_of
+from compress.support.imports import any_failure
 from compress.support.process import is_alive
 from compress.support.progress import Progress
 from compress.version import install_hint
@@ -54,7 +55,7 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
     """
     library = optuna()
     sampler = library.samplers.NSGAIISampler(population_size=max(population, 2), seed=seed)
-    try:
+    with any_failure(lambda error: SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}")):
         backend: Any = storage
         if "://" not in storage:
             Path(storage).parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,6 @@ def open_study(storage: str, name: str, *, seed: int, population: int, create: b
             directions=["minimize", "minimize"],
             load_if_exists=True,
         )
-    except Exception as error:  # each kind of storage raises classes of its own
-        raise SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}") from error
 
 
 def add_starts(study: Study, space: Space, starts: Mapping[str, Configuration]) -> None:

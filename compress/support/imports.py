@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,22 @@ def is_import_path(name: str) -> bool:
     return bool(colon) and all(p.isidentifier() for part in (module, member) for p in part.split("."))
 
 
+def described(error: BaseException) -> str:
+    """Return the kind of an error and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def any_failure(refusal: Callable[[Exception], CompressError]) -> Iterator[None]:
+    """Raise `refusal(error)` in the place of any error of the block; a `CompressError` passes."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except Exception as error:  # the user's code, and readers of damaged files, can fail in any way
+        raise refusal(error) from error
+
+
 def imported(path: str, *, key: str, error: type[CompressError], what: str = "a function or class") -> Any:
     """The callable that a path names; `key` and `what` are for messages.
 
@@ -32,10 +48,8 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
         CompressError: of class `error`: no import, or nothing callable.
     """
     module_name, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as cause:  # a module of the user's can fail in any way as it is imported
-        raise error(f"{key} {path}: cannot import {module_name} ({type(cause).__name__}: {cause})") from cause
+    with any_failure(lambda cause: error(f"{key} {path}: cannot import {module_name} ({described(cause)})")):
+        found = importlib.import_module(module_name)
     for part in name.split("."):
         if not hasattr(found, part):
             raise error(f"{key} {path}: {found!r} has no {part!r}{near_misses(part, dir(found))}")

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from compress.errors import DataError
 from compress.support.text import MISSING, scored
@@ -18,6 +18,8 @@ Figures = dict[str, float]
 
 _TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map50": "mAP50"}
 
+T = TypeVar("T")
+
 
 class Meter(Protocol):
     """Accumulates over batches; several processes need `merge_state(other)`."""
@@ -25,11 +27,11 @@ class Meter(Protocol):
     def update(self, outputs: Any, targets: Any, /) -> None:
         """Outputs of `TaskMetric.select`, and targets."""
 
-    def compute(self) -> Any:
+    def compute(self) -> object:
         """A number, or numbers by name."""
 
 
-def whole(outputs: Any) -> Any:
+def whole(outputs: T) -> T:
     """Return a model's outputs as they are."""
     return outputs
 
@@ -195,7 +197,7 @@ def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetr
     )
 
 
-def _without_arguments(function: Callable[..., Any]) -> Any:
+def _without_arguments(function: Callable[..., Any]) -> TaskMetric | Meter | None:
     """What a function makes without arguments; None if it needs some."""
     code = getattr(function, "__code__", None)
     needed = 0 if code is None else code.co_argcount - len(getattr(function, "__defaults__", None) or ())

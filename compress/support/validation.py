@@ -8,7 +8,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -16,7 +16,10 @@ from pydantic.fields import FieldInfo
 from compress.errors import CompressError, near_misses
 from compress.support.limits import BATCH, CLASSES, COUNT, MOST_IMAGE_PIXELS, SEED, WORKERS
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 AtLeastOne = Annotated[int, Field(ge=1, le=COUNT)]
 NotNegativeInt = Annotated[int, Field(ge=0, le=COUNT)]
@@ -56,7 +59,8 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
         half = error.object[error.start]
         return None, [f"{where}{': ' if where else ''}it holds {half!r}, half of a character; take it out"]
     try:
-        return cast(T, cast(Any, _document(cast(Any, cls))).model_validate_json(text).document), []
+        document: T = vars(_document(cls).model_validate_json(text))["document"]
+        return document, []
     except ValidationError as error:
         lines = [_explain(cls, item, where) for item in error.errors()]
         return None, list(dict.fromkeys(lines))
@@ -92,7 +96,7 @@ def validate(
     """
     if not isinstance(spec, cls):
         raise error(f"{section} is {spec!r}: it must be a compress.{cls.__name__}, such as {cls.__name__}()")
-    lines = parse(type(spec), dataclasses.asdict(cast(Any, spec)), where=section)[1] or list(rules(spec))
+    lines = parse(type(spec), dataclasses.asdict(spec), where=section)[1] or list(rules(spec))
     if lines:
         raise error("\n".join(lines))
 
@@ -128,9 +132,9 @@ def members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def keys_of(section: type) -> str:
+def keys_of(section: type[DataclassInstance]) -> str:
     """Return the names of a dataclass's fields."""
-    return ", ".join(field.name for field in dataclasses.fields(cast(Any, section)))
+    return ", ".join(field.name for field in dataclasses.fields(section))
 
 
 @functools.cache
@@ -138,7 +142,7 @@ def _document(cls: type) -> type[BaseModel]:
     return create_model(f"{cls.__name__}Document", __config__=_STRICT, document=(cls, ...))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Numbers of numpy and torch as Python's, others as text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else repr(value)
 

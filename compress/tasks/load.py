@@ -178,7 +178,7 @@ def own(*, loss: Loss, metric: TaskMetric, check: Callable[[Any, Tensor], None] 
     return Task(name="own", metric=metric, loss=loss, distance=squared_distance, check=check or _check)
 
 
-def one_or_all(outputs: Any) -> Any:
+def one_or_all(outputs: Any) -> Tensor | tuple[Tensor, ...]:
     """The only output tensor, or all in order."""
     tensors = output_tuple(outputs)
     return tensors[0] if len(tensors) == 1 else tensors

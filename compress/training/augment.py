@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
-from compress.support.imports import imported, is_import_path
+from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.training.spec import MIXES, TrainSpec
 
 Augment = Callable[[Any, Any], tuple[Any, Any]]
@@ -58,14 +58,15 @@ def make_augment(
     return augment
 
 
-def _made(kind: str, name: str, spec: TrainSpec, **more: Any) -> Any:
+def _made(kind: str, name: str, spec: TrainSpec, **more: Any) -> nn.Module:
     from torchvision.transforms import v2  # lazy: it takes a second, and most trainings name none
 
     options: Mapping[str, Any] = spec.augment_options.get(name, {})
     try:
-        return getattr(v2, kind)(**options, **more)
+        made: nn.Module = getattr(v2, kind)(**options, **more)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"augment_options.{name} is {dict(options)}, and {name} refuses it: {error}") from error
+    return made
 
 
 def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
@@ -117,16 +118,13 @@ def _pair(value: Any, names: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _try(augment: Augment, images: Any, targets: Any, names: Sequence[str]) -> None:
-    with torch.random.fork_rng(devices=[]):
-        try:
-            after, _ = augment(images, targets)
-        except RecipeError:
-            raise
-        except Exception as error:  # a function of the user's can fail in any way
-            mixes = " (mixup and cutmix need one class for each image)" if set(names) & set(MIXES) else ""
-            raise RecipeError(
-                f"augment {list(names)} fails on two images of the data ({type(error).__name__}: {error}){mixes}"
-            ) from error
+    mixes = " (mixup and cutmix need one class for each image)" if set(names) & set(MIXES) else ""
+    failing = f"augment {list(names)} fails on two images of the data"
+    with (
+        torch.random.fork_rng(devices=[]),
+        any_failure(lambda error: RecipeError(f"{failing} ({described(error)}){mixes}")),
+    ):
+        after, _ = augment(images, targets)
     if isinstance(images, Tensor) and (not isinstance(after, Tensor) or after.shape[1:] != images.shape[1:]):
         got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
         raise RecipeError(

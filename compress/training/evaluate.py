@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.graph.sizes import size_remark
+from compress.support.imports import any_failure
 from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress
 from compress.tasks import Task, classification
@@ -40,18 +41,18 @@ def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any
     Raises:
         ModelError: a failure, or outputs that do not fit.
     """
-    try:
-        return forward(inputs)
-    except ModelError:
-        raise
-    except Exception as error:  # the model is its user's and can fail in any way
+
+    def refusal(error: Exception) -> ModelError:
         shapes = inputs if isinstance(inputs, Mapping) else {"images": inputs}
         got = ", ".join(f"{name} of shape {tuple(value.shape)}" for name, value in shapes.items())
-        raise ModelError(
+        return ModelError(
             f"{type(forward.model).__name__} fails on {got}, the shape of the data's "
             f"images ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
             f"{size_remark(forward.model)}"
-        ) from error
+        )
+
+    with any_failure(refusal):
+        return forward(inputs)
 
 
 QUIET = NoProgress()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class FeaturePairs:
         self._seen.clear()
         return torch.stack(parts).mean()
 
-    def _recorder(self, index: int, side: int) -> Any:
+    def _recorder(self, index: int, side: int) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = list(flat_tensors(output))
             if tensors:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compress.errors import RecipeError, near_misses
-from compress.support.imports import imported, is_import_path
+from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.training.spec import TrainSpec
 
 WARMUP_START = 0.01  # of the peak
@@ -44,12 +44,8 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
 
 def _own_share(schedule: str, step: int, steps: int) -> float:
     function = imported(schedule, key="schedule", error=RecipeError, what="a function of (step, steps)")
-    try:
+    with any_failure(lambda e: RecipeError(f"schedule {schedule} fails at ({step}, {steps}) ({described(e)})")):
         share = float(function(step, steps))
-    except Exception as error:  # the function is its user's and can fail in any way
-        raise RecipeError(
-            f"schedule {schedule} fails at ({step}, {steps}) ({type(error).__name__}: {error})"
-        ) from error
     if not (math.isfinite(share) and share >= 0):
         raise RecipeError(f"schedule {schedule} returned {share} at ({step}, {steps}): it must be a share, 0 or more")
     return share

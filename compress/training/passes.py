@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -72,30 +73,26 @@ _EAGER_STEPS = 3
 """Steps before the recording."""
 
 
+@dataclass(eq=False)
 class Passes:
     """Adds gradients of a batch.
 
-    Args:
-        forward: to the task's outputs.
-        teach: of the teacher, or None.
+    Attributes:
+        forward: from images to the task's outputs.
+        teach: the same of the teacher, or None.
         features: watched layers, or None.
-        scaler: in fp16.
+        scaler: of the loss, in fp16.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Any], Any],
-        teach: Callable[[Any], Any] | None,
-        features: FeaturePairs | None = None,
-        *,
-        model: nn.Module,
-        task: Task,
-        spec: TrainSpec,
-        scaler: torch.amp.GradScaler,
-        device: torch.device,
-    ) -> None:
-        self.forward, self.teach, self.features, self.model, self.task = forward, teach, features, model, task
-        self.spec, self.scaler, self.device = spec, scaler, device
+    forward: Callable[[Any], Any]
+    teach: Callable[[Any], Any] | None
+    features: FeaturePairs | None = None
+    _: KW_ONLY
+    model: nn.Module
+    task: Task
+    spec: TrainSpec
+    scaler: torch.amp.GradScaler
+    device: torch.device
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
         """Compute both passes."""

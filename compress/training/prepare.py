@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -129,8 +129,8 @@ def wrap(
     forward: Forward = "int8" if isinstance(spec, QATSpec) and spec.fused == "int8" else "float"
     graph = fuse_for_training(model, forward=forward) if _is_fused(model, spec, device) else model
     by_region = spec.compile == "regions" and is_fusible(model)
-    if by_region:
-        graph = compile_regions(cast(fx.GraphModule, graph))
+    if by_region and isinstance(graph, fx.GraphModule):
+        graph = compile_regions(graph)
     module: nn.Module = OutputsOf(graph, task.select)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1 and not (spec.cuda_graphs and device.type == "cuda"):  # recorded: averaged after it
@@ -176,7 +176,7 @@ def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
 
 
-def _evaluation_outputs(model: nn.Module, images: Tensor, task: Task) -> Any:
+def _evaluation_outputs(model: nn.Module, images: Tensor, task: Task) -> object:
     with modes_restored(model), torch.no_grad():
         return outputs_of(OutputsOf(model.eval(), task.select), images)
 

@@ -68,7 +68,7 @@ class _Both:
         self.meter.update(outputs, targets)
         self.answers.update(outputs, targets)
 
-    def compute(self) -> Any:  # a metric of the user's returns what it likes
+    def compute(self) -> object:
         return self.meter.compute()
 
 

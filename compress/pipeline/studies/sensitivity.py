@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -168,7 +167,7 @@ def _stored(path: Path, images: int) -> _Stored:
     return stored if stored.images == images else _Stored(images)
 
 
-def plain(value: Any) -> Any:  # of the same kind as the value
+def plain(value: object) -> object:
     """Return `value` for JSON: infinity becomes `inf` or `-inf`."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}

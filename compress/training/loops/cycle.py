@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from compress.export.onnx import export_onnx
 from compress.graph.batches import Batches
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Inputs, as_inputs, each_input
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
@@ -99,7 +99,9 @@ class QuantizationCycle:
             return None
         device = next(model.parameters()).device
         try:
-            return export_onnx(model.cpu(), _on_cpu(self.example_inputs), self.export_to, **self.export)
+            return export_onnx(
+                model.cpu(), each_input(Tensor.cpu, as_inputs(self.example_inputs)), self.export_to, **self.export
+            )
         finally:
             model.to(device)
 
@@ -107,11 +109,3 @@ class QuantizationCycle:
         if self.model is None:
             raise RuntimeError("QuantizationCycle.begin was not called: it makes the quantized model")
         return self.model
-
-
-def _on_cpu(inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.cpu()
-    if isinstance(inputs, dict):
-        return {name: _on_cpu(value) for name, value in inputs.items()}
-    return type(inputs)(_on_cpu(value) for value in inputs) if isinstance(inputs, (tuple, list)) else inputs
