@@ -4,6 +4,7 @@ A study that is run again changes its own page by itself; the sentences that quo
 """
 
 import json
+import re
 import statistics
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -190,6 +191,16 @@ def test_a_page_quotes_the_figures_of_the_results(page, phrases):
     text = " ".join((ROOT / page).read_text().split())
     missing = [phrase for phrase in phrases() if phrase not in text]
     assert not missing, f"the results say so, and {page} does not: {missing}"
+
+
+def test_the_chinese_readme_has_the_figures_the_commands_and_the_links_of_the_english_one():
+    for pattern in (r"\d[\d.,:]*\d|\d", r"\]\(([^)]+)\)", r"^(?:python -m|pip) [^#\n]*"):
+        english, chinese = (
+            sorted(re.findall(pattern, re.sub(r"\(README[^)]*\)", "", (ROOT / name).read_text()), re.MULTILINE))
+            for name in ("README.md", "README.zh-CN.md")
+        )
+        assert chinese == english
+        assert len(english) > 2
 
 
 def test_other_pages_quote_the_figures_of_the_results():
