@@ -20,10 +20,9 @@ _KINDS = {"Linear": "MatMul", "PackImage": "QuantizeImage", "LayerNorm": "Reduce
 
 
 def read_cuda_layers(path: Path | str, *, sides: Sequence[int] = ()) -> EngineListing:
-    """Plan an ONNX file for one image, and list the steps; `sides` are sizes left open after the batch.
+    """Plan an ONNX file for one image, and list the steps (EngineError: the engine cannot run it).
 
-    Raises:
-        EngineError: the engine cannot run the file.
+    `sides` are sizes left open after the batch.
     """
     inputs = read_onnx(path).inputs if sides else ()
     shapes = {tensor.name: tensor.with_batch(1).with_sides(sides).shape for tensor in inputs}

@@ -67,12 +67,12 @@ class EngineAudit:
         return tuple(layer for layer in self.layers if layer.role == "weighted")
 
     def sparse_kernels(self) -> str:
-        """Describe how many of `masked` run a sparse kernel."""
+        """How many of `masked` run a sparse kernel."""
         sparse = [layer.sparse for layer in self.masked]
         return sparse_kernels_text(len(sparse), sparse.count(True), sparse.count(None))
 
     def share(self, *types: str) -> float:
-        """Return the share of the known macs that are computed in one of `types`, 0 to 1."""
+        """The share of the known macs that are computed in one of `types`, 0 to 1."""
         total = sum(layer.macs or 0 for layer in self.weighted)
         return sum(layer.macs or 0 for layer in self.weighted if layer.precision in types) / total if total else 0.0
 
@@ -80,12 +80,9 @@ class EngineAudit:
 def audit_listing(
     listing: EngineListing, *, onnx: Path | str | None = None, sparse_nodes: Collection[str] = ()
 ) -> EngineAudit:
-    """Audit an engine.
+    """Audit a listing; `onnx` is the file that it was built from, which gives the rows of each image in a tensor.
 
-    Args:
-        listing: from `parse_build_log` or `parse_inspector`.
-        onnx: the file that it was built from, which gives the rows of each image in a flattened tensor.
-        sparse_nodes: ONNX nodes whose weights are 2:4, for engines that do not report it.
+    `sparse_nodes` are ONNX nodes whose weights are 2:4, for engines that do not report it.
     """
     listing = with_rows(listing, None if onnx is None else onnx_shapes(onnx))
     batch = _fixed_batch(listing)
@@ -105,7 +102,7 @@ def audit_listing(
 
 
 def _fixed_batch(listing: EngineListing) -> int | None:
-    """Return the first dimension of the network's input; None if it is open or unknown."""
+    """The first dimension of the network's input; None if it is open or unknown."""
     written = {t.name for layer in listing.layers for t in layer.outputs}
     open_inputs = [t for layer in listing.layers for t in activations(layer)[0] if t.name not in written]
     named = [t for t in open_inputs if t.name in listing.inputs] or [t for t in open_inputs if len(t.shape) > 1]
@@ -114,7 +111,7 @@ def _fixed_batch(listing: EngineListing) -> int | None:
 
 
 def _advice(audit: EngineAudit) -> str:
-    """Advise how to move fewer bytes; "" if there is no advice."""
+    """How to move fewer bytes; "" if there is no advice."""
     moved, half = audit.activation_bytes, audit.fp16_bytes
     if not audit.share(*EIGHT_BITS):
         if audit.share("fp32", "tf32") <= 0.5:

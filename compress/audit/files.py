@@ -51,10 +51,7 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
 
 
 def read_engine_layers(path: Path | str) -> EngineListing:
-    """Read the layers of an engine.
-
-    Args:
-        path: an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it; or one of these files.
+    """The layers of an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it, or of such a file.
 
     Raises:
         AuditError: the file does not exist, no file is beside the engine, or the file lists no layer.
@@ -83,7 +80,7 @@ def read_engine_layers(path: Path | str) -> EngineListing:
 
 
 def onnx_beside(path: Path | str) -> Path | None:
-    """Return the ONNX file that an engine was built from, if it is beside the engine and unchanged."""
+    """The ONNX file that an engine was built from, if it is beside the engine and unchanged."""
     path = Path(path)
     for engine in (path, path.with_suffix("")):  # the second if `path` is the engine's log
         try:

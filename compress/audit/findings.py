@@ -35,13 +35,9 @@ def find(
     per: int = 1,
     sparse_nodes: Collection[str] = (),
 ) -> list[Finding]:
-    """Return all findings: first layers in floating point, then data that is moved twice, then the rest.
+    """All findings: first layers in floating point, then data that is moved twice, then the rest.
 
-    Args:
-        layers: audited, in the listing's order.
-        listing: as reported by the engine.
-        per: number of images in the listing's shapes.
-        sparse_nodes: ONNX nodes with 2:4 weights.
+    `per` is the number of images in the listing's shapes; `sparse_nodes` are ONNX nodes with 2:4 weights.
     """
     weighted = [layer for layer in layers if layer.role == "weighted"]
     eight = [layer for layer in weighted if layer.precision in EIGHT_BITS]
@@ -101,7 +97,7 @@ def _listed(types: Iterable[str]) -> str:
 
 
 def megabytes(count: float, *, unknown: int = 0) -> str:
-    """Write bytes for people; `unknown` is the number of tensors whose bytes are not included.
+    """Bytes for people; `unknown` is the number of tensors whose bytes are not included.
 
     >>> megabytes(114_965_312), megabytes(4000), megabytes(4_600_000, unknown=12)
     ('115.0 MB', '0.0 MB', '4.6 MB and 12 tensors of unknown size')
@@ -110,7 +106,7 @@ def megabytes(count: float, *, unknown: int = 0) -> str:
 
 
 def unknown_part(unknown: int) -> str:
-    """Return the end of a sum of bytes in which `unknown` tensors are missing; "" if none is."""
+    """The end of a sum of bytes in which `unknown` tensors are missing; "" if none is."""
     return f" and {unknown} tensor{'s' * (unknown > 1)} of unknown size" if unknown else ""
 
 
@@ -145,7 +141,7 @@ def layers_with_sparse_weights(
 
 
 def sparse_kernels_text(masked: int, sparse: int, unknown: int) -> str:
-    """Describe how many layers with 2:4 weights run a sparse kernel.
+    """How many layers with 2:4 weights run a sparse kernel.
 
     >>> sparse_kernels_text(19, 0, 19), sparse_kernels_text(19, 12, 0), sparse_kernels_text(0, 0, 0)
     ('19, kernels chosen when it runs', '12 of 19 sparse', 'none')

@@ -74,11 +74,8 @@ def audit_layer(
 ) -> AuditedLayer:
     """Audit a layer.
 
-    Args:
-        layer: as reported by the engine.
-        from_weighted: names of the tensors that convolutions and products write.
-        per: number of images in the shapes.
-        border: the network's own inputs and outputs, which keep their type.
+    `from_weighted` are the tensors that convolutions and products write, `border` the network's own inputs and outputs,
+    which keep their type; `per` is the number of images in the shapes.
     """
     read, written = activations(layer)
     kind = operation(layer)
@@ -109,7 +106,7 @@ def audit_layer(
 
 
 def _precision(layer: EngineLayer) -> str:
-    """Return the type of the first activation, or of the weight if that is unknown."""
+    """The type of the first activation, or of the weight if that is unknown."""
     read, _ = activations(layer)
     weight = weight_of(layer)
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
@@ -140,7 +137,7 @@ def _role(layer: EngineLayer, kind: Operation, from_weighted: Collection[str]) -
 
 
 def _sums(layer: EngineLayer) -> bool:
-    """Return True if a kernel without weights adds two activations of one shape."""
+    """True if a kernel without weights adds two activations of one shape."""
     read, _ = activations(layer)
     most = max((t.elements() or 0 for t in read), default=0)
     branches = sum(t.elements() == most for t in read)
@@ -148,7 +145,7 @@ def _sums(layer: EngineLayer) -> bool:
 
 
 def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> float:
-    """Return the bytes of an fp16 kernel in a layer's place; 0 if it would have been fused away."""
+    """The bytes of an fp16 kernel in a layer's place; 0 if it would have been fused away."""
     read, written = activations(layer)
 
     def half(tensors: Iterable[EngineTensor]) -> float:

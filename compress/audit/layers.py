@@ -60,7 +60,7 @@ class EngineTensor:
     rows: int | None = 1
 
     def elements(self, batch: int = 1) -> int | None:
-        """Return the elements in memory for `batch` images, with padded channels; None if the rows are unknown."""
+        """The elements in memory for `batch` images, with padded channels; None if the rows are unknown."""
         if self.rows is None and (-1 in self.shape or not self.shape):
             return None
         shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
@@ -70,7 +70,7 @@ class EngineTensor:
         return math.prod(shape)
 
     def bytes(self, batch: int = 1) -> float | None:
-        """Return the bytes in memory; None if the type or the number of elements is unknown."""
+        """The bytes in memory; None if the type or the number of elements is unknown."""
         size, elements = TYPE_BYTES.get(self.dtype), self.elements(batch)
         return None if size is None or elements is None else elements * size
 
@@ -79,7 +79,7 @@ _WIDE = {"two": 2, "four": 4, "eight": 8, "sixteen": 16, "thirty-two": 32}
 
 
 def _channel_step(text: str) -> int:
-    """Return the number of channels that a format stores together."""
+    """The number of channels that a format stores together."""
     match = re.search(r"channel % (\d+)", text)
     if match:
         return int(match[1])
@@ -147,7 +147,7 @@ _MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", 
 
 
 def operation(layer: EngineLayer) -> Operation:
-    """Return the kind of computation of a layer; `other` if the engine's name of it is unknown."""
+    """The kind of computation of a layer; `other` if the engine's name of it is unknown."""
     if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
         named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
         return "product" if weight_of(layer) is not None or named else "pointwise"
@@ -161,7 +161,7 @@ def operation(layer: EngineLayer) -> Operation:
 
 
 def is_attention(layer: EngineLayer) -> bool:
-    """Return True if a layer is both products of an attention and the softmax between them, in one kernel."""
+    """True if a layer is both products of an attention and the softmax between them, in one kernel."""
     generated = layer.kind.lower() == "kgen" and re.match(r"_gemm_mha", layer.name) is not None
     return generated or layer.kind == "Attention"
 
@@ -177,13 +177,13 @@ def fused_steps(name: str) -> tuple[str, ...]:
 
 
 def weight_of(layer: EngineLayer) -> EngineTensor | None:
-    """Return the constant that is a layer's weight: the largest with two dimensions that are more than one."""
+    """The constant that is a layer's weight: the largest with two dimensions that are more than one."""
     found = [c for c in layer.constants if sum(size > 1 for size in c.shape) > 1]
     return max(found, key=lambda c: c.elements() or 0, default=None)
 
 
 def macs(layer: EngineLayer, batch: int = 1) -> int | None:
-    """Return the multiply-accumulates for `batch` images: 0 without a product, None if the weight is unknown."""
+    """The multiply-accumulates for `batch` images: 0 without a product, None if the weight is unknown."""
     kind = operation(layer)
     if kind not in {"conv", "product"}:
         return None if kind == "other" else 0
@@ -204,7 +204,7 @@ def macs(layer: EngineLayer, batch: int = 1) -> int | None:
 
 
 def _attention_macs(layer: EngineLayer, elements: int) -> int | None:
-    """Return T * S * (d + width of a value) for each head: queries (..., T, d), keys (..., d, S) in either order."""
+    """T * S * (d + width of a value) for each head: queries (..., T, d), keys (..., d, S) in either order."""
     if len(layer.inputs) < 3 or any(len(t.shape) < 2 for t in (*layer.inputs[:2], layer.outputs[0])):
         return None
     depth, width, keys = layer.inputs[0].shape[-1], layer.outputs[0].shape[-1], list(layer.inputs[1].shape[-2:])
@@ -224,7 +224,7 @@ def _out_channels(kind: Operation, weight: EngineTensor | None, out: Sequence[in
 
 
 def _weight_input(layer: EngineLayer) -> EngineTensor | None:
-    """Return a convolution's weight that another layer prepares while the engine runs."""
+    """A convolution's weight that another layer prepares while the engine runs."""
     if operation(layer) != "conv" or not layer.outputs:
         return None
     out = layer.outputs[0].shape
@@ -235,7 +235,7 @@ def _weight_input(layer: EngineLayer) -> EngineTensor | None:
 
 
 def activations(layer: EngineLayer) -> tuple[tuple[EngineTensor, ...], tuple[EngineTensor, ...]]:
-    """Return (read, written) activations of a layer, each tensor once, without weights prepared by other layers."""
+    """(Read, written) activations of a layer, each tensor once, without weights prepared by other layers."""
     weight = _weight_input(layer)
     read = {t.name: t for t in layer.inputs if t is not weight}
     return tuple(read.values()), tuple({t.name: t for t in layer.outputs}.values())

@@ -28,11 +28,7 @@ _TENSOR_ITEM = re.compile(rf"({_TENSOR_KEY}): (.*?)(?=, {_TENSOR_KEY}: |$)")
 
 
 def parse_build_log(text: str) -> EngineListing:
-    """Read the layers of the last engine in a verbose build log.
-
-    Raises:
-        AuditError: the log lists no layer; the message says how to build so that it does.
-    """
+    """Read the layers of the last engine in a verbose build log (AuditError: it lists none, and what to do)."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.split()[-1:] == ["Layers:"]]
     block = lines[starts[-1] + 1 :] if starts else []
@@ -53,7 +49,7 @@ def parse_build_log(text: str) -> EngineListing:
 
 
 def _keys(line: str) -> dict[str, Any] | None:
-    """Return the keys of a layer's line; None for any other line."""
+    """The keys of a layer's line; None for any other line."""
     name, found, rest = line.partition("Name: ")[2].partition(", LayerType: ")
     kind, begun, rest = rest.partition(", Inputs: [")
     ends = [at for mark in ("], Constants: [", "], Outputs: [") if (at := rest.find(mark)) >= 0]
@@ -79,7 +75,7 @@ def _keys(line: str) -> dict[str, Any] | None:
 
 
 def _blocks(text: str) -> list[str]:
-    """Return the insides of `{ Name: ...}, { Name: ...}`."""
+    """The insides of `{ Name: ...}, { Name: ...}`."""
     parts = text.strip().removeprefix("{").removesuffix("}").split("}, {")
     return [part.strip() for part in parts if part.strip().startswith("Name: ")]
 
@@ -101,7 +97,7 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    """Return the number, list or object that a text holds; else the text."""
+    """The number, list or object that a text holds; else the text."""
     if not re.match(r"[\[{\d-]", text):
         return text
     try:
@@ -111,7 +107,7 @@ def _value(text: str) -> Any:
 
 
 def _names_of_log(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the network's inputs and outputs, from `I/O Tensors` or `Bindings:`."""
+    """The network's inputs and outputs, from `I/O Tensors` or `Bindings:`."""
     io = [line.partition("Name: ")[2].partition(", IOMode: ") for line in block if ", IOMode: " in line]
     if io:
         inputs, outputs = (
@@ -167,7 +163,7 @@ def _all_tensors(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 def _names_of_json(
     document: Mapping[str, Any], layers: Sequence[EngineLayer]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the network's inputs and outputs, from `I/O Tensors` or `Bindings`."""
+    """The network's inputs and outputs, from `I/O Tensors` or `Bindings`."""
     named = [t for t in document.get("I/O Tensors") or () if isinstance(t, dict) and "Name" in t]
     if named:
         by_mode = {
@@ -221,7 +217,7 @@ def omissions(layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def first_profile(layers: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the layers of the first profile, and the number of others, whose names end in `[profile N]`."""
+    """The layers of the first profile, and the number of others, whose names end in `[profile N]`."""
     own = [layer for layer in layers if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
     return own, len(layers) - len(own)
 
@@ -275,7 +271,7 @@ def _tensor(item: Mapping[str, Any]) -> EngineTensor:
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Return dimensions; None if they are not a list of whole numbers."""
+    """Dimensions; None if they are not a list of whole numbers."""
     if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
         return None
     return tuple(value)

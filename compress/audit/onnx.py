@@ -153,11 +153,7 @@ class NodeSparsity:
 
 
 def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsity, ...]:
-    """Look for n values at most in every m consecutive input channels of each constant weight.
-
-    Raises:
-        AuditError: the file is not ONNX.
-    """
+    """Look for n values at most in every m consecutive input channels of each constant weight (AuditError: no ONNX)."""
     rows = []
     for node, view, place in _nodes(OnnxGraph(_load(Path(path)).graph)):
         if node.op_type not in WEIGHTED_OPS:
@@ -182,11 +178,7 @@ def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsi
 
 
 def sparse_nodes(path: Path | str) -> tuple[str, ...]:
-    """Return the names of the operations of an ONNX file whose weights are 2:4.
-
-    Raises:
-        AuditError: the file is not ONNX.
-    """
+    """The operations of an ONNX file whose weights are 2:4 (AuditError: the file is not ONNX)."""
     return tuple(row.name for row in audit_sparsity(path) if row.violations == 0)
 
 
@@ -206,7 +198,7 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _check_scales(view: OnnxGraph) -> None:
-    """Refuse scales in the file that are not positive and finite."""
+    """Refuse scales that are not positive and finite."""
     for node in view.graph.node:
         scale = view.array(node.input[1]) if node.op_type in {"QuantizeLinear", "DequantizeLinear"} else None
         if scale is None:
@@ -230,7 +222,7 @@ def _transposes(name: str, view: OnnxGraph) -> int:
 
 
 def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
-    """Return the type of the integers that a DequantizeLinear reads."""
+    """The type of the integers that a DequantizeLinear reads."""
     source = view.array(node.input[0])
     if source is None and len(node.input) > 2:
         source = view.array(node.input[2])  # the zero point has the same type
@@ -238,7 +230,7 @@ def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
 
 
 def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
-    """Return a recurrent operation: it is not INT8 in any file."""
+    """The row of a recurrent operation: it is not INT8 in any file."""
     weights = [view.array(name) for name in node.input[1:3]]
     return AuditedNode(
         name=node.name or node.output[0],
@@ -253,7 +245,7 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
 
 
 def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
-    """Return True if quantizers alone read a result, after activations that a quantizer absorbs."""
+    """True if quantizers alone read a result, after activations that a quantizer absorbs."""
     results, tensor = {value.name for value in view.graph.output}, node.output[0]
     while tensor not in results:
         readers = view.consumers.get(tensor, [])

@@ -57,7 +57,7 @@ def engine_roofline(audit: EngineAudit, *, device: str | Device, batch_size: int
 
 
 def _device_precision(name: str) -> str:
-    """Return the device table's name of a type; FP32, the slowest, if the type is unknown."""
+    """The device table's name of a type; FP32, the slowest, if the type is unknown."""
     return {"uint8": "int8", "": "fp32", "unknown": "fp32"}.get(name, name)
 
 
@@ -78,7 +78,7 @@ def _row(layer: AuditedLayer, device: Device, batch_size: int) -> Row:
 
 
 def int8_choices(audit: EngineAudit, *, device: str | Device, batch_size: int = 32) -> tuple[LayerChoice, ...]:
-    """Return for every 8-bit weighted layer its least time as built, and that of fp16 in its place.
+    """The least time of every 8-bit weighted layer as built, and that of fp16 in its place.
 
     Raises:
         RooflineError: the device is unknown, or lacks INT8 or fp16.
@@ -116,7 +116,7 @@ def _choice(layer: AuditedLayer, after: list[tuple[AuditedLayer, int]], device: 
 
 
 def choices_text(choices: tuple[LayerChoice, ...], *, device: str, batch_size: int) -> str:
-    """Describe where INT8 can be faster."""
+    """Where INT8 can be faster, as text."""
     if not choices:
         return "The engine has no 8-bit layer."
     eight, half = sum(c.int8_ms for c in choices), sum(c.fp16_ms for c in choices)

@@ -53,7 +53,7 @@ OnnxShapes = Mapping[str, tuple[NodeOutput, ...]]
 
 
 def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
-    """Return the listing with `rows` of every tensor, None if unknown; `shapes` are of its ONNX file."""
+    """The listing with `rows` of every tensor, None if unknown; `shapes` are of its ONNX file."""
     known = _borders(listing)
     _spread(listing, shapes or {}, known)
     _drop_contradictions(listing, known)
@@ -79,7 +79,7 @@ def _known_size(shape: tuple[int, ...]) -> int:
 
 
 def _borders(listing: EngineListing) -> _Rows:
-    """Return the rows of the network's own inputs and outputs, whose first dimension is the batch."""
+    """The rows of the network's own inputs and outputs, whose first dimension is the batch."""
     border = {*listing.inputs, *listing.outputs}
     every = [t for layer in listing.layers for t in (*_open(layer.inputs), *_open(layer.outputs)) if t.name in border]
     ranks = {name: max(len(t.shape) for t in every if t.name == name) for name in {t.name for t in every}}
@@ -98,7 +98,7 @@ def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
 
 
 def _most_written(layer: EngineLayer, known: _Rows) -> float:
-    """Return the largest number of elements that a layer can write."""
+    """The largest number of elements that a layer can write."""
     steps, read = fused_steps(layer.name), list(_open(layer.inputs))
     if not steps or set(steps) & _GROWS or not read or operation(layer) == "product":
         return math.inf
@@ -111,7 +111,7 @@ def _leaves(out: NodeOutput, layer: EngineLayer) -> bool:
 
 
 def _rows_left(shape: tuple[int, ...], dims: tuple[int, ...]) -> int | None:
-    """Return the rows of the open dimension for a result of `dims`; None if the shape is not a view of it.
+    """The rows of the open dimension for a result of `dims`; None if the shape is not a view of it.
 
     >>> _rows_left((-1, 64), (17, 64)), _rows_left((-1, 17, 32), (2, 17, 32)), _rows_left((-1, 1), (17, 64))
     (17, 2, None)
@@ -181,7 +181,7 @@ def _through(layer: EngineLayer, known: _Rows) -> None:
 
 
 def _same_rows(layer: EngineLayer, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if the open dimensions of two tensors of a layer hold the same rows."""
+    """True if the open dimensions of two tensors of a layer hold the same rows."""
     if len(one) != len(other) or one.index(-1) != other.index(-1):
         return False
     if one[:-1] == other[:-1] and 1 in (one[-1], other[-1]) and one[-1] != other[-1]:
@@ -206,7 +206,7 @@ def _drop_contradictions(listing: EngineListing, known: _Rows) -> None:
 
 
 def onnx_shapes(path: Path | str) -> OnnxShapes:
-    """Infer the shapes of a file; return {} if it cannot be read or shape inference fails."""
+    """The shapes of a file; {} if it cannot be read or shape inference fails."""
     try:
         model = onnx.load(str(path), load_external_data=False)
         for tensor in model.graph.initializer:
@@ -228,7 +228,7 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
 
 
 def _inferred(model: onnx.ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that are known in all dimensions if the open batch of the inputs is `batch`."""
+    """The shapes that are known in all dimensions if the open batch of the inputs is `batch`."""
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
     weights = {tensor.name for tensor in fixed.graph.initializer}
@@ -248,7 +248,7 @@ def _inferred(model: onnx.ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def _per_image(two: tuple[int, ...] | None, three: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return the dimensions for one image.
+    """The dimensions for one image.
 
     >>> _per_image((2, 17, 64), (3, 17, 64)), _per_image((34, 64), (51, 64)), _per_image((64, 64), (64, 64))
     ((17, 64), (17, 64), None)

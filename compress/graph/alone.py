@@ -21,7 +21,6 @@ _ONE = threading.RLock()
 
 
 def _renew() -> None:
-    """Give a forked child a lock of its own."""
     global _ONE
     _ONE = threading.RLock()
 

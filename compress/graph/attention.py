@@ -22,8 +22,8 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
     """Open every attention of a graph made by `trace`, in place; return the names of the opened nodes.
 
     Nodes need shapes, which are stale afterwards. An attention that stays has the reason in `node.meta["whole"]`. The
-    shift mask of a window attention is a constant for the image size of the trace. `exportable` opens also attention
-    with four axes, which torch.onnx can write whole.
+    shift mask of a window attention is for the image size of the trace. `exportable` opens also attention with four
+    axes.
     """
     opened = []
     tracer = fx.proxy.GraphAppendingTracer(graph_module.graph)
@@ -69,7 +69,7 @@ def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
 
 
 def _refused(node: fx.Node) -> bool:
-    """Return True if torch.onnx refuses an attention ("only 4D query, key, and value are supported", torch 2.15)."""
+    """True if torch.onnx refuses an attention ("only 4D query, key, and value are supported", torch 2.15)."""
     query = node.args[0] if node.args else node.kwargs.get("query")
     return node.target is F.scaled_dot_product_attention and len(getattr(query, "meta", {}).get("shape") or ()) != 4
 
@@ -93,7 +93,6 @@ def _attend(
 
 
 def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
-    """Open self-attention with one in-projection."""
     module: Any = node_module(node)
     bound = inspect.signature(nn.MultiheadAttention.forward).bind(None, *node.args, **node.kwargs)
     bound.apply_defaults()

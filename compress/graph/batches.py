@@ -85,7 +85,7 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
 
 
 def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
-    """Return the tensors of a mapping that are arguments of `forward`, in its order."""
+    """The tensors of a mapping that are arguments of `forward`, in its order."""
     given = {name: value for name, value in batch.items() if name not in TARGET_KEYS and isinstance(value, Tensor)}
     known = _arguments(model)
     arguments = [name for name in known if name in given]
@@ -100,7 +100,7 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
 
 
 def _arguments(model: nn.Module) -> list[str]:
-    """Names of the arguments of `forward`; a graph may have renamed them."""
+    """Arguments of `forward`; a graph may have renamed them."""
     if isinstance(model, fx.GraphModule):
         return [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
     return list(inspect.signature(model.forward).parameters)

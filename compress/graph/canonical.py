@@ -21,14 +21,13 @@ from compress.graph.traits import SHAPES
 
 
 def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = True) -> fx.GraphModule:
-    """Return a graph in the form that quantization works on, in evaluation mode, with shapes on its nodes.
+    """The graph that quantization works on, in evaluation mode, with shapes on its nodes.
 
-    The model is not changed; a GraphModule is taken as its own trace. `fold` folds BatchNorm into the layer before
-    it.
+    The model is not changed; a GraphModule is taken as its own trace.
 
     Raises:
-        ModelError: the model cannot be traced, changes tensors in place through views that are read again, gives
-            other results in its second call, or the graph computes something else.
+        ModelError: the model cannot be traced, changes tensors through views that are read again, gives other results
+            in its second call, or the graph computes something else.
     """
     check_module(model)
     reference = Reference.of(model, example_inputs)

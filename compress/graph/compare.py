@@ -39,7 +39,7 @@ def relative_error(reference: Any, result: Any) -> float:
 
 
 def same_results(reference: Any, result: Any) -> bool:
-    """Return True if two results of a model agree within `TOLERANCE`."""
+    """True if two results of a model agree within `TOLERANCE`."""
     return relative_error(reference, result) <= TOLERANCE
 
 
@@ -60,12 +60,7 @@ def _tensor_error(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A network before it is rewritten, and its results on the example inputs.
-
-    Attributes:
-        model: in evaluation mode; must not change while the reference is in use.
-        name: of its class, for messages.
-    """
+    """A network in evaluation mode, before it is rewritten, and its results; it must not change meanwhile."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -74,25 +69,20 @@ class Reference:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Inputs) -> Reference:
-        """Run a network once; it keeps its mode.
-
-        Raises:
-            ModelError: it fails on the inputs.
-        """
+        """Run a network once; it keeps its mode (ModelError: it fails on the inputs)."""
         inputs = as_inputs(example_inputs)
         return cls(model=model, inputs=inputs, results=run_model(model, inputs), name=type(model).__name__)
 
     def difference(self, rewritten: nn.Module) -> float:
-        """Return the relative error of a rewritten network; 0 within `TOLERANCE`, or if rounding explains it."""
+        """The relative error of a rewritten network; 0 within `TOLERANCE`, or if rounding explains it."""
         error = relative_error(self.results, run_model(rewritten, self.inputs))
         return 0.0 if error <= TOLERANCE or self._explained(rewritten) else error
 
     def check(self, rewritten: nn.Module, what: str) -> None:
-        """Refuse a rewritten network that computes something else; `what` names the rewriting in the message.
+        """Refuse a rewritten network that computes something else.
 
         Raises:
-            ModelError: the error is beyond `TOLERANCE` and beyond what rounding explains; names the first differing
-                module.
+            ModelError: the error is beyond `TOLERANCE` and what rounding explains; names the first differing module.
         """
         error = self.difference(rewritten)
         if not error:
@@ -105,7 +95,7 @@ class Reference:
         )
 
     def _explained(self, rewritten: nn.Module) -> bool:
-        """Return True if the difference is small in float64, or no larger than that by rounding the weights."""
+        """True if the difference is small in float64, or no larger than that by rounding the weights."""
         for dtype in (torch.float64, torch.float32):
             inputs = each_input(partial(_in_type, dtype=dtype), self.inputs)
             exact, moved, other = (copy.deepcopy(m).to(dtype) for m in (self.model, self.model, rewritten))
@@ -124,9 +114,7 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """The results of a model on copies of inputs, in evaluation mode and without gradients.
-
-    Mode and buffers stay as they were.
+    """The results of a model on copies of inputs, in evaluation mode and without gradients; mode and buffers stay.
 
     Raises:
         ModelError: the model fails on them.
@@ -200,8 +188,7 @@ def _shake(model: nn.Module) -> None:
 def first_difference(model: nn.Module, rewritten: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     """Path of the first module of a rewritten graph from which on its values differ from the model's; "" if none does.
 
-    A folded BatchNorm is compared as the layer that holds it. The search goes back from the output, because layers that
-    trade scale differ in between.
+    A folded BatchNorm is compared as the layer that holds it. The search goes back from the output.
     """
     if not isinstance(rewritten, fx.GraphModule):
         return ""
@@ -235,11 +222,7 @@ def _by_call(graph_module: fx.GraphModule, results: dict[str, list[Any]]) -> dic
 def module_results(
     model: nn.Module, inputs: tuple[Tensor, ...], paths: Collection[str] | None = None
 ) -> dict[str, list[Any]]:
-    """Return copies of the results of modules, one for each call, by path; `paths` of None are all modules.
-
-    Raises:
-        ModelError: the model fails on the inputs.
-    """
+    """Copies of the results of modules (None = all), one for each call, by path (ModelError: the model fails)."""
     found: dict[str, list[Any]] = {}
 
     def keep(path: str) -> Callable[..., None]:

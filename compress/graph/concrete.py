@@ -63,19 +63,13 @@ class _KnownAttribute(_Known, Attribute):
 
 
 def _check_attribute(proxy: Any, name: str) -> None:
-    """Refuse what NumPy looks for before it calls `__array__`."""
     value = proxy.tracer.value_of(proxy)
     if name.startswith("__array_") or (isinstance(value, (tuple, int, float)) and not hasattr(value, name)):
         raise AttributeError(name)
 
 
 class Values:
-    """The value of every node of a graph under construction.
-
-    Args:
-        root: the model that is traced.
-        inputs: values of its placeholders, in order.
-    """
+    """The value of every node of a graph under construction."""
 
     def __init__(self, root: nn.Module, inputs: Iterable[Tensor]) -> None:
         self.root = root

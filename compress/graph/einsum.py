@@ -9,12 +9,9 @@ from torch import fx
 
 
 def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace einsums that are products of two matrices; in place. Shapes are stale afterwards.
+    """Replace einsums that are products of two matrices, in place; return the nodes. Shapes are stale afterwards.
 
     An einsum that stays has the reason in `node.meta["whole"]`.
-
-    Returns:
-        Names of the nodes that were replaced.
     """
     opened = []
     for node in list(graph_module.graph.nodes):

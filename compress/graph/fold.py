@@ -23,16 +23,9 @@ _LAYERS = tuple(kind for name in WEIGHTED for kind in SPELLINGS[name] if isinsta
 
 
 def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = ()) -> tuple[str, ...]:
-    """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only consumer; in place.
+    """Fold every BatchNorm that alone consumes a conv, transposed conv or linear, in place; return their paths.
 
-    A BatchNorm stays if its layer is called twice. In evaluation mode the outputs are the same up to rounding.
-
-    Args:
-        graph_module: whose nodes carry shapes.
-        keep: nodes of BatchNorms that stay.
-
-    Returns:
-        Paths of the BatchNorms that were folded.
+    A BatchNorm stays if its layer is called twice, or if it is among `keep`. Nodes carry shapes.
     """
     folded = []
     for node in list(graph_module.graph.nodes):
@@ -81,7 +74,7 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _foldable(layer: nn.Module, shape: tuple[int, ...] | None) -> bool:
-    """Return True if a layer computes with its weight alone, and has its channels on axis 1."""
+    """True if a layer computes with its weight alone, and has its channels on axis 1."""
     quantized = isinstance(getattr(layer, "weight_quantizer", None), nn.Module)
     plain = quantized or any(calls_alike(type(layer), kind) for kind in _LAYERS)
     return plain and shape is not None and len(shape) == cast(Tensor, layer.weight).dim()
@@ -101,7 +94,7 @@ def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
 def folded_parameters(
     weight: Tensor, bias: Tensor | None, statistics: Statistics, *, kind: str, groups: int = 1
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return weight and bias that include the BatchNorm: y = g (Wx + b - m) / sqrt(v + eps) + h.
+    """Weight and bias that include the BatchNorm: y = g (Wx + b - m) / sqrt(v + eps) + h.
 
     The weight is (out, in / groups, k...), of transposed convolutions (in, out / groups, k...); the bias (out,), None
     means zeros. `kind` is the layer's in `graph.traits`.

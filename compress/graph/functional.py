@@ -32,13 +32,10 @@ _ORDER = {
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace functional layers of a graph made by `trace` by modules; in place.
+    """Replace functional layers of a traced graph by modules, in place; return their paths.
 
-    A weight that is computed from parameters alone is computed once, and trained directly from then on. A function that
+    A weight that is computed from parameters is computed once, and trained directly from then on. A function that
     cannot become a module has the reason in `node.meta["whole"]`.
-
-    Returns:
-        Paths of the new modules.
     """
     made: dict[str, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
@@ -86,12 +83,9 @@ def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | 
 
 
 def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Let convolutions that pad by reflection, repetition or around the image read what F.pad returns; in place.
+    """Let convolutions that pad other than with zeros read what F.pad returns, in place; return their paths.
 
     Shapes are stale afterwards.
-
-    Returns:
-        Paths of the convolutions.
     """
     opened: dict[str, tuple[list[int], str]] = {}
     for node in list(graph_module.graph.nodes):
@@ -111,7 +105,7 @@ def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _pads_by_mode(layer: Any) -> bool:
-    """Return True for a convolution that pads with other than zeros and runs as torch's own class."""
+    """True for a convolution that pads with other than zeros and runs as torch's own class."""
     plain = any(isinstance(layer, kind) and calls_alike(type(layer), kind) for kind in _CONVOLUTIONS.values())
     return plain and not altered(layer) and layer.padding_mode != "zeros"
 
@@ -262,7 +256,7 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True if a value is no node, or computed from parameters, buffers and numbers alone."""
+    """True if a value is no node, or computed from parameters, buffers and numbers alone."""
     if not isinstance(value, fx.Node):
         return True
     if value.op == "placeholder" or value.op == "output":

@@ -53,7 +53,7 @@ def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None
 
 
 def may_overwrite(node: fx.Node) -> bool:
-    """Return True if an operation may overwrite its first argument."""
+    """True if an operation may overwrite its first argument."""
     if node.op == "call_module":
         return bool(getattr(node_module(node), "inplace", False))
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
@@ -63,9 +63,7 @@ def may_overwrite(node: fx.Node) -> bool:
 def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:
     """Replace an operation that overwrites its input by one that returns a new tensor; in place.
 
-    Args:
-        owner: holds the node's module, if it has one, whose `inplace` is switched off.
-        node: stays if it overwrites nothing.
+    `owner` holds the node's module, if it has one, whose `inplace` is switched off.
     """
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
@@ -122,7 +120,6 @@ class _Watcher(_Runs):
         return result
 
     def _note(self, node: fx.Node, by: fx.Node, result: Any) -> None:
-        """Record that `by` changed the tensor of `node`."""
         memory = self.env[node].untyped_storage().data_ptr()
         held = [m for m, v in self.env.items() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() == memory]
         if any(_consumers_after(m, by) for m in held):

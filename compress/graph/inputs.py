@@ -61,10 +61,7 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def run_with(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
-    """Call a model, or its `forward`: by keyword where the inputs have names, else by position.
-
-    A graph module takes its inputs by position always: fx renames arguments such as `input`.
-    """
+    """Call a model, or its `forward`: by keyword where the inputs have names (not graph modules), else by position."""
     owner = getattr(model, "__self__", model)
     if isinstance(inputs, KeywordInputs) and not isinstance(owner, fx.GraphModule):
         return model(**dict(zip(inputs.names, inputs, strict=True)))
@@ -79,7 +76,7 @@ def each_input(function: Callable[[Tensor], Tensor], inputs: tuple[Tensor, ...])
 
 
 def first_of(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """Return the first `count` images of every input."""
+    """The first `count` images of every input."""
     return each_input(lambda x: x[:count], inputs)
 
 

@@ -49,14 +49,14 @@ class Layer:
 
 
 def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
-    """The operations of a graph made by `trace`, in order, without inputs, constants and shape arithmetic."""
+    """The operations of a traced graph, in order, without inputs, constants and shape arithmetic."""
     skipped = {"graph", "shape", "quantizer"}
     nodes = (n for n in graph_module.graph.nodes if TRAITS[node_kind(n)].category not in skipped)
     return tuple(_layer(n) for n in nodes if _output_shape(n) is not None or _reads_tensors(n))
 
 
 def _reads_tensors(node: fx.Node) -> bool:
-    """Return True for an unknown operation on tensors; one on numbers is shape arithmetic."""
+    """True for an unknown operation on tensors; one on numbers is shape arithmetic."""
     return node_kind(node) == "unknown" and bool(tensor_args(node))
 
 

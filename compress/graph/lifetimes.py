@@ -8,11 +8,7 @@ from torch import fx
 
 
 def alive_after(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Yield each node with those of `nodes`, up to it, that later ones of them consume.
-
-    Args:
-        nodes: in the order of their graph; users that are not among them do not count.
-    """
+    """Yield each node with those of `nodes`, in graph order, up to it that later ones of them consume."""
     place = {node: i for i, node in enumerate(nodes)}
     last = {node: max((place[user] for user in node.users if user in place), default=-1) for node in place}
     live: set[fx.Node] = set()

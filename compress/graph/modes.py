@@ -8,11 +8,7 @@ from torch import Tensor, fx, nn
 
 
 class InTraining(nn.Module):
-    """Computes a part of a network in training, and returns its first input in evaluation.
-
-    Args:
-        part: takes the same inputs.
-    """
+    """Computes a part of a network in training, and returns its first input in evaluation."""
 
     def __init__(self, part: fx.GraphModule) -> None:
         super().__init__()

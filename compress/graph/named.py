@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 
 class Named(nn.Module):
-    """A layer whose `weight` and `bias` are stored under other names; mixed in before the layer's class.
-
-    Attributes:
-        names: names in the state_dict of `weight` and of `bias`.
-    """
+    """A layer whose `weight` and `bias` have other `names` in the state_dict; mixed in before the layer's class."""
 
     names: dict[str, str]
 

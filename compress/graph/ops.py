@@ -160,7 +160,7 @@ def altered(module: nn.Module) -> str:
 
 
 def calls_alike(one: type[nn.Module], other: type[nn.Module]) -> bool:
-    """Return True if calls of two classes of layers run the same methods, so that one may take the other's place."""
+    """True if calls of two classes of layers run the same methods."""
     names = ("__call__", "forward", "_conv_forward", "_output_padding")
     return all(getattr(one, name, None) is getattr(other, name, None) for name in names)
 

@@ -68,7 +68,7 @@ class ReportedModule(fx.GraphModule):
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule) -> Self:
-        """Take over graph, submodules and attributes of a graph module that is not used afterwards."""
+        """Take over a graph module that is not used afterwards."""
         made = cls.__new__(cls)  # torch makes a class for each instance here, which holds the generated `forward`
         made.__dict__.update(graph_module.__dict__)
         type(made).__name__ = type(graph_module).__name__
@@ -83,10 +83,7 @@ def _restored(rebuild: Any, state: tuple[dict[str, Any], str]) -> ReportedModule
 
 
 class Block(nn.Module):
-    """Holds the layers of a block of the model under its name; a graph calls the layers, and never the block.
-
-    Registering a hook on it warns, because the hook would never be called.
-    """
+    """Holds the layers of a block of the model under its name; it is never called, so registering a hook warns."""
 
     def _warn(self) -> None:
         warnings.warn(

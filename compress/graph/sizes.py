@@ -12,12 +12,7 @@ from compress.graph.report import report_of
 
 
 def bound_to_size(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> str:
-    """Return a sentence on the size that the graph is bound to, "" if it is not, or if that cannot be found out.
-
-    Args:
-        graph_module: in evaluation mode; it is not changed.
-        inputs: those of the trace; images are (N, C, H, W).
-    """
+    """A sentence on the size of images, (N, C, H, W), that the graph is bound to; "" if none, or not known."""
     if any(x.dim() != 4 for x in inputs):
         return ""
     height, width = inputs[0].shape[2:]
@@ -35,7 +30,7 @@ def bound_to_size(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> s
 
 
 def size_remark(model: nn.Module) -> str:
-    """Return what to add to the error of a model that failed on its inputs: that it is bound to a size, or ""."""
+    """What to add to the error of a model that failed on its inputs: that it is bound to a size, or ""."""
     bound = report_of(model).bound
     return f"; {bound}" if bound else ""
 
@@ -51,11 +46,7 @@ def _failing_node(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> s
 
 
 class _OnMeta(fx.Interpreter):
-    """Runs a graph on the meta device, beside its weights.
-
-    Attributes:
-        place: the node that ran last, for a message.
-    """
+    """Runs a graph on the meta device, beside its weights; `place` is the node that ran last."""
 
     place = ""
 

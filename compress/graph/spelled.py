@@ -35,16 +35,16 @@ class Form(Protocol[V]):
     """A graph in which activations are looked for; a value is the one result of an operation."""
 
     def inputs(self, value: V) -> Sequence[V]:
-        """Return the operands of the operation that computes a value, without its constants."""
+        """The operands of the operation that computes a value, without constants."""
 
     def is_arithmetic(self, value: V) -> bool:
-        """Return True for sums, products, quotients and powers."""
+        """True for sums, products, quotients and powers."""
 
     def reader(self, value: V) -> V | None:
-        """Return the result of the only operation that reads a value; None if there are several, or it is returned."""
+        """The result of the only operation that reads a value; None if there are several, or it is returned."""
 
     def computed(self, values: Sequence[V], x: V) -> Tensor | None:
-        """Return what operations compute where x is `AT`; None if it is not known."""
+        """What operations compute where x is `AT`; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,7 @@ class Spelled(Generic[V]):
 
 
 def spelled_activation(value: V, form: Form[V]) -> Spelled[V] | None:
-    """Return the known activation that contains a function; None if there is none.
-
-    Its operand is looked for among the operations before the function, its result among those after it.
-
-    Args:
-        value: result of the function inside, such as Sigmoid.
-        form: the graph.
-    """
+    """The known activation that contains a function, such as the Sigmoid of x * sigmoid(x); None if there is none."""
     made, reads = [value], list(form.inputs(value))
     while len(made) < _MOST:
         found = _forward(made, reads[0], form) if len(reads) == 1 else None
@@ -146,11 +139,7 @@ def _is_telling(node: fx.Node) -> bool:
 
 
 def activations_in_one(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace activations that are spelled out by torch's own function; in place. Shapes are stale afterwards.
-
-    Returns:
-        Names of the nodes that were replaced.
-    """
+    """Replace spelled out activations by torch's own, in place; return the nodes. Shapes are stale afterwards."""
     form, replaced = _TorchForm(graph_module), list[str]()
     for node in list(graph_module.graph.nodes):
         found = spelled_activation(node, form) if node.users and _is_telling(node) else None

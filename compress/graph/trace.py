@@ -42,11 +42,7 @@ _LIBRARIES = frozenset({"torch", "transformers", "timm", "accelerate", "peft"})
 
 
 def check_module(model: object) -> None:
-    """Refuse anything that is not a module.
-
-    Raises:
-        ModelError: `model` is no module, or a weight is on the meta device.
-    """
+    """Refuse (ModelError) anything that is not a module, and weights on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -58,7 +54,7 @@ def check_module(model: object) -> None:
 
 
 def unwrapped(model: nn.Module) -> str:
-    """Say which module to give instead of one that torch.fx cannot enter; "" for any other."""
+    """Which module to give instead of one that torch.fx cannot enter; "" for any other."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the module that it was scripted or traced from"
     return "its ._orig_mod, and compile what is made of it" if hasattr(model, "_orig_mod") else ""
@@ -68,10 +64,9 @@ def unwrapped(model: nn.Module) -> str:
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 
-    The graph module, in evaluation mode, holds copies of the submodules under their own names; the model is not
-    changed. The example inputs decide Python code that depends on sizes. A submodule whose code depends on values
-    becomes a leaf, one opaque node (`leaves_of`). An autocast inside `forward` is not part of the graph; put it
-    around the calls.
+    The graph module holds copies of the submodules under their own names. The example inputs decide Python code that
+    depends on sizes. A submodule whose code depends on values becomes a leaf, one opaque node (`leaves_of`). An
+    autocast inside `forward` is not part of the graph; put it around the calls.
 
     Args:
         model: any module that returns tensors.
@@ -114,7 +109,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
 
 
 def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Return the graph with what the model does in training only, or else with a note that it lacks that."""
+    """The graph with what the model does in training only, or with a note that it lacks that."""
     if same_in_training(model, graph_module, inputs):
         return graph_module
     leaves = {leaf.path: leaf.reason for leaf in leaves_of(graph_module)}
@@ -161,7 +156,7 @@ def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
 
 
 def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """Return the results of a model, and take off the hooks on its blocks that only look, with a warning."""
+    """The results of a model; hooks on its blocks that only look are taken off, with a warning."""
     found = list(_block_hooks(model))
     for _, table, key in found:
         table[key] = _Watched(table[key])
@@ -185,7 +180,7 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def _of_library(hook: object) -> bool:
-    """Whether a hook is of a library; it is traced as it is."""
+    """True if a hook is of a library; it is traced as it is."""
     return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] in _LIBRARIES
 
 
@@ -197,7 +192,7 @@ def _graph_of(
 ) -> fx.GraphModule:
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves.
 
-    `checked` raises where a graph is not the model, and the next way is tried.
+    `checked` raises where a graph is not the model.
     """
     for buffers in (False, True):
         with contextlib.suppress(Exception):
@@ -275,13 +270,13 @@ def _with_leaves(
 
 
 def _parts_of(model: nn.Module) -> str:
-    """Name the networks that a model is made of, which may be traced alone."""
+    """The networks that a model is made of, which may be traced alone."""
     networks = [name for name, child in model.named_children() if next(child.children(), None) is not None]
     return f", or take a part of the model alone: {', '.join(networks[:6])}" if networks else ""
 
 
 def _line_of(error: Exception) -> str:
-    """Name the line of the model's own code that raised an error; "" if none did."""
+    """The line of the model's own code that raised an error; "" if none did."""
     libraries = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["compress"]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*libraries, "<"))]
     return f", at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
@@ -296,10 +291,7 @@ class _Shapes(fx.Interpreter):
 
 
 def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> Any:
-    """Run once and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node.
-
-    Returns:
-        The result of the graph.
+    """Run once, and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node.
 
     Raises:
         ModelError: the graph fails on these inputs.

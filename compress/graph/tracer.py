@@ -30,8 +30,7 @@ class Tracer(fx.Tracer):
         leaves: paths of the modules that it does not enter.
         inputs: the example; None keeps the signature of `forward`.
         values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
-        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs; False lets
-            Python code decide by their values.
+        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs.
         failed: path of the innermost module in which tracing failed.
     """
 
@@ -84,40 +83,40 @@ class Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record a node, and compute its value where values are kept."""
+        """Record a node, and its value where values are kept."""
         node = super().create_node(*args, **kwargs)
         if self.values is not None:
             self.values.add(node)
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return a proxy whose sizes are known where values are kept."""
+        """A proxy whose sizes are known where values are kept."""
         return super().proxy(node) if self.values is None else known_proxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute of a module: symbolic, but not while values are computed."""
+        """An attribute of a module: symbolic, but not while values are computed."""
         if self._elsewhere() or (self.values is not None and self.values.busy):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def _elsewhere(self) -> bool:
-        """Whether another thread has called a method that fx replaced."""
+        """True if another thread has called a method that fx replaced."""
         return threading.get_ident() != self._thread
 
     def known(self, proxy: fx.Proxy) -> Any:
-        """Return the value of a proxy that depends on sizes alone."""
+        """The value of a proxy that depends on sizes alone."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.known(proxy.node)
 
     def sized(self, proxy: fx.Proxy) -> Any:
-        """Return the value whose length is that of a proxy."""
+        """The value whose length is that of a proxy."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.sized(proxy.node)
 
     def value_of(self, proxy: fx.Proxy) -> Any:
-        """Return the value of a proxy; None if it is not known."""
+        """The value of a proxy; None if it is not known."""
         return None if self.values is None else self.values.values.get(proxy.node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -125,11 +124,11 @@ class Tracer(fx.Tracer):
         return super().to_bool(obj) if self.values is None else bool(self.known(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Return the items of a proxy whose length is known."""
+        """The items of a proxy whose length is known."""
         return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return True for layers of torch.nn, quantizers and the leaves of our choice."""
+        """True for layers of torch.nn, quantizers and the leaves of our choice."""
         return (
             module_qualified_name in self.leaves
             or getattr(m, "is_quantizer", False)
@@ -155,7 +154,7 @@ class Tracer(fx.Tracer):
             raise
 
     def _made_in_forward(self, m: nn.Module) -> bool:
-        """Return True for `nn.ReLU()(x)`, a module without a state that the network does not hold."""
+        """True for `nn.ReLU()(x)`, a module without a state that the network does not hold."""
         if self._own is None or self._own[0] is not self.root:
             self._own = self.root, {id(module) for module in self.root.modules()}
         return id(m) not in self._own[1]

@@ -30,7 +30,7 @@ LEFT_OUT = (
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; all that `restored` restores is as before then."""
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
     with restored(model):  # modes are attributes
         model.train()
         for module in model.modules():
@@ -40,10 +40,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """Return True if a graph computes in training mode what the model does, random numbers included.
-
-    What the model writes into its buffers counts as a result.
-    """
+    """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
     device = device_of(model)
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     results = []
@@ -147,7 +144,7 @@ def _part(
 
 
 def _stateless(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a node has no parameters and buffers."""
+    """True if a node has no parameters and buffers."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return not any(True for _ in (*module.parameters(), *module.buffers()))

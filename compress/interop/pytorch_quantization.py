@@ -1,16 +1,12 @@
 """Conversion of models that were built and calibrated with pytorch-quantization; the outputs stay the same.
 
-pytorch-quantization 2.1.3 has quantizers inside its layers (`_input_quantizer`, `_weight_quantizer`) and as separate
-modules on residual branches. The former are moved into the graph, so that the graph shows what ONNX will hold, and each
-takes over the format and the calibrated `amax`. If several layers consume one tensor through equal quantizers, one
-remains, because engines need one for each tensor.
+pytorch-quantization 2.1.3 has quantizers inside its layers and as modules on residual branches. The former are moved
+into the graph, as ONNX will hold them; each takes over the format and the calibrated `amax`. Equal quantizers of one
+tensor become one, because engines need one for each tensor.
 
 Its arithmetic is round(x * (bound / amax)) clipped, divided by (bound / amax) (Wu et al., arXiv 2004.09602, section
-3.1.1). Ours divides by amax / bound, as ONNX does, so that a value within a rounding error of a tie between two steps
-may be rounded to the other side; everything else is equal but for the last bits.
-
-The library itself is not imported: its classes are recognized by their names, so a model can be converted wherever it
-can be loaded.
+3.1.1). Ours divides by amax / bound, as ONNX does, so that a value at a tie between two steps may be rounded to the
+other side. The library is not imported: its classes are recognized by their names.
 """
 
 from __future__ import annotations
@@ -97,13 +93,7 @@ class _Range:
 
 
 class _Moved:
-    """The quantizers that were taken over so far.
-
-    Attributes:
-        activations: range and (tensor, consumer) edges, by the quantizer's path.
-        weights: format of the weight, by the layer's path.
-        called: their modules that were replaced, by path.
-    """
+    """What was taken over so far: ranges and edges, formats of weights, and replaced modules, by path."""
 
     def __init__(self) -> None:
         self.activations: dict[str, tuple[_Range, list[tuple[str, str]]]] = {}
@@ -272,11 +262,7 @@ def _axis(amax: Tensor, axis: Any, path: str) -> int | None:
 
 
 def _usable(amax: Tensor, path: str) -> Tensor:
-    """Give channels that they quantize to zero the largest range, which quantizes them to zero too.
-
-    Raises:
-        CalibrationError: all channels are such.
-    """
+    """Give channels of zeros the largest range (CalibrationError: all channels are such)."""
     dead = amax <= _SMALLEST_AMAX
     if bool(dead.all()):
         raise CalibrationError(

@@ -103,7 +103,7 @@ def measure_accuracy(
 
 
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
-    """Count the classes ranked before each image's target, (N,); equal logits rank in the order of their classes."""
+    """The classes ranked before each image's target, (N,); equal logits rank in the order of their classes."""
     own = np.take_along_axis(logits, targets[:, None], axis=1)
     before = np.arange(logits.shape[1]) < targets[:, None]
     counted: Ints = ((logits > own) | ((logits == own) & before)).sum(axis=1)
@@ -129,7 +129,6 @@ def _logits_output(engine: Engine) -> str:
 
 
 def _pair(batch: Any) -> tuple[list[NDArray[np.generic]], Ints]:
-    """Return the images and targets of a batch as arrays."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise DataError(f"a batch is a {type(batch).__name__}; accuracy needs pairs of images and targets")
     images, targets = map(as_array, batch)

@@ -15,11 +15,7 @@ from compress.export.names import PREPROCESSING_KEY
 
 
 def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
-    """Return a remark if a model's file names no preprocessing.
-
-    Raises:
-        DataError: it names another than `preprocessing`.
-    """
+    """A remark if a model's file names no preprocessing (DataError: it names another)."""
     if preprocessing is None:
         return []
     text = engine.metadata.get(PREPROCESSING_KEY)
@@ -35,7 +31,7 @@ def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> 
 
 
 def as_array(part: Any) -> NDArray[np.generic]:
-    """Return a tensor on any device, or an array, as numpy array."""
+    """A tensor on any device, or an array, as numpy array."""
     array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
     return array
 

@@ -17,7 +17,7 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A metric and its difference from a reference, as shares, each with the ends of its interval."""
+    """A metric and its difference from a reference, as shares with the ends of their intervals."""
 
     value: float
     low: float
@@ -38,15 +38,9 @@ def compare_evidence(
 ) -> Comparison:
     """Compare a network with a reference on the same images.
 
-    Percentile bootstrap: Efron and Tibshirani, 1993, chapters 6 and 13.
-    Shares of right answers use exact bounds where few images differ (Clopper and Pearson, 1934; the sign test).
-
-    Args:
-        reference: such as the float network on an engine.
-        seen: the other network.
-        resamples: number of resamples of the images, with replacement.
-        level: share of the resamples inside an interval.
-        seed: of the resamples.
+    Percentile bootstrap (Efron and Tibshirani, 1993, chapters 6 and 13), with replacement; `level` is the share of the
+    resamples inside an interval. Shares of right answers use exact bounds where few images differ (Clopper and Pearson,
+    1934; the sign test).
 
     Raises:
         DataError: the two have seen different numbers of images, or none.
@@ -84,7 +78,7 @@ def compare_evidence(
 
 
 def share_interval(found: int, images: int, *, level: float = LEVEL) -> tuple[float, float]:
-    """Return the exact ends of the interval of a share of which `found` of `images` were seen (Clopper and Pearson).
+    """The exact ends of the interval of a share of which `found` of `images` were seen (Clopper and Pearson).
 
     >>> low, high = share_interval(0, 45)
     >>> f"{low:.4f} to {high:.4f}"
@@ -97,7 +91,7 @@ def share_interval(found: int, images: int, *, level: float = LEVEL) -> tuple[fl
 
 
 def _difference_of_hits(reference: Hits, seen: Hits, drawn: tuple[float, float], level: float) -> tuple[float, float]:
-    """Return the interval of a difference of two shares of right answers; `drawn` is the bootstrap's."""
+    """The interval of a difference of two shares of right answers; `drawn` is the bootstrap's."""
     right, before = seen.right(), reference.right()
     gained, lost, images = int((right & ~before).sum()), int((before & ~right).sum()), len(right)
     differ = gained + lost

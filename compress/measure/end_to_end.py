@@ -36,7 +36,7 @@ _QUIET = NoProgress()
 Picture = bytes | NDArray[np.uint8]
 """Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding."""
 Ready = bytes | Image.Image | Tensor
-"""A picture as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU."""
+"""An image as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class EndToEnd:
         return sum(self.stage_ms.values())
 
     def share(self, stage: Stage) -> float:
-        """Return the share of a stage in the sum, 0 to 1; 0 for a stage that is missing."""
+        """The share of a stage in the sum, 0 to 1; 0 for a stage that is missing."""
         return self.stage_ms.get(stage, 0.0) / self.total_ms if self.total_ms else 0.0
 
 
@@ -80,15 +80,15 @@ def measure_end_to_end(
     seconds: float = 3.0,
     progress: Progress = _QUIET,
 ) -> tuple[EndToEnd, ...]:
-    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same pictures in every run.
+    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same images in every run.
 
     Args:
         engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
         pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
-        batch_size: pictures of one run.
+        batch_size: images of one run.
         preprocessing: None = that of each engine's own file.
         device: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
-        max_pixels: of the largest picture that is decoded.
+        max_pixels: of the largest image that is decoded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average; the first round is always finished.
@@ -98,7 +98,7 @@ def measure_end_to_end(
         One result for each engine, in their order.
 
     Raises:
-        DataError: there are no pictures, one cannot be read, or encoded and decoded ones are mixed.
+        DataError: there are no images, one cannot be read, or encoded and decoded ones are mixed.
         EngineError: there is no engine, a batch or number does not fit, the preprocessing is unknown, or the device is
             not here.
     """
@@ -147,7 +147,7 @@ def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: s
 def _prepared(
     engine: Engine, label: str, batch_size: int, given: Preprocessing | None
 ) -> tuple[Preprocessing, TensorInfo]:
-    """Return the preprocessing and input of an engine, checked against each other."""
+    """The preprocessing and input of an engine, checked against each other."""
     if len(engine.inputs) != 1:
         raise EngineError(f"{label} takes {len(engine.inputs)} inputs; pictures are made for one")
     text = engine.metadata.get(PREPROCESSING_KEY)
@@ -187,7 +187,7 @@ def _stamps(
 
 
 def ready(pictures: Sequence[bytes | Image.Image], device: torch.device) -> list[Ready]:
-    """Return pictures as a run takes them: files that a GPU decodes as tensors (bytes,) uint8, others as they are."""
+    """Images as a run takes them: files that a GPU decodes as tensors (bytes,) uint8, others as they are."""
     if device.type == "cpu":
         return list(pictures)
     found = [for_decoder(picture) if isinstance(picture, bytes) else picture for picture in pictures]
@@ -199,14 +199,14 @@ def ready(pictures: Sequence[bytes | Image.Image], device: torch.device) -> list
 
 
 def for_decoder(picture: bytes) -> bytes | Tensor:
-    """Return a file as a tensor (bytes,) uint8, if nvJPEG reads it as Pillow does; else as it is."""
+    """A file as a tensor (bytes,) uint8, if nvJPEG reads it as Pillow does; else as it is."""
     content = np.frombuffer(picture, dtype=np.uint8)
     with open_image(io.BytesIO(picture)) as header:
         return picture if refusal(header, content) else torch.from_numpy(content.copy())
 
 
 def decoded_pictures(batch: Sequence[Ready], device: torch.device, max_pixels: int) -> list[Image.Image | Tensor]:
-    """Return RGB pictures: Pillow's, or tensors (3, H, W) uint8 on `device`."""
+    """RGB images: Pillow's, or tensors (3, H, W) uint8 on `device`."""
     files = [picture for picture in batch if isinstance(picture, Tensor)]
     by_device = iter(decode_jpegs(files, device) if files else ())
     images = [
@@ -241,11 +241,7 @@ def _engine_call(
 
 
 def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
-    """Decode JPEG or PNG files to RGB images.
-
-    Raises:
-        DataError: Pillow cannot read a file.
-    """
+    """Decode JPEG or PNG files to RGB images (DataError: Pillow cannot read one)."""
     return [
         read_image(io.BytesIO(content), name=f"picture {index}", max_pixels=max_pixels)
         for index, content in enumerate(pictures, start=first)
@@ -255,7 +251,7 @@ def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE
 def preprocess(
     images: Sequence[Image.Image | Tensor], preprocessing: Preprocessing, device: torch.device | str
 ) -> Tensor:
-    """Return (N, 3, height, width) float32 on `device`; Pillow resizes on the CPU, torchvision elsewhere."""
+    """(N, 3, height, width) float32 on `device`; Pillow resizes on the CPU, torchvision elsewhere."""
     device = torch.device(device)
     tensors = [image for image in images if isinstance(image, Tensor)]
     if len(tensors) == len(images) and preprocessing.interpolation == "bilinear":
@@ -283,7 +279,7 @@ def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return indices and softmax probabilities, both (N, top), of the most probable classes of (N, classes) logits."""
+    """Indices and softmax probabilities, both (N, top), of the most probable classes of (N, classes) logits."""
     values = np.asarray(logits, dtype=np.float32)
     exponents = np.exp(values - values.max(axis=1, keepdims=True))
     probabilities = exponents / exponents.sum(axis=1, keepdims=True)

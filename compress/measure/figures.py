@@ -101,11 +101,7 @@ def measure_metric(
 
 
 def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskMetric) -> Parity:
-    """Compare the kept outputs of two measurements over the same batches.
-
-    Raises:
-        EngineError: no outputs were kept, or their shapes differ.
-    """
+    """Compare the kept outputs of two measurements over the same batches (EngineError: none, or shapes differ)."""
     return compare_batches(reference.outputs, seen.outputs, classes=metric.classes)
 
 
@@ -114,7 +110,7 @@ def _only(outputs: Any) -> Any:  # what the metric of the user's takes
 
 
 def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
-    """Return the input arrays and the targets, of any form, of a batch."""
+    """The input arrays and the targets, of any form, of a batch."""
     inputs, targets = split_batch(batch)
     parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
     parts = parts if isinstance(parts, (list, tuple)) else [parts]
@@ -126,7 +122,7 @@ def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
 
 
 def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> dict[str, Tensor]:
-    """Return the outputs of a batch by name; refuse results that are not finite."""
+    """The outputs of a batch by name; results that are not finite are refused."""
     if len(arrays) != len(engine.inputs):
         names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
         raise EngineError(f"{engine.info.label} takes the inputs {names}, and a batch has {len(arrays)}")
@@ -144,7 +140,7 @@ def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> di
 
 
 def kept_images(outputs: Any, *, budget: int = 200_000_000) -> int:
-    """Return of how many images outputs like these (of one batch) fit into `budget` bytes; one at least."""
+    """Of how many images outputs like these (of one batch) fit into `budget` bytes; one at least."""
     tensors = flat_tensors(outputs)
     each = sum(tensor.nbytes for tensor in tensors) / max(1, len(tensors[0]))
     return max(1, int(budget / max(1.0, each)))

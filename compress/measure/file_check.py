@@ -20,12 +20,13 @@ from compress.onnx_ptq.run import feeds, inputs_of_file, known_results
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 IMAGES = 8
-"""Largest number of pictures that are compared."""
+"""Largest number of images that are compared."""
 LOW_DB = 10.0
 """Signal to noise below which a quantized file is called far from float: a third of the signal is noise."""
 FAULT_DB, FAULT_LOSS_DB = 25.0, 6.0
 """An engine that stays below the first, and that far below the file itself, computes something else: differences
-of rounding, single steps, are smaller."""
+of rounding, single steps, are smaller.
+"""
 _TRY = "Try a fixed batch, or keep layers in float (quantization.rules)"
 _COMPILE_IN_SECONDS = ("openvino", "onnxruntime")
 
@@ -51,13 +52,8 @@ class FileCheck:
 def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: str) -> FileCheck:
     """Compare a quantized file with float on the first pictures of a batch.
 
-    Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
-
-    Args:
-        float_path: file that it was made from.
-        path: quantized file.
-        batch: as `quantize_onnx` takes it.
-        target: that the file was quantized for.
+    Outputs that are no floats, whose size depends on values, or that are zero in float are left out. The batch is as
+    `quantize_onnx` takes it.
 
     Examples:
         >>> spec = compress.QuantSpec(target="onnxruntime")
@@ -92,7 +88,7 @@ def _run(path: Path | str, engine: str, feed: Arrays, **options: Any) -> Arrays:
 
 
 def _least(expected: Mapping[str, Any], got: Mapping[str, Any]) -> float | None:
-    """Return the least signal to noise of the comparable outputs; None if there is none."""
+    """The least signal to noise of the comparable outputs; None if there is none."""
     found = []
     for name, value in expected.items():
         a, b = np.asarray(value), np.asarray(got.get(name))

@@ -54,11 +54,9 @@ def cut_file(model: onnx.ModelProto, outputs: list[str], target: Path) -> Path:
 
 
 def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference, ...]:
-    """Write a copy of an ONNX file whose inner tensors are outputs too.
+    """Write a copy of an ONNX file whose inner tensors are outputs too, and return those in the order of the nodes.
 
-    Returns:
-        The copy's outputs in the order of its nodes: the inputs of quantizers (without these, the outputs of
-        convolutions and products) and the file's own outputs.
+    They are the inputs of quantizers (without these, the outputs of convolutions and products) and the file's outputs.
     """
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph
@@ -99,13 +97,7 @@ def first_difference(
 ) -> LayerDifference | None:
     """Find the first layer whose output on an engine is not ONNX Runtime's, node by node; None if there is none.
 
-    Args:
-        onnx_path: the file.
-        engine: as in `build_engine`, like `precision` and `options`.
-        images: (N, C, H, W) float32.
-        precision: as in `build_engine`.
-        least_db: signal to noise below which a tensor counts as different.
-        options: of the engine.
+    Arguments are those of `build_engine`; images are (N, C, H, W) float32. A tensor below `least_db` differs.
 
     Raises:
         EngineError: the copy does not build or run.
@@ -137,7 +129,7 @@ def first_difference(
 def _first_of_parts(
     probes: Sequence[LayerDifference], alone: Callable[[LayerDifference], LayerDifference], least_db: float
 ) -> LayerDifference | None:
-    """Search for the first part of the file that differs, by halving; None if the whole file does not."""
+    """Search by halving for the first part of the file that differs; None if the whole file does not."""
     bad, good, low, high = alone(probes[-1]), None, -1, len(probes) - 1
     if bad.sqnr_db >= least_db:
         return None

@@ -104,7 +104,7 @@ def measure_latency(
 
 
 def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> Sequence[Latency]:
-    """Return the first measurement whose times are all to be compared, or the last of `tries`."""
+    """The first measurement whose times are all to be compared, or the last of `tries`."""
     for _ in range(tries - 1):
         timed = measure()
         if not any(row.unquiet for row in timed):
@@ -121,15 +121,10 @@ def time_files(
     precisions: Mapping[str, str | None] | None = None,
     **timing: Any,
 ) -> dict[str, Latency]:
-    """Time ONNX files in turn on an engine, a second time if the machine was busy.
+    """Time ONNX files (by label) in turn on an engine, a second time if the machine was busy.
 
-    Args:
-        files: by label.
-        engine: that runs them.
-        batch_size: images of one run.
-        threads: CPU threads of one run; None = the engine's choice.
-        precisions: of the part of each file that is not quantized; left out = the engine's choice.
-        timing: further arguments of `measure_latency`.
+    Precisions of the part that is not quantized, and threads, are the engine's choice unless given; `timing` are
+    further arguments of `measure_latency`.
 
     Raises:
         EngineError: a file that the engine cannot take, or as `measure_latency`.
@@ -146,7 +141,7 @@ def time_files(
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:
-    """Return the median, over the rounds of a measurement, of the time of `value` over that of `reference`.
+    """The median, over the rounds of a measurement, of the time of `value` over that of `reference`.
 
     Raises:
         EngineError: they do not come from one measurement.
@@ -161,11 +156,7 @@ def latency_ratio(value: Latency, reference: Latency) -> float:
 
 
 def check_numbers(where: str, *, batch_size: int, warmup: int, runs: int, seconds: float) -> None:
-    """Refuse numbers that nothing can be timed with.
-
-    Raises:
-        EngineError: a number is out of range; the message begins with `where`.
-    """
+    """Refuse (EngineError) numbers that nothing can be timed with; the message begins with `where`."""
     for name, value, least in (("batch_size", batch_size, 1), ("warmup", warmup, 0), ("runs", runs, 1)):
         if value < least:
             raise EngineError(f"{where}: {name} is {value}: it must be {least} or more")
@@ -204,7 +195,7 @@ def _inputs(
 def random_inputs(
     engine: Engine, label: str, batch_size: int, sides: Sequence[int] = ()
 ) -> dict[str, NDArray[np.generic]]:
-    """Return seeded random arrays for an engine's inputs; `sides` are for dimensions that are open after the batch.
+    """Seeded random arrays for an engine's inputs; `sides` are for dimensions that are open after the batch.
 
     Raises:
         EngineError: an input leaves more dimensions open; the message begins with `label`.
@@ -228,16 +219,10 @@ def _random(tensor: TensorInfo, label: str, batch_size: int, sides: Sequence[int
 def take_turns(
     timed: Mapping[str, Callable[[], T]], *, runs: int, seconds: float, progress: Progress = _QUIET
 ) -> dict[str, list[list[T]]]:
-    """Call functions in turn, each round beginning with another; the first call of a turn is not counted.
+    """Call functions (by label) in turn, each round beginning with another; the first call of a turn is not counted.
 
-    Args:
-        timed: by label, a function that runs once and returns its time.
-        runs: counted calls of each, at most.
-        seconds: of all together, at most; a round under way is finished.
-        progress: listener, advanced by every round.
-
-    Returns:
-        For each label a list of turns, each a list of the results of the calls.
+    `runs` are the counted calls of each, `seconds` the time of all, at most; a round under way is finished. The result
+    is a list of turns for each label, each a list of the results of the calls.
     """
     labels = list(timed)
     turns: dict[str, list[list[T]]] = {label: [] for label in labels}
@@ -265,7 +250,7 @@ def watched_turns(
 
 
 def _timed_run(engine: Engine, inputs: Mapping[str, NDArray[np.generic]]) -> float:
-    """Return the milliseconds of a run; its result is freed after the clock is read."""
+    """The milliseconds of a run; its result is freed after the clock is read."""
     begin = time.perf_counter_ns()
     result = engine.run(inputs)
     elapsed = (time.perf_counter_ns() - begin) / 1e6

@@ -184,7 +184,7 @@ class _Forced(fx.Interpreter):
 
 
 def _tensor_names(calls: list[fx.Node]) -> dict[fx.Node, str]:
-    """Return the ONNX tensor that each call of a quantizer writes."""
+    """The ONNX tensor that each call of a quantizer writes."""
     seen: Counter[str] = Counter()
     names = {}
     for node in calls:
@@ -197,7 +197,7 @@ def _tensor_names(calls: list[fx.Node]) -> dict[fx.Node, str]:
 def _watch(
     path: Path, names: list[str], images: Floats, plain: Mapping[str, Floats], where: tuple[str, str | None, Path]
 ) -> tuple[dict[str, Floats], str]:
-    """Return the engine's tensors `names`, read without changing its results, and how they were read."""
+    """The engine's tensors `names`, read without changing its results, and how they were read."""
     engine, precision, folder = where
     model = onnx.load(str(path))
     result = model.graph.output[0].name
@@ -242,7 +242,7 @@ def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats,
 
 
 def _operations(node: fx.Node) -> tuple[str, ...]:
-    """Name the operations between `node` and the quantized tensors before it."""
+    """The operations between `node` and the quantized tensors before it."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:

@@ -51,24 +51,11 @@ def measure_engine_layers(
     follow: bool = False,
     progress: Progress = _QUIET,
 ) -> dict[str, LayerTimes]:
-    """Time the layers of several ONNX files of one network, all in turn.
+    """Time the layers of several ONNX files (by name, of `export_onnx`) of one network, in turn; times by name of file.
 
-    Time of fused nodes goes to the first of the network's layers among them.
-
-    Args:
-        files: by name; written by `export_onnx`.
-        layers: module paths of the network's layers.
-        engine: reports the times of its layers, as `openvino` and `onnxruntime` do.
-        batch_size: images of one run.
-        precision: of the part that is not quantized; None = the engine's choice.
-        threads: CPU threads of one run; None = the engine's choice.
-        warmup: runs of each that are not timed.
-        runs: timed runs of each.
-        follow: assign activations, pools, quantizers and the like to the layer whose result they take.
-        progress: listener, advanced by every round.
-
-    Returns:
-        Times by the names of `files`.
+    Time of fused nodes goes to the first of the network's layers, module paths, among them; with `follow`, that of
+    activations, pools, quantizers and the like to the layer whose result they take. The engine reports the times of its
+    layers, as `openvino` and `onnxruntime` do. A precision or threads of None are the engine's choice.
 
     Raises:
         EngineError: the engine cannot take a file, or does not report times.
@@ -115,13 +102,13 @@ def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> 
 
 
 def _node_of_output(graph: Any) -> dict[str, str]:
-    """Return the node by the graph output that it writes: OpenVINO names the last layer by its result."""
+    """The node by the graph output that it writes: OpenVINO names the last layer by its result."""
     outputs = {value.name for value in graph.output}
     return {name: node.name for node in graph.node for name in node.output if name in outputs}
 
 
 def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
-    """Return the layer that each node belongs to or follows, by the node's name."""
+    """The layer that each node belongs to or follows, by the node's name."""
     makers: dict[str, str] = {}
     found: dict[str, str] = {}
     for node in graph.node:
@@ -134,7 +121,7 @@ def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
 
 
 def _part_of(name: str, nodes: Mapping[str, str]) -> str | None:
-    """Return the longest node name that an engine's name is or begins with."""
+    """The longest node name that an engine's name is or begins with."""
     return name if name in nodes else max((node for node in nodes if node and node in name), key=len, default=None)
 
 

@@ -70,7 +70,7 @@ class Machine:
     gpu_driver: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Plain values for JSON."""
         row = asdict(self)
         return {**row, "isa": list(self.isa), "gpus": list(row["gpus"])}
 
@@ -94,7 +94,7 @@ def describe_machine() -> Machine:
 
 
 def _usable_cores() -> float:
-    """Return the smaller of the affinity mask and the cgroup's quota."""
+    """The smaller of the affinity mask and the cgroup's quota."""
     count = core_count()
     quota, _, period = read_fact("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):

@@ -76,7 +76,7 @@ class Metric:
             raise RunError(f"{where}: batch_size is {self.batch_size}: it must be 1 or more, or None")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; an infinite value becomes "inf" or "-inf"."""
+        """Plain JSON values; an infinite value becomes "inf" or "-inf"."""
         row = asdict(self)
         if self.value is not None:
             row["value"] = float(self.value) if math.isfinite(self.value) else str(float(self.value))
@@ -86,11 +86,7 @@ class Metric:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Metric:
-        """Read `to_dict`'s form back.
-
-        Raises:
-            RunError: a key is unknown or missing, a type is wrong, or values contradict each other.
-        """
+        """Read `to_dict`'s form back (RunError: a key is unknown or missing, a type is wrong, or values contradict)."""
         known = [field.name for field in fields(cls)]
         for key in row:
             if key not in known:
@@ -122,7 +118,7 @@ class Judged:
         return metric_title(self.name)
 
     def text(self, value: float) -> str:
-        """Return a value with its unit."""
+        """A value with its unit."""
         return f"{scored(value, self.unit)} {self.unit}".rstrip()
 
     @property
@@ -132,7 +128,7 @@ class Judged:
 
 
 def judged_by(metrics: Iterable[Metric]) -> Judged:
-    """Return the figure that judges a run: the first with a direction, else top-1; without both, one with no name."""
+    """The figure that judges a run: the first with a direction, else top-1; without both, one with no name."""
     metrics = tuple(metrics)
     found = next((m for m in metrics if m.direction), None)
     if found is not None:

@@ -51,12 +51,9 @@ def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) 
 def compare_batches(
     reference: Sequence[Any], outputs: Sequence[Any], *, classes: Callable[[Any], Any] | None = None
 ) -> Parity:
-    """Compare outputs of any form, all tensors of all batches together.
+    """Compare outputs of any form, tensors or structures of tensors, all batches together.
 
-    Args:
-        reference: outputs of each batch, tensors or structures of tensors.
-        outputs: of the same batches as `reference`.
-        classes: returns the decided classes of a batch's outputs; None = no agreement is counted.
+    `classes` returns the decided classes of a batch's outputs; None = no agreement is counted.
 
     Raises:
         EngineError: nothing to compare, or shapes that differ.
@@ -87,7 +84,7 @@ def compare_batches(
 
 
 def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
-    """Return the share of rows whose largest element, the first of equal ones, is in the same column; both (N, C).
+    """The share of rows whose largest element, the first of equal ones, is in the same column; both (N, C).
 
     Raises:
         EngineError: shapes differ, or there is nothing to compare.
@@ -99,9 +96,7 @@ def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
 
 
 def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
-    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB.
-
-    The result is inf if they are equal, and -inf if only the reference is zero.
+    """10 log10(sum reference^2 / sum (reference - value)^2) in dB; inf if equal, -inf if only the reference is zero.
 
     Raises:
         EngineError: shapes differ, there is nothing to compare, or a value is NaN.

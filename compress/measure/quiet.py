@@ -50,13 +50,9 @@ def cpu_time() -> CpuTime | None:
 
 
 def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, usable: float) -> str:
-    """Say who else used the processor between two readings; "" = nobody to speak of, or unknown.
+    """Who else used the processor between two readings; "" = nobody to speak of, or unknown.
 
-    Args:
-        before: reading at the start.
-        after: reading at the end.
-        cores: of the machine.
-        usable: cores that this process may use.
+    `cores` are the machine's, `usable` those that this process may use.
     """
     if before is None or after is None or after.wall - before.wall < 0.2:  # the counters move in steps of 10 ms
         return ""
@@ -71,7 +67,7 @@ def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, us
 
 
 def paired_interval(turns: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    """Return a 95 % interval of the median of `turns` over `reference`, turn by turn.
+    """A 95 % interval of the median of `turns` over `reference`, turn by turn.
 
     Order statistics by the sign test (Conover, Practical Nonparametric Statistics, 1999, section 3.2); with fewer than
     six turns the smallest and the largest ratio.
@@ -88,12 +84,10 @@ def paired_interval(turns: Sequence[float], reference: Sequence[float]) -> tuple
 
 
 def judge(turns: Mapping[str, Sequence[float]], means: Mapping[str, float], disturbed: str = "") -> dict[str, str]:
-    """Say of each label why its times are not to be compared with those of the others; "" = they are.
+    """Why the times of a label are not to be compared with those of the others; "" = they are.
 
-    Args:
-        turns: by label, the median of each turn in ms; all labels have equally many.
-        means: by label, the mean of all runs in ms.
-        disturbed: as `disturbance` returns it.
+    `turns` are the medians of each turn, equally many for all labels, `means` those of all runs, ms; `disturbed` is
+    what `disturbance` returns.
     """
     if disturbed:
         return dict.fromkeys(turns, disturbed)

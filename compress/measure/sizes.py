@@ -49,7 +49,6 @@ def model_sizes(path: Path | str) -> Sizes:
 
 
 def _tensors(model: Any) -> Iterator[Any]:
-    """Yield initializers and constants of the graph, its subgraphs and functions."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
@@ -80,6 +79,6 @@ def _type_and_bytes(tensor: Any) -> tuple[str, int]:
 
 
 def _bits(name: str) -> int:
-    """Return the bits of one element: the first number in the type's name."""
+    """Bits of one element: the first number in the type's name."""
     found = re.search(r"\d+", name)
     return int(found.group()) if found else 8  # bool, the only name without a number, takes a byte

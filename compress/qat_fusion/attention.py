@@ -25,11 +25,8 @@ _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 class FusedAttentionModule(nn.Module):
     """matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul, without stored scores.
 
-    Args:
-        scaling: factor of the scores.
-        quantize: quantizes the probabilities only.
-        dropout: of the quantized probabilities; None = there is none.
-        kernels: None = Triton on a GPU in half precision.
+    `scaling` is the factor of the scores, `quantize` of the probabilities only. `kernels` None: Triton on a GPU in half
+    precision.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class FusedAttentionModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return (..., tokens, E) of query (..., tokens, D), transposed key (..., D, keys) and value (..., keys, E)."""
+        """(..., tokens, E) of query (..., tokens, D), transposed key (..., D, keys) and value (..., keys, E)."""
         quantizer = quantizer_of(self.quantize)
         if self.takes(query):
             dtype = weight_dtype(query)
@@ -53,7 +50,7 @@ class FusedAttentionModule(nn.Module):
         return torch.matmul(weights if self.dropout is None else self.dropout(weights), value)
 
     def takes(self, query: Tensor) -> bool:
-        """Whether Triton kernels run: if asked for, or on a GPU in half precision; never with active dropout."""
+        """True if Triton kernels run: if asked for, or on a GPU in half precision; never with active dropout."""
         dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
         if dropping or not is_live(quantizer_of(self.quantize)):
             return False
@@ -65,10 +62,7 @@ class FusedAttentionModule(nn.Module):
 class PackedAttentionModule(nn.Module):
     """Attention of queries, keys and values that one linear layer computed, with the quantizers around it.
 
-    Args:
-        attention: without those quantizers.
-        parts: quantizing modules of queries, keys and values, of one format; may be empty.
-        result: quantizes the result; None = it is not quantized.
+    `attention` is without those quantizers; `parts` quantize queries, keys and values, of one format, or are empty.
     """
 
     def __init__(self, attention: FusedAttentionModule, parts: Sequence[nn.Module], result: nn.Module | None) -> None:
@@ -78,7 +72,7 @@ class PackedAttentionModule(nn.Module):
         self.result = result
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Return (B, tokens, heads, D) of a packed (3, B, heads, tokens, D)."""
+        """(B, tokens, heads, D) of a packed (3, B, heads, tokens, D)."""
         attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
         modules = [*self.parts, *([] if self.result is None else [self.result]), attention.quantize]
         ours = [module.quantizer for module in modules]
@@ -100,9 +94,8 @@ def fuse_attention(
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
     """Replace every attention whose probabilities are quantized by one module, in place.
 
-    Returns:
-        For each quantizer after a softmax or fused around an attention: the names of the fused nodes (none if it stays
-        plain), and the reason.
+    The fused nodes (none if it stays plain) and the reason are returned for each quantizer after a softmax or around an
+    attention.
     """
     found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
     weights = [node for node in quantizing if node_kind(node.all_input_nodes[0]) == "softmax"]

@@ -20,13 +20,8 @@ from compress.qat_fusion.weights import is_live
 class FusedBatchNormModule(nn.Module):
     """Batch norm -> (clipping activation) -> quantizer; batch norm and quantizer are the model's own.
 
-    Args:
-        norm: affine, with running statistics.
-        chain: what follows it, with `quantizer` and `epilogue`, and one range.
-        kernels: as of `fuse_for_training`.
-
-    Attributes:
-        gives_recipe: whether the recipe of the result is a result too.
+    The norm is affine, with running statistics; the chain has `quantizer` and `epilogue`, and one range;
+    `gives_recipe`: the recipe of the result is a result too.
     """
 
     is_quantizer = True
@@ -38,7 +33,7 @@ class FusedBatchNormModule(nn.Module):
         self.can_recompute, self.gives_recipe = True, False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Recipe | None]:
-        """Return the quantized result, (N, C, H, W), and its recipe if it is a result."""
+        """The quantized result, (N, C, H, W), and its recipe if it is a result."""
         norm = self.norm
         chain: Any = self.chain
         if not self._takes(x):
@@ -66,11 +61,7 @@ class FusedBatchNormModule(nn.Module):
 def fuse_batch_norms(
     graph_module: fx.GraphModule, chains: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every batch norm that only a chain without a layer reads, and the chain, by one module, in place.
-
-    Returns:
-        For each quantizer after such a batch norm: its node's name.
-    """
+    """Replace every batch norm that only a chain without a layer reads, and the chain, by one module, in place."""
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node, module in chains.items():
         chain: Any = module
@@ -90,7 +81,7 @@ def fuse_batch_norms(
 
 
 def _is_norm(node: fx.Node) -> bool:
-    """Whether a node is an affine batch norm with running statistics, without hooks, that one node alone reads."""
+    """True for an affine batch norm with running statistics, without hooks, that one node alone reads."""
     module = called_module(node)
     if type(module) is not nn.BatchNorm2d or len(node.users) != 1 or len(node.all_input_nodes) != 1:
         return False

@@ -92,12 +92,12 @@ def activation_of(node: fx.Node) -> str:
 
 
 def has_one_consumer(node: fx.Node) -> bool:
-    """Whether one node alone reads the result of a node."""
+    """True if one node alone reads the result of a node."""
     return len(node.users) == 1
 
 
 def adds_alike(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape, and changes no tensor that other nodes read."""
+    """True if a node adds two tensors of one shape, and changes no tensor that other nodes read."""
     operands = node.all_input_nodes
     if node_kind(node) != "add" or len(operands) != 2 or node.kwargs or len(node.args) != 2:
         return False

@@ -33,18 +33,14 @@ from compress.quantization.quantizer import Quantizer
 
 
 def is_learned(quantizer: nn.Module) -> bool:
-    """Whether a quantizer learns its range."""
+    """True if a quantizer learns its range."""
     return type(quantizer) is LearnedQuantizer
 
 
 class FusedLearnedModule(nn.Module):
     """layer -> (add) -> (clipping activation) -> quantizer; the layer and the quantizer are the model's own.
 
-    Args:
-        layer: convolution or linear layer; None = the chain begins after another operation.
-        activation: `relu`, `relu6`, or "".
-        quantizer: of the result.
-        kernels: as of `fuse_for_training`.
+    `layer` None: the chain begins after another operation; `activation` is `relu`, `relu6`, or "".
     """
 
     is_quantizer = True
@@ -98,11 +94,7 @@ class FusedChain:
 
 @dataclass(frozen=True, kw_only=True)
 class FusionReport(GraphReport):
-    """The report of a graph that `fuse_for_training` returns.
-
-    Attributes:
-        chains: every quantizer of the graph, in its order.
-    """
+    """The report of a graph that `fuse_for_training` returns, with a chain for every quantizer of the graph."""
 
     chains: tuple[FusedChain, ...] = ()
 
@@ -170,28 +162,21 @@ def fuse_for_training(
 
 
 def is_fusible(model: nn.Module) -> bool:
-    """Whether `model` is a graph with quantizers."""
+    """True if `model` is a graph with quantizers."""
     return isinstance(model, fx.GraphModule) and any(node_kind(node) == "quantizer" for node in model.graph.nodes)
 
 
 def pays_off(device: torch.device) -> bool:
-    """Whether fused training is faster on `device`: on GPUs, if Triton is installed."""
+    """True if fused training is faster on `device`: on GPUs, if Triton is installed."""
     return device.type == "cuda" and HAS_TRITON
 
 
 class FusedChainModule(nn.Module):
     """layer -> (add) -> (activation) -> quantizer -> (max pool); the layer and the quantizer are the model's own.
 
-    Args:
-        layer: convolution or linear layer; None = the chain begins after another operation.
-        activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
-        quantizer: of the result.
-        kernels: as of `fuse_for_training`.
-        window: of the pool; None = there is none.
-        recompute_mask: the input is kept for backward by its producer anyway.
-
-    Attributes:
-        gives_recipe: whether the recipe of the result is a result too.
+    `layer` None: the chain begins after another operation; `activation` is `relu`, `relu6`, a key of
+    `SMOOTH_ACTIVATIONS`, or "". `window` is the pool's. `recompute_mask`: the producer keeps the input for backward
+    anyway; `gives_recipe`: the recipe of the result is a result too.
     """
 
     is_quantizer = True
@@ -295,7 +280,6 @@ def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModul
 
 
 def _quantizing(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
-    """Nodes of chains that only quantize, each with its module."""
     chains = _fused_chains(graph_module)
     return {
         node: chain
@@ -313,7 +297,6 @@ def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> F
 
 
 def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:
-    """Quantize the weights of all layers in groups."""
     consumers: dict[fx.Node, nn.Module] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "call_module":

@@ -32,10 +32,7 @@ _LARGEST = 2**30  # elements: with those of a rearranged stem, indices have 32 b
 class CodesChain(nn.Module):
     """A fused chain that begins at a convolution, computed on codes if it gets them.
 
-    Args:
-        chain: computes it without codes.
-        x_quantizer: of the layer's input.
-        residual_quantizer: of the residual, if it has codes too.
+    `chain` computes it without codes; `residual_quantizer` is given if the residual has codes too.
     """
 
     is_quantizer = True
@@ -55,10 +52,7 @@ class CodesChain(nn.Module):
         residual_codes: Tensor | None = None,
         weight_codes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (the quantized result, its codes or None).
-
-        The codes are int8, None = unknown; without `weight` the layer computes it.
-        """
+        """(The quantized result, its codes (int8) or None = unknown)."""
         chain: Any = self.chain
         layer, quantizer = chain.layer, chain.quantizer
         by_weight = layer.weight_quantizer
@@ -96,7 +90,7 @@ class CodesChain(nn.Module):
         return value, found if self.emits else None
 
     def _counts(self, x: Tensor) -> bool:
-        """Whether indices of 32 bits suffice for the tensor that is pooled."""
+        """True if indices of 32 bits suffice for the tensor that is pooled."""
         chain: Any = self.chain
         pixels = x.numel() // x.shape[1] // math.prod(chain.layer.stride)
         return chain.window is None or pixels * int(chain.layer.out_channels) < _LARGEST
@@ -127,11 +121,7 @@ def codes_by_torch(x: Tensor, amax: Tensor, quant_format: QuantFormat) -> Tensor
 
 
 def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> set[Quantizer]:
-    """Make the convolutions of a fused graph read and write codes where they can, in place.
-
-    Returns:
-        The quantizers at the ends of the chains that do.
-    """
+    """Make the convolutions of a fused graph read and write codes where they can, in place; return their quantizers."""
     carrier = _Carrier(graph_module, chains)
     for node, chain in chains.items():
         carrier.visit(node, chain)
@@ -196,12 +186,12 @@ class _Carrier:
 
 
 def _is_int8(quantizer: Quantizer) -> bool:
-    """Whether a quantizer has signed integers and one range."""
+    """True if a quantizer has signed integers and one range."""
     return is_plain(quantizer) and quantizer.format.signed and quantizer.format.axis is None
 
 
 def _reads_codes(layer: nn.Module | None) -> bool:
-    """Whether the kernel computes this layer."""
+    """True if the kernel computes this layer."""
     if not isinstance(layer, QuantConv2d) or layer.groups != 1 or isinstance(layer.padding, str):
         return False
     by_weight = layer.weight_quantizer
@@ -214,7 +204,7 @@ def _reads_codes(layer: nn.Module | None) -> bool:
 
 
 def _runs_on(x: Tensor) -> bool:
-    """Whether the kernel takes this device, type and layout."""
+    """True if the kernel takes this device, type and layout."""
     there = (x.is_cuda and HAS_TRITON) or (_INTERPRETED and not torch.compiler.is_compiling())
     laid_out = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return there and laid_out and x.dtype in _FLOATS and 0 < x.numel() < _LARGEST

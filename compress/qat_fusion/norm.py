@@ -22,16 +22,9 @@ from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 class FusedNormModule(nn.Module):
     """(add) -> layer norm over the last axis -> quantizer; weight and bias are read from the graph.
 
-    Args:
-        eps: of the norm.
-        quantize: a module that only quantizes.
-        keep_sum: whether the sum is a result too.
-        feeds_only_matmuls: whether every consumer is a matrix product, in autocast's type.
-        kernels: as of `fuse_for_training`.
-
-    Attributes:
-        can_recompute: whether the result has the type in which a layer keeps it.
-        gives_recipe: whether the recipe is the last result.
+    `quantize` only quantizes; `keep_sum`: the sum is a result too; `feeds_only_matmuls`: every consumer is a matrix
+    product, in autocast's type; `can_recompute`: the result has the type in which a layer keeps it; `gives_recipe`: the
+    recipe is the last result.
     """
 
     def __init__(
@@ -48,7 +41,7 @@ class FusedNormModule(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
     ) -> Tensor | tuple[Tensor | Recipe | None, ...]:
-        """Return the quantized norm of x + added, (..., C); with x + added and the recipe, if they are results too.
+        """The quantized norm of x + added, (..., C); with x + added and the recipe, if they are results too.
 
         Weight and bias are (C,).
         """
@@ -90,11 +83,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def fuse_norms(
     graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every layer norm that is quantized, and the add before it, by one module, in place.
-
-    Returns:
-        For each quantizer after such a norm: the names of the fused nodes.
-    """
+    """Replace every quantized layer norm, and the add before it, in place; return the fused nodes by quantizer."""
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node, quantize in quantizing.items():
         quantizer = quantizer_of(quantize)
@@ -181,5 +170,5 @@ def _fuse(
 
 
 def _asks_shape(node: fx.Node) -> bool:
-    """Whether a node reads the shape of its input, and not its values."""
+    """True if a node reads the shape of its input, and not its values."""
     return (node.target is getattr and node.args[1:] == ("shape",)) or node.target in {"size", "dim"}

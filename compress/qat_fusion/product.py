@@ -58,7 +58,7 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
 
 
 def groups_together(groups: int, width: int) -> int:
-    """Return how many neighbouring groups of a convolution, of `width` input channels each, are computed as one."""
+    """How many neighbouring groups of a convolution, of `width` input channels each, are computed as one."""
     if width not in _NARROW or width % _EVEN == 0:
         return 1
     counts = [count for count in range(1, groups + 1) if groups % count == 0 and count * width <= _LARGEST_EVEN]
@@ -68,7 +68,7 @@ def groups_together(groups: int, width: int) -> int:
 
 
 def merged_groups(weight: Tensor, groups: int, count: int) -> Tensor:
-    """Return the filter (K, C * count, R, S), in channels_last, of a convolution whose groups are merged by `count`.
+    """The filter (K, C * count, R, S), in channels_last, of a convolution whose groups are merged by `count`.
 
     `weight` is (K, C, R, S); `count` divides `groups`.
     """

@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 def uses_recipes(x: Tensor, kernels: Kernels | None) -> bool:
-    """Whether recipes are made and kept: with gradients, where Triton kernels run eagerly."""
+    """True if recipes are made and kept: with gradients, where Triton kernels run eagerly."""
     return torch.is_grad_enabled() and use_triton_eager(x, kernels)
 
 
@@ -79,10 +79,8 @@ def _same(kept: Any) -> Any:
 def recompute_inputs(graph_module: fx.GraphModule, producers: tuple[type, ...], layers: tuple[type, ...]) -> None:
     """Give layers the recipes of their inputs, as the keyword argument `recipe`; the graph is changed in place.
 
-    Args:
-        graph_module: changed in place.
-        producers: classes of modules with `can_recompute` and `gives_recipe`, which return their recipe last.
-        layers: classes of modules that compute a layer's product of their first argument.
+    Producers have `can_recompute` and `gives_recipe`, and return their recipe last; `layers` compute a layer's product
+    of their first argument.
     """
     for node in list(graph_module.graph.nodes):
         module = called_module(node)
@@ -126,7 +124,7 @@ def _layers_after(value: fx.Node, layers: tuple[type, ...]) -> list[fx.Node]:
 
 
 def _reads_input(node: fx.Node, value: fx.Node, layers: tuple[type, ...]) -> bool:
-    """Whether a node computes a layer's product of a value, and reads it nowhere else."""
+    """True if a node computes a layer's product of a value, and reads it nowhere else."""
     module: nn.Module | None = called_module(node)
     if not isinstance(module, layers) or getattr(module, "layer", None) is None:
         return False

@@ -28,14 +28,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 
 
 def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = None) -> fx.GraphModule:
-    """Return a second graph over the same modules whose parts are compiled, those that are alike together.
+    """A second graph over the same modules whose parts are compiled, those that are alike together.
 
-    Args:
-        graph_module: not changed; its nodes have shapes (`meta["shape"]`).
-        compiler: None = torch.compile for constant sizes, with `few_guards`.
-
-    Returns:
-        A graph of `Region`s, and of the nodes that do not depend on the input.
+    Nodes have shapes (`meta["shape"]`). `compiler` None is torch.compile for constant sizes, with `few_guards`.
     """
     compiler = compiler or (lambda run: torch.compile(run, dynamic=False, options={"guard_filter_fn": few_guards}))
     parts = [_Part(graph_module, nodes) for nodes in _segments(graph_module)]
@@ -55,7 +50,7 @@ def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = Non
 
 
 def few_guards(entries: Sequence[Any]) -> list[bool]:
-    """Return which guards of a compiled function are kept: those on its inputs and on what may change in a training."""
+    """Which guards of a compiled function are kept: those on its inputs and on what may change in a training."""
     # comparing settings and sizes of modules in each call costs the host 4 ms a pass of ResNet-50; these take 1 ms
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
     local = torch.compiler.skip_guard_on_globals_unsafe(entries)
@@ -63,12 +58,7 @@ def few_guards(entries: Sequence[Any]) -> list[bool]:
 
 
 class Region(nn.Module):
-    """A part of a network.
-
-    Args:
-        modules: that it calls, under the names m0, m1, ...
-        run: called with this module and the part's inputs; shared by parts that are alike.
-    """
+    """A part of a network: `modules` m0, m1, ..., and `run`, called with it and shared by parts that are alike."""
 
     def __init__(self, modules: list[nn.Module], run: Callable[..., Any]) -> None:
         super().__init__()
@@ -77,7 +67,7 @@ class Region(nn.Module):
         self.run = run
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the part's results."""
+        """The part's results."""
         return self.run(self, *inputs)
 
 
@@ -106,14 +96,14 @@ class _Part:
         self.kind = (self.graph.python_code("self").src, targets, sizes, tuple(map(_settings, self.modules)))
 
     def function(self) -> Callable[..., Any]:
-        """Return the function of a `Region` and the inputs."""
+        """The function of a `Region` and the inputs."""
         holder = fx.GraphModule({f"m{i}": module for i, module in enumerate(self.modules)}, self.graph)
         run: Callable[..., Any] = type(holder).forward
         return run
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a compiler tells graphs apart by: classes, attributes except names, and sizes of all tensors."""
+    """What a compiler tells graphs apart by: classes, attributes except names, and sizes of all tensors."""
     found: list[Any] = []
     for one in module.modules():
         own = {k: _value(v) for k, v in vars(one).items() if k not in _APART}
@@ -123,7 +113,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> str:
-    """Return a text that differs where values do, or, without such a text, where objects do."""
+    """A text that differs where values do, or, without such a text, where objects do."""
     if isinstance(value, _PLAIN) or is_dataclass(value):
         return repr(value)
     if isinstance(value, (tuple, list, set)):

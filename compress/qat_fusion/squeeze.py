@@ -24,12 +24,9 @@ from compress.qat_fusion.weights import grid_of, is_live
 class FusedSqueezeModule(nn.Module):
     """(layer) -> (activation) -> (quantizer) -> mean over the pixels; the layer and the quantizers are the model's own.
 
-    Args:
-        layer: convolution; None = the block begins after another operation.
-        activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
-        quantize: quantizes what is averaged; None = there is none.
-        excited: quantizes the product: it must round too.
-        kernels: as of `fuse_for_training`.
+    `layer` None: the block begins after another operation; `activation` is `relu`, `relu6`, a key of
+        `SMOOTH_ACTIVATIONS`,
+    or "". `excited` quantizes the product: it must round too.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class FusedSqueezeModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Link | None]:
-        """Return the means (N, C, 1, 1), and what `FusedExciteModule` takes as `kept` and `link`."""
+        """The means (N, C, 1, 1), and what `FusedExciteModule` takes as `kept` and `link`."""
         layer: Any = self.layer
         bias = None
         fused = use_triton_eager(x, self.kernels) and self._live()
@@ -68,11 +65,7 @@ class FusedSqueezeModule(nn.Module):
 class FusedExciteModule(nn.Module):
     """Product with the gate -> quantizer.
 
-    Args:
-        quantize: a module that only quantizes.
-
-    Attributes:
-        gives_recipe: whether the recipe of the result is a result too.
+    `quantize` only quantizes; `gives_recipe`: the recipe of the result is a result too.
     """
 
     def __init__(self, quantize: nn.Module) -> None:
@@ -81,7 +74,7 @@ class FusedExciteModule(nn.Module):
         self.can_recompute, self.gives_recipe = True, False
 
     def forward(self, kept: Tensor, gate: Tensor, link: Link | None) -> Tensor | tuple[Tensor, Recipe | None]:
-        """Return the quantized product with the gate (N, C, 1, 1), and its recipe if it is a result."""
+        """The quantized product with the gate (N, C, 1, 1), and its recipe if it is a result."""
         if link is None:
             y: Tensor = self.quantize(gate * kept)
             return (y, None) if self.gives_recipe else y
@@ -98,10 +91,7 @@ def fuse_squeezes(
 ) -> dict[nn.Module, tuple[str, ...]]:
     """Replace every squeeze and excitation whose product is quantized by two modules and its gate, in place.
 
-    The nodes have shapes (`meta["shape"]`).
-
-    Returns:
-        For each quantizer in such a block: the names of the fused nodes.
+    Nodes have shapes (`meta["shape"]`). The names of the fused nodes are returned for each quantizer in such a block.
     """
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node in quantizing:
@@ -134,7 +124,6 @@ class _Block(NamedTuple):
 
     @property
     def inner(self) -> list[fx.Node]:
-        """The activation and the layer, where they are: consumers first."""
         found = [self.scaled] if self.activation else []
         return found if self.layer is None else [*found, self.layer]
 
@@ -166,13 +155,13 @@ def _block_of(quantize: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Bl
 
 
 def _scales(gate: fx.Node, scaled: fx.Node) -> bool:
-    """Whether a node's result is one number for each channel of an image's."""
+    """True if a node's result is one number for each channel of an image's."""
     one, other = (tuple(node.meta.get("shape") or ()) for node in (gate, scaled))
     return len(other) == 4 and one == (*other[:2], 1, 1)
 
 
 def _averages_pixels(node: fx.Node) -> bool:
-    """Whether a node computes the mean of each channel of each image, (N, C, 1, 1)."""
+    """True if a node computes the mean of each channel of each image, (N, C, 1, 1)."""
     kind = node_kind(node)
     if kind not in AVERAGES or kind == "avg_pool":
         return False
@@ -205,7 +194,7 @@ def _leads_to(start: fx.Node, end: fx.Node) -> bool:
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    """Whether a node is a convolution without a chain, whose weight is quantized with others."""
+    """True for a convolution without a chain, whose weight is quantized with others."""
     module = called_module(node)
     return isinstance(getattr(module, "layer", None), nn.Conv2d) and not getattr(module, "is_quantizer", False)
 

@@ -31,7 +31,7 @@ class QuantizedWeights(nn.Module):
         self.coded = [False] * len(self.layers)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """Return the quantized weights, in autocast's type where Triton computes them.
+        """The quantized weights, in autocast's type where Triton computes them.
 
         As many int8 tensors follow: None where integers are not wanted, or where Triton does not run.
         """
@@ -59,14 +59,14 @@ def weight_dtype(weight: Tensor) -> torch.dtype:
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer rounds to integers in a fixed range that is symmetric or begins at 0."""
+    """True if a quantizer rounds to integers in a fixed range that is symmetric or begins at 0."""
     if type(quantizer) is not Quantizer:
         return False
     return quantizer.format.kind == "int" and not quantizer.format.lowest and not quantizer.amax.requires_grad
 
 
 def is_live(quantizer: Quantizer) -> bool:
-    """Whether a quantizer is enabled, has ranges, and no calibrator watches it."""
+    """True if a quantizer is enabled, has ranges, and no calibrator watches it."""
     return quantizer.enabled and quantizer.calibrator is None and quantizer.ready
 
 

@@ -34,17 +34,13 @@ class Call:
         return str(getattr(self.node.target, "__name__", self.node.target))
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument by position, else by name; of a module, its attribute."""
+        """An argument by position, else by name; of a module, its attribute."""
         if self.module is not None:
             return getattr(self.module, name, default)
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def field(self, position: int, name: str = "input") -> Field:
-        """Return an operand, by position or by name, as a Field.
-
-        Raises:
-            NoRuleError: the operand is missing or no tensor.
-        """
+        """An operand, by position or by name, as a Field (NoRuleError: it is missing or no tensor)."""
         value = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         if isinstance(value, Field):
             return value
@@ -53,7 +49,7 @@ class Call:
         raise NoRuleError(f"its argument {position} is {type(value).__name__} and no tensor")
 
     def operands(self) -> list[Field]:
-        """Return all tensors among the arguments, also in lists."""
+        """All tensors among the arguments, also in lists."""
         like = next(self.fields())
         flat = _flat([*self.args, *self.kwargs.values()])
         return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in flat]
@@ -63,11 +59,7 @@ class Call:
         return (v for v in _flat([*self.args, *self.kwargs.values()]) if isinstance(v, Field))
 
     def result_shape(self) -> tuple[int, ...]:
-        """Return the shape of the result.
-
-        Raises:
-            NoRuleError: the result is no tensor.
-        """
+        """The shape of the result (NoRuleError: it is no tensor)."""
         shape = self.node.meta.get("shape")
         if shape is None:
             raise NoRuleError("its result is no tensor")

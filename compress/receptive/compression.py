@@ -44,10 +44,10 @@ def erf_drift(
     layer: str | None = None,
     options: ErfOptions | None = None,
 ) -> ErfDrift:
-    """Return the drift from one network's effective receptive field to another's, over the same images.
+    """The drift from one network's effective receptive field to another's, over the same images.
 
-    Modules need images, as `effective_receptive_field` takes them; batches as a list, because both modules use them.
-    Layer None is the last one on a grid. Both have the same random upstream weights.
+    Modules need images, as `effective_receptive_field` takes them (batches as a list), and have the same random
+    upstream weights. Layer None is the last one on a grid.
 
     Raises:
         ReceptiveFieldError: a module has no images, the maps differ in size, or a measurement fails.
@@ -78,7 +78,7 @@ def erf_drift(
 
 
 def radial_distance(left: Tensor, right: Tensor, radius: Tensor) -> float:
-    """Return the Wasserstein-1 distance of `radius` under two maps of sum 1."""
+    """The Wasserstein-1 distance of `radius` under two maps of sum 1."""
     ordered, order = radius.flatten().sort()
     gap = (left - right).flatten()[order].cumsum(0).abs()
     return float((gap[:-1] * ordered.diff()).sum())
@@ -107,12 +107,9 @@ class UnproductiveLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class UnproductiveLayers:
-    """The convolutions of a network whose input field covers the image.
+    """The convolutions of a network whose input field covers the image, (height, width).
 
-    Attributes:
-        image_size: (height, width).
-        macs: of all convolutions and linear layers, at the table's image size.
-        unknown: weighted layers whose field is unknown.
+    `macs` are those of all convolutions and linear layers; `unknown` are weighted layers whose field is unknown.
     """
 
     image_size: tuple[int, ...]
@@ -134,8 +131,8 @@ class UnproductiveLayers:
 def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | None = None) -> UnproductiveLayers:
     """Return the convolutions whose input already covers the whole image (Richter et al., arXiv 2106.12307).
 
-    A linear layer over the channels of a map is a 1 x 1 convolution; one after the map is not judged. Global
-    operations are ignored. `image_size` is (height, width), None = the table's; macs are at the table's size.
+    A linear layer over the channels of a map is a 1 x 1 convolution; one after the map is not judged. `image_size` is
+    (height, width), None = the table's; macs are at the table's size.
 
     Raises:
         ReceptiveFieldError: the image size has another number of axes than the table's.
@@ -156,7 +153,7 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
 
 
 def _covers(sizes: Sequence[int | None], image: Sequence[int]) -> bool:
-    """Whether the input's field is larger than the image (Richter et al.)."""
+    """True if the input's field is larger than the image (Richter et al.)."""
     return all(s is not None and s > n for s, n in zip(sizes, image, strict=True))
 
 

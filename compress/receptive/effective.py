@@ -100,10 +100,9 @@ def effective_receptive_field(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> EffectiveReceptiveField:
-    """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
+    """The effective receptive field of the central unit of one layer (arXiv 1701.04128).
 
-    The arguments and errors are those of `effective_receptive_fields`, which measures several layers in one pass. The
-    map is (height, width); its sizes are in pixels (`.metrics`).
+    Arguments and errors are those of `effective_receptive_fields`. Sizes of the map are in pixels (`.metrics`).
 
     Examples:
         >>> field = compress.effective_receptive_field(model, images, layer="0")
@@ -121,7 +120,7 @@ def effective_receptive_fields(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[EffectiveReceptiveField, ...]:
-    """Return the effective receptive fields of several layers, from one forward pass for each batch.
+    """The effective receptive fields of several layers, from one forward pass for each batch.
 
     The gradient of a unit's channels, weighted by `upstream`, is averaged over images (Luo et al., "Understanding the
     Effective Receptive Field in Deep Convolutional Neural Networks", arXiv 1701.04128).
@@ -163,7 +162,7 @@ def effective_receptive_fields(
 def _prepare(
     model: nn.Module, first: Tensor, layers: Sequence[str | None], options: ErfOptions
 ) -> tuple[Probe, dict[str, Any]]:
-    """Return the probe, and the device and type of images."""
+    """The probe, and the device and type of images."""
     if first.ndim != 4 or 0 in first.shape:
         raise ReceptiveFieldError(f"images must be (N, C, height, width), got a tensor of shape {tuple(first.shape)}")
     own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
@@ -187,8 +186,6 @@ def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 class _Sum:
-    """The running sum over images for one layer."""
-
     def __init__(self, point: Point, options: ErfOptions) -> None:
         rows, columns = point.grid.units
         self.point, self.options = point, options
@@ -199,7 +196,6 @@ class _Sum:
         self.images = self.dead = 0
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradients (N, C, height, width) of a batch."""
         if not bool(gradient.isfinite().all()):
             raise ReceptiveFieldError(
                 f"the gradient of {self.point.name} is not finite (images {self.images} to "
@@ -212,11 +208,7 @@ class _Sum:
         self.total = part.double().cpu() if self.total is None else self.total + part.double().cpu()
 
     def heat(self) -> Tensor:
-        """Return the mean map.
-
-        Raises:
-            ReceptiveFieldError: the map is zero everywhere.
-        """
+        """The mean map (ReceptiveFieldError: it is zero everywhere)."""
         mean = torch.zeros(1) if self.total is None else self.total / self.images
         if self.options.average == "rms":
             mean = mean.sqrt()
@@ -232,7 +224,6 @@ class _Sum:
         return mean
 
     def result(self, model: str, method: str) -> EffectiveReceptiveField:
-        """Return the field with its sizes."""
         heat, row, grid = self.heat(), self.point.row, self.point.grid.units
         centre = unit_centre(row, self.unit, grid, tuple(heat.shape))
         return EffectiveReceptiveField(
@@ -253,7 +244,7 @@ class _Sum:
 
 
 def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
-    """Return the mean of several networks' fields, with maps scaled to a sum of 1.
+    """The mean of several networks' fields, with maps scaled to a sum of 1.
 
     Raises:
         ReceptiveFieldError: there are no fields, or their maps differ in size.
@@ -278,7 +269,7 @@ def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
 def unit_centre(
     row: ReceptiveField | None, unit: Sequence[int], grid: Sequence[int], image: Sequence[int]
 ) -> tuple[float, float]:
-    """Return (row, column) of the unit's window, else of its cell in a grid over the image."""
+    """(row, column) of the unit's window, else of its cell in a grid over the image."""
     found = []
     for axis in range(2):
         centre = row.centre(unit, axis) if row is not None and row.located else None

@@ -32,18 +32,18 @@ class View:
     lost: str = ""
 
     def through(self, reads: Window, reason: str) -> View:
-        """Return the view of units that depend on these units; lost for `reason` without a window."""
+        """The view of units that depend on these units; lost for `reason` without a window."""
         if self.wide is None or self.narrow is None:
             return self
         wide, narrow = through(self.wide, reads), through(self.narrow, reads)
         return replace(self, wide=wide, narrow=narrow) if wide and narrow else self.forget(reason)
 
     def forget(self, reason: str) -> View:
-        """Return the view without its windows."""
+        """The view without its windows."""
         return replace(self, wide=None, narrow=None, lost=self.lost or reason) if self.wide or self.lost else self
 
     def everything(self, reason: str) -> View:
-        """Return the view of a unit that depends on the whole axis."""
+        """The view of a unit that depends on the whole axis."""
         seen = self.wide or self.whole or self.lost
         return View(whole=self.whole or reason) if seen else self
 
@@ -71,7 +71,7 @@ class Field:
 
 
 def image_field(shape: Sequence[int]) -> Field:
-    """Return the field of an image (N, C, spatial...)."""
+    """The field of an image (N, C, spatial...)."""
     axes = range(len(shape) - 2)
     bounds = []
     for axis in axes:
@@ -82,13 +82,13 @@ def image_field(shape: Sequence[int]) -> Field:
 
 
 def constant_field(shape: Sequence[int], like: Field) -> Field:
-    """Return the field of a tensor without the image."""
+    """The field of a tensor without the image."""
     nothing = torch.zeros(()).expand(tuple(shape))
     return Field(bounds=(nothing,) * len(like.bounds), views=(View(),) * len(like.views), dims=(None,) * len(like.dims))
 
 
 def carriers(shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
-    """Return bounds whose elements depend on their own index along `dim`."""
+    """Bounds whose elements depend on their own index along `dim`."""
     index = torch.arange(shape[dim], dtype=torch.float32).view([-1 if d == dim else 1 for d in range(len(shape))])
     return (index - ORIGIN).expand(tuple(shape)), (-index - ORIGIN).expand(tuple(shape))
 
@@ -102,7 +102,7 @@ def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
 
 
 def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the elementwise minimum of broadcast tensors."""
+    """The elementwise minimum of broadcast tensors."""
     parts = [compact(bound) for bound in bounds]
     result = parts[0]
     for part in parts[1:]:
@@ -111,7 +111,7 @@ def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
-    """Return the union of operands' fields, with broadcasting."""
+    """The union of operands' fields, with broadcasting."""
     bounds = tuple(least(parts, shape) for parts in zip(*(f.bounds for f in fields), strict=True))
     views, dims, notes = [], [], dict.fromkeys(note for f in fields for note in f.notes)
     for axis in range(len(fields[0].views)):
@@ -136,7 +136,7 @@ def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name
 
 
 def meet(branches: Sequence[View], name: str) -> tuple[View, list[str]]:
-    """Return the union of branches on one axis, and notes on their alignment."""
+    """The union of branches on one axis, and notes on their alignment."""
     view, notes = View(), []
     for branch in branches:
         view, note = _meet(view, branch, name)
@@ -163,7 +163,7 @@ def _meet(left: View, right: View, name: str) -> tuple[View, str]:
 
 
 def mix(field: Field, dims: Iterable[int], name: str, *, keep: bool = True) -> Field:
-    """Return the field after an operation that mixes all elements along `dims`, which have size 1 unless `keep`."""
+    """The field after an operation that mixes all elements along `dims`, which have size 1 unless `keep`."""
     rank = len(field.shape)
     mixed = {dim % rank for dim in dims}
     shape = [size if keep or d not in mixed else 1 for d, size in enumerate(field.shape)]
@@ -196,7 +196,7 @@ def _uniform(bound: Tensor) -> bool:
 
 
 def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
-    """Return the bound of `count` units along `dim` that depend on `window`, clipped at the borders."""
+    """The bound of `count` units along `dim` that depend on `window`, clipped at the borders."""
     dim %= bound.ndim
     size, small = bound.shape[dim], compact(bound, keep=dim)
     phases, units = torch.arange(count) % window.period, torch.arange(count) // window.period
@@ -213,7 +213,7 @@ def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
 
 
 def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: bool = False) -> Any:
-    """Return the field, or fields, after an operation that only moves elements.
+    """The field, or fields, after an operation that only moves elements.
 
     It is run on the bounds, and on the indices along each axis, which show where the axis went. With `folds`,
     neighbouring positions become channels (space to depth), and a unit has the union over them.

@@ -14,13 +14,9 @@ _STD = (0.229, 0.224, 0.225)
 
 
 def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Return images, (count, 3, height, width) float32, normalized with ImageNet's mean and standard deviation.
+    """Images, (count, 3, height, width) float32, normalized with ImageNet's mean and standard deviation.
 
-    Args:
-        source: `photographs` (crops of scikit-learn's two) or `noise` (standard normal).
-        count: number of images.
-        size: (height, width), pixels.
-        seed: of the crops or the noise.
+    `source` is `photographs` (crops of scikit-learn's two) or `noise` (standard normal); the seed is of either.
 
     Raises:
         ReceptiveFieldError: the source is unknown, or a count or size is below 1.
@@ -35,7 +31,7 @@ def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 
 
 
 def photograph_crops(count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Return random crops, half mirrored, of scikit-learn's two photographs."""
+    """Random crops, half mirrored, of scikit-learn's two photographs."""
     from sklearn.datasets import load_sample_images  # lazy: it takes seconds, and only photographs need it
 
     photographs = [torch.from_numpy(np.array(p)).permute(2, 0, 1).float() / 255 for p in load_sample_images().images]

@@ -62,7 +62,7 @@ class ErfMetrics:
 def erf_metrics(
     heat: Tensor, centre: Sequence[float], *, theoretical: Sequence[int | None] | None = None
 ) -> ErfMetrics:
-    """Return all sizes of a map with a positive sum; `centre` is the unit's (row, column)."""
+    """All sizes of a map with a positive sum; `centre` is the unit's (row, column)."""
     count = above_threshold(heat)
     known = [size for size in theoretical or () if size]
     share = math.sqrt(count) / math.sqrt(math.prod(known)) if len(known) == 2 else None
@@ -78,12 +78,12 @@ def erf_metrics(
 
 
 def above_threshold(heat: Tensor, threshold: float = THRESHOLD) -> int:
-    """Return the number of pixels above `threshold` times the largest value (Luo et al., section 3)."""
+    """The number of pixels above `threshold` times the largest value (Luo et al., section 3)."""
     return int((heat > threshold * heat.amax()).sum())
 
 
 def second_moment(heat: Tensor) -> tuple[float, float]:
-    """Return the standard deviation of the influence along (rows, columns), pixels, from its second moment."""
+    """The standard deviation of the influence along (rows, columns), pixels, from its second moment."""
     found = []
     for axis in range(2):
         profile = heat.double().sum(1 - axis)
@@ -127,7 +127,7 @@ def gaussian_fit(heat: Tensor) -> GaussianFit:
 
 
 def distances(shape: Sequence[int], centre: Sequence[float]) -> Tensor:
-    """Return the distance of each pixel from `centre`, pixels, float64."""
+    """The distance of each pixel from `centre`, pixels, float64."""
     rows = torch.arange(shape[0], dtype=torch.float64) - centre[0]
     columns = torch.arange(shape[1], dtype=torch.float64) - centre[1]
     return (rows[:, None] ** 2 + columns[None] ** 2).sqrt()
@@ -169,10 +169,7 @@ def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None
 
 
 def uniform_profile(layers: int, kernel: int) -> Tensor:
-    """Return the influence of equal linear convolutions along one axis (Luo et al., section 2.2).
-
-    It sums to 1.
-    """
+    """The influence, of sum 1, of equal linear convolutions along one axis (Luo et al., section 2.2)."""
     profile = torch.ones(1, dtype=torch.float64)
     for _ in range(layers):
         padded = torch.nn.functional.pad(profile, (kernel - 1, kernel - 1))

@@ -36,7 +36,7 @@ class Grid:
     prefix: int = 0
 
     def take(self, tensor: Tensor, unit: tuple[int, int]) -> Tensor:
-        """Return the channels of one unit, (N, C)."""
+        """The channels of one unit, (N, C)."""
         if self.dims[0] == self.dims[1]:
             return tensor.select(self.dims[0], self.prefix + unit[0] * self.units[1] + unit[1])
         first, second = sorted(zip(self.dims, unit, strict=True), reverse=True)
@@ -54,13 +54,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A model that returns the tensors of some points.
-
-    Attributes:
-        run: images -> one tensor for each point.
-        method: `graph`, or `hooks` with the reason.
-        table: theoretical fields; None with hooks.
-    """
+    """A model that returns a tensor for each of some points; see `EffectiveReceptiveField`."""
 
     points: tuple[Point, ...]
     run: Callable[[Tensor], tuple[Tensor, ...]]
@@ -69,9 +63,9 @@ class Probe:
 
 
 def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) -> Probe:
-    """Return a probe for modules, blocks or fx nodes by name; None is the last layer on a grid.
+    """A probe for modules, blocks or fx nodes by name; None is the last layer on a grid.
 
-    The image is (1, C, height, width) in the model's type; the model is not changed.
+    The image is (1, C, height, width) in the model's type.
 
     Raises:
         ReceptiveFieldError: a layer does not exist (similar names are listed), or its units have no position.
@@ -94,7 +88,7 @@ def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) ->
 
 
 def grids(table: ReceptiveFieldTable, image: Tensor) -> list[ReceptiveField]:
-    """Return the rows whose units lie on a grid of at least 2 x 2."""
+    """The rows whose units lie on a grid of at least 2 x 2."""
     found = []
     for row in table:
         grid = find_grid(row.shape, image, row)
@@ -114,7 +108,7 @@ def _last(table: ReceptiveFieldTable, image: Tensor) -> ReceptiveField:
 
 
 def find_grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None = None) -> Grid | None:
-    """Return the positions of the units of a tensor of `shape`; None = unknown.
+    """The positions of the units of a tensor of `shape`; None = unknown.
 
     Without followed axes (`row`), the image's proportions distinguish (N, C, h, w), (N, h, w, C) and (N, tokens, C).
     """
@@ -166,7 +160,7 @@ def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
 
 
 def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], error: Exception) -> bool:
-    """Whether hooks can serve: the model runs, and every layer is a module."""
+    """True if hooks can serve: the model runs, and every layer is a module."""
     if isinstance(error, ReceptiveFieldError):
         modules = dict(model.named_modules())
         return any(layers) and all(name in modules for name in layers if name)
@@ -228,7 +222,7 @@ def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]
 
 
 def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[str | None]:
-    """Return up to `count` layers whose units lie on a grid, in order, including the last one.
+    """Up to `count` layers whose units lie on a grid, in order, including the last one.
 
     The image is (1, C, height, width). A model that cannot be traced gives [None], its last layer.
     """
@@ -262,7 +256,7 @@ def _block_ends(
 
 
 def spread(rows: list[T], count: int) -> list[T]:
-    """Return `count` of some items, evenly spread, including the last."""
+    """`count` of some items, evenly spread, including the last."""
     if len(rows) <= count:
         return rows
     if count <= 1:

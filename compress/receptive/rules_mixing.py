@@ -45,7 +45,6 @@ def _normalize(call: Call) -> Field:
 
 
 def _vector_norm(call: Call) -> Field:
-    """torch.norm and torch.linalg.vector_norm."""
     field = call.field(0)
     dims = _dims(call.argument(2, "dim"), field)
     mixed = mix(field, dims, f"{call.name} sums over positions")
@@ -157,7 +156,7 @@ def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
 
 
 def _attention(call: Call) -> Any:
-    """Return the field of attention: a query depends on itself and all keys and values, also masked ones."""
+    """A query depends on itself and all keys and values, also masked ones."""
     operands = [call.field(i, n) for i, n in enumerate(("query", "key", "value"))]
     name = f"{call.name} (attention) depends on every position"
     if call.module is None:

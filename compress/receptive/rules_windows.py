@@ -249,7 +249,6 @@ def _pad(call: Call) -> Field:
 
 
 def _local_response_norm(call: Call) -> Field:
-    """Each channel depends on the `size` channels around it."""
     size = call.argument(1, "size")
     return _slide(call.field(0), {1: sliding(size, padding=size // 2)}, call.result_shape(), call.name)
 

@@ -74,11 +74,11 @@ class ReceptiveField:
 
     @property
     def located(self) -> bool:
-        """Whether a dimension runs along every axis."""
+        """True if a dimension runs along every axis."""
         return bool(self.dims) and None not in self.dims
 
     def interval(self, unit: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
-        """Return the first and last pixel of this image that a unit sees along each axis; None if it sees none.
+        """The first and last pixel of this image that a unit sees along each axis; None if it sees none.
 
         The unit is a position if the node is `located`, otherwise an index.
 
@@ -100,12 +100,12 @@ class ReceptiveField:
         )
 
     def window(self, unit: Sequence[int], axis: int) -> tuple[int, int] | None:
-        """Return a unit's local field along one axis, not clipped; None without one."""
+        """A unit's local field along one axis, not clipped; None without one."""
         window = self._windows[axis] if self._windows else None
         return window.at(unit[axis]) if window is not None else None
 
     def centre(self, unit: Sequence[int], axis: int) -> float | None:
-        """Return the centre of a unit's narrowest path along one axis; None without one."""
+        """The centre of a unit's narrowest path along one axis; None without one."""
         window = self._narrow[axis] if self._narrow else None
         return float(window.centre(unit[axis])) if window is not None else None
 
@@ -125,11 +125,7 @@ class ReceptiveFieldTable:
         return len(self.rows)
 
     def row(self, name: str) -> ReceptiveField:
-        """Return the row of a module (its last call), a node, or a block (its last node).
-
-        Raises:
-            ReceptiveFieldError: there is no such row; the message names similar ones.
-        """
+        """The row of a module (its last call), a node, or a block (its last node); near misses are listed."""
         for matches in (
             [r for r in self.rows if r.path == name],
             [r for r in self.rows if r.name == name],
@@ -149,7 +145,7 @@ class ReceptiveFieldTable:
         return next((r for r in self.rows if r.status == "unknown"), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return plain values for JSON and CSV, fractions as numbers."""
+        """Plain values for JSON and CSV, fractions as numbers."""
         return [_record(row) for row in self.rows]
 
 
@@ -173,7 +169,7 @@ def make_row(
     axes: int,
     macs: int | None,
 ) -> ReceptiveField:
-    """Return the row of a node; without a field, unknown for `reason`."""
+    """The row of a node; without a field, unknown for `reason`."""
     nothing = (None,) * axes
     reads: dict[str, Any] = {
         "input_size": tuple(_most([f.views[a].wide for f in inputs], "size") for a in range(axes)),

@@ -26,7 +26,6 @@ _Rule = Callable[[Call], Any]
 
 
 def _elementwise(call: Call) -> Field:
-    """Each element depends on the same element of the operand."""
     return call.field(0)
 
 
@@ -45,11 +44,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def _apply_rule(call: Call) -> Any:
-    """Return a Field, a tuple of them, or a plain value (a shape).
-
-    Raises:
-        NoRuleError: there is no rule, or it does not cover these arguments.
-    """
+    """A Field, a tuple of them, or a plain value (a shape); NoRuleError: no rule covers these arguments."""
     rule = _RULES.get(call.kind)
     if rule is None:
         raise NoRuleError("there is no rule for this kind of operation")
@@ -58,18 +53,16 @@ def _apply_rule(call: Call) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unknown:
-    """A value whose field is unknown."""
-
     reason: str
     shape: tuple[int, ...] | None
 
 
 def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldTable:
-    """Return the theoretical receptive field of every node with respect to the model's first input.
+    """The theoretical receptive field of every node with respect to the model's first input.
 
-    The definitions are those of arXiv 1603.07285 (Dumoulin and Visin), and of Araujo et al., "Computing Receptive
-    Fields of Convolutional Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders
-    depend on its size only after adaptive pooling. The model is not changed.
+    Definitions: arXiv 1603.07285 (Dumoulin and Visin), and Araujo et al., "Computing Receptive Fields of Convolutional
+        Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders depend on its size only
+        after adaptive pooling.
 
     Raises:
         ReceptiveFieldError: the input is not an image.
@@ -86,11 +79,7 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
 
 
 def check_image(image: Tensor) -> None:
-    """Refuse a tensor that is not a batch of images.
-
-    Raises:
-        ReceptiveFieldError: fewer than three dimensions, or one of size 0.
-    """
+    """Refuse (ReceptiveFieldError) a tensor that is not a batch of images."""
     if image.ndim < 3 or 0 in image.shape:
         raise ReceptiveFieldError(
             f"a receptive field needs a batch of images (N, C, height, width), got a tensor of shape "
@@ -101,7 +90,7 @@ def check_image(image: Tensor) -> None:
 def graph_receptive_field(
     graph_module: fx.GraphModule, inputs: Sequence[Tensor], *, name: str = ""
 ) -> ReceptiveFieldTable:
-    """Return the fields of a traced graph, with inputs of batch 1."""
+    """The fields of a traced graph, with inputs of batch 1."""
     walker = _Walker(graph_module, inputs)
     return ReceptiveFieldTable(
         model=name or type(graph_module).__name__, image_size=tuple(inputs[0].shape[2:]), rows=tuple(walker.walk())
@@ -109,7 +98,7 @@ def graph_receptive_field(
 
 
 class _Walker:
-    """Evaluates a graph on fields and collects a row for each tensor."""
+    """Evaluates a graph on fields; `walk` returns a row for each tensor."""
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         self.graph_module = graph_module

@@ -59,12 +59,12 @@ class Window:
         return max(r * self.stride - a for r, a in enumerate(self.first))
 
     def at(self, unit: int) -> tuple[int, int]:
-        """Return a unit's first and last position, without borders."""
+        """A unit's first and last position, without borders."""
         m, r = divmod(unit, self.period)
         return self.first[r] + m * self.advance, self.last[r] + m * self.advance
 
     def centre(self, unit: int) -> Fraction:
-        """Return the middle of a unit's window."""
+        """The middle of a unit's window."""
         return Fraction(sum(self.at(unit)), 2)
 
 
@@ -92,7 +92,7 @@ def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int 
 
 
 def rational(ratio: Fraction, reads: Callable[[int], tuple[int, int]]) -> Window | None:
-    """Return the window of units that depend on `reads(u)` and advance by `ratio`; None beyond `LONGEST_PERIOD`."""
+    """The window of units that depend on `reads(u)` and advance by `ratio`; None beyond `LONGEST_PERIOD`."""
     period = ratio.denominator
     if period > LONGEST_PERIOD:
         return None
@@ -101,13 +101,13 @@ def rational(ratio: Fraction, reads: Callable[[int], tuple[int, int]]) -> Window
 
 
 def proportional(inputs: int, outputs: int) -> Window | None:
-    """Return the window of adaptive pooling: unit u depends on floor(u * in / out) to ceil((u + 1) * in / out) - 1."""
+    """The window of adaptive pooling: unit u depends on floor(u * in / out) to ceil((u + 1) * in / out) - 1."""
     ratio = Fraction(inputs, outputs)
     return rational(ratio, lambda u: (floor(u * ratio), ceil((u + 1) * ratio) - 1))
 
 
 def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bool = False) -> Window | None:
-    """Return the window of linear (`reach` 1) or cubic (`reach` 2) interpolation at source = u * ratio + offset.
+    """The window of linear (`reach` 1) or cubic (`reach` 2) interpolation at source = u * ratio + offset.
 
     With antialias all positions nearer than `reach * max(ratio, 1)` have weight.
     """
@@ -125,7 +125,7 @@ def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bo
 
 
 def nearest(ratio: Fraction, *, exact: bool = False) -> Window | None:
-    """Return the window of nearest resizing: floor(u * ratio), or floor((u + 1/2) * ratio) if `exact`."""
+    """The window of nearest resizing: floor(u * ratio), or floor((u + 1/2) * ratio) if `exact`."""
 
     def reads(u: int) -> tuple[int, int]:
         position = floor((u + Fraction(1, 2)) * ratio) if exact else floor(u * ratio)
@@ -135,9 +135,7 @@ def nearest(ratio: Fraction, *, exact: bool = False) -> Window | None:
 
 
 def through(field: Window, reads: Window) -> Window | None:
-    """Return the field of an operation's units from the field of its inputs and from its own window.
-
-    It is None if the period is longer than `LONGEST_PERIOD`.
+    """The field of an operation's units from that of its inputs and its own window; None beyond `LONGEST_PERIOD`.
 
     >>> through(sliding(3), sliding(3, stride=2, padding=1)).size
     5
@@ -158,7 +156,7 @@ def _span(field: Window, reads: Window, unit: int) -> tuple[int, int]:
 
 
 def unite(left: Window, right: Window) -> Window | None:
-    """Return the window of the same unit of two branches; None if their strides differ."""
+    """The window of the same unit of two branches; None if their strides differ."""
     if left.stride != right.stride:
         return None
     period = lcm(left.period, right.period)
@@ -198,7 +196,7 @@ def _same(left: tuple[int, int], right: tuple[int, int]) -> bool:
 
 
 def fit(first: Sequence[int], last: Sequence[int], size: int) -> Window | None:
-    """Return the window with the shortest period that gives the spans of units 0, 1, ... in `size` positions, or None.
+    """The window with the shortest period that gives the spans of units 0, 1, ... in `size` positions, or None.
 
     At the borders, spans lack the positions outside (last < first: the span is empty).
 

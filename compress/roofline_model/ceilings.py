@@ -73,11 +73,7 @@ class Ceilings:
     ceilings: tuple[Ceiling, ...]
 
     def as_device(self) -> Device:
-        """Return a `Device` whose peaks are the measured rates.
-
-        Raises:
-            RooflineError: the copies could not be measured.
-        """
+        """A `Device` whose peaks are the measured rates (RooflineError: the copies could not be measured)."""
         rates: dict[str, float] = {}
         for ceiling in self.ceilings:
             if ceiling.rate is not None:
@@ -107,11 +103,7 @@ def ceilings_path(backend: Backend) -> Path:
 
 
 def load_ceilings(path: Path | str) -> Ceilings:
-    """Read a file that `Ceilings.save` wrote.
-
-    Raises:
-        RooflineError: the file is missing or has other contents.
-    """
+    """Read a file that `Ceilings.save` wrote (RooflineError: it is missing or has other contents)."""
     try:
         raw: dict[str, Any] = read_json(path)
         ceilings = tuple(
@@ -125,11 +117,7 @@ def load_ceilings(path: Path | str) -> Ceilings:
 
 
 def machine_device() -> Device:
-    """Return this machine as it was measured: its GPU if one was, else its CPU.
-
-    Raises:
-        RooflineError: this machine was not measured yet.
-    """
+    """This machine as it was measured: its GPU if one was, else its CPU (RooflineError: not measured yet)."""
     backends: tuple[Backend, ...] = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     found = [ceilings_path(backend) for backend in backends if ceilings_path(backend).is_file()]
     if not found:

@@ -72,7 +72,7 @@ class Operation(Kernel):
     float_elements: int = 0
 
     def scaled(self, batch: int, traced: int) -> Operation:
-        """Return the operation for another batch size."""
+        """The operation for another batch size."""
         return replace(
             self,
             macs=None if self.macs is None else self.macs * batch // traced,
@@ -100,11 +100,7 @@ class Workload:
     operations: tuple[Operation, ...]
 
     def with_batch(self, batch_size: int) -> Workload:
-        """Return the network at another batch size, without running it.
-
-        Raises:
-            RooflineError: `batch_size` is not a positive number.
-        """
+        """The network at another batch size, without running it (RooflineError: no positive number)."""
         if batch_size < 1:
             raise RooflineError(f"batch_size must be 1 or more, got {batch_size}")
         return replace(
@@ -147,7 +143,7 @@ def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool =
 def convolution(
     *, channels: int, out_channels: int | None = None, size: int, kernel: int, groups: int = 1, batch_size: int = 1
 ) -> Operation:
-    """Return a square convolution of stride 1 and same padding; `out_channels` None means `channels`."""
+    """A square convolution of stride 1 and same padding; `out_channels` None means `channels`."""
     out_channels = out_channels or channels
     per_group = channels // groups
     weights = out_channels * per_group * kernel**2
@@ -172,9 +168,8 @@ def convolution(
 def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """Group nodes as an engine fuses them.
 
-    A BatchNorm, activation or addition joins the group that produces its input if that has no other consumer and the
-    result's shape. A product takes one addition of two tensors, a pointwise chain any number; the addition of two
-    products joins the later one.
+    A BatchNorm, activation or addition joins the group of its input if that has no other consumer and the result's
+    shape. A product takes one addition of two tensors, a pointwise chain any number.
     """
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}
@@ -191,7 +186,7 @@ def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _joinable(node: fx.Node) -> list[fx.Node]:
-    """Return the producers whose kernels could include this node."""
+    """The producers whose kernels could include this node."""
     if node_kind(node) not in _EPILOGUE:
         return []
     producers = [producer(n) for n in tensor_args(node)]
@@ -213,14 +208,14 @@ def _joins_two(node: fx.Node) -> bool:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """Return the node that writes this node's tensor, before a chain of views."""
+    """The node that writes this node's tensor, before a chain of views."""
     while node_kind(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def consumers(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that consume this node's tensor, also through views."""
+    """The nodes that consume this node's tensor, also through views."""
     found: list[fx.Node] = []
     for user in node.users:
         found += consumers(user) if node_kind(user) in VIEWS else [user]

@@ -258,10 +258,9 @@ DEVICE_NAMES: tuple[str, ...] = (*(device.name for device in TABLE), "machine")
 
 
 def table_device(name: str) -> Device:
-    """Return a device such as `h200`, `a100` (80 GB) or `orin` (AGX); case and spaces do not matter.
+    """A device such as `h200`, `a100` (80 GB) or `orin` (AGX); case and spaces do not matter.
 
-    Raises:
-        RooflineError: there is no such device; the message lists all.
+    RooflineError: there is no such device; all are listed.
     """
     key = name.strip().lower().replace(" ", "-").replace("_", "-")
     by_name = {device.name: device for device in TABLE}

@@ -97,11 +97,7 @@ class Device:
         return (*self.dense_flops_per_s, *(base + SPARSE for base in self.sparse_flops_per_s))
 
     def peak_flops_per_s(self, precision: str) -> float:
-        """Return the peak at a precision such as `int8-2:4`.
-
-        Raises:
-            RooflineError: the device lacks it; its own are listed.
-        """
+        """The peak at a precision such as `int8-2:4` (RooflineError: the device lacks it)."""
         wanted = parse_precision(precision)
         peaks = self.sparse_flops_per_s if wanted.sparse else self.dense_flops_per_s
         if wanted.base not in peaks:
@@ -109,9 +105,5 @@ class Device:
         return peaks[wanted.base]
 
     def ridge_point(self, precision: str) -> float:
-        """Return the intensity from which on a layer can reach the peak, flops per byte.
-
-        Raises:
-            RooflineError: the device lacks the precision.
-        """
+        """The intensity from which on a layer can reach the peak, flops per byte (RooflineError: as the peak)."""
         return self.peak_flops_per_s(precision) / self.bandwidth_bytes_per_s

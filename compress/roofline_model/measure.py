@@ -167,7 +167,7 @@ def _product_roofs(device: Backend) -> list[_Roof]:
 
 
 def product_bytes(precision: str) -> int:
-    """Return the bytes per element of a product's operands and result (int8 gives int32, fp8 gives bf16)."""
+    """The bytes per element of a product's operands and result (int8 gives int32, fp8 gives bf16)."""
     base = parse_precision(precision).base
     return 2 * PRECISIONS[base] + {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
 
@@ -262,7 +262,7 @@ def _clock(work: Work, device: Backend) -> float:
 
 
 def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
-    """Return the best rate of each size over two rounds."""
+    """The best rate of each size over two rounds."""
     if old is None or old.rate is None:
         return new
     best: dict[int, Sample] = {}

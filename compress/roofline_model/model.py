@@ -26,17 +26,15 @@ Bound = Literal["memory", "compute", "unknown"]
 class Row(Kernel):
     """A kernel under the roof.
 
-    Attributes:
-        flops: of the batch, 2 * macs; None = unknown.
-        weight_bytes: weights and biases.
-        activation_bytes: read and written.
-        arithmetic_intensity: flops per byte; None if the macs are unknown.
-        peak_flops_per_s: with 2:4 between the dense and the sparse peak, by the share of its macs.
-        ridge_point: arithmetic intensity at which that peak is reached.
-        attainable_flops_per_s: None if the macs are unknown.
-        bound: the roof that limits it.
-        least_time_ms: for the batch; None if the macs are unknown.
-        measured_ms: for the batch, or None.
+    flops: of the batch, 2 * macs; None = unknown.
+    weight_bytes: weights and biases.
+    activation_bytes: read and written.
+    arithmetic_intensity: flops per byte; None if the macs are unknown.
+    peak_flops_per_s: with 2:4 between the dense and the sparse peak, by the share of its macs.
+    attainable_flops_per_s: None if the macs are unknown.
+    bound: the roof that limits it.
+    least_time_ms: for the batch; None if the macs are unknown.
+    measured_ms: for the batch, or None.
     """
 
     flops: int | None
@@ -154,7 +152,7 @@ class Roofline:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all rows and totals as plain values for JSON."""
+        """All rows and totals as plain values for JSON."""
         totals = {
             "macs": self.macs,
             "flops": self.flops,
@@ -180,7 +178,7 @@ def roofline(
     fused: bool = False,
     name: str = "",
 ) -> Roofline:
-    """Return lower bounds of the time that a device needs for each layer of a network.
+    """Lower bounds of the time that a device needs for each layer of a network.
 
     Args:
         model: any module that fx can trace.
@@ -206,22 +204,14 @@ def roofline(
 
 
 def find_device(device: str | Device) -> Device:
-    """Return a device by name.
-
-    Raises:
-        RooflineError: the name is unknown, or `machine` was not measured.
-    """
+    """A device by name (RooflineError: unknown, or `machine` was not measured)."""
     if isinstance(device, Device):
         return device
     return machine_device() if device.strip().lower() == "machine" else table_device(device)
 
 
 def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
-    """Return the roofline of operations that are counted already.
-
-    Raises:
-        RooflineError: the device or precision is unknown, or the device lacks the precision.
-    """
+    """The roofline of operations that are counted already; errors are those of `roofline`."""
     found, wanted = find_device(device), parse_precision(precision)
     return Roofline(
         model=work.model,
@@ -242,7 +232,7 @@ def _row(op: Operation, device: Device, precision: Precision) -> Row:
 
 
 def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, bandwidth: float) -> Row:
-    """Return a layer's bounds from its bytes, as `operation_bytes` gives them; roofs in flop/s and B/s."""
+    """A layer's bounds from its bytes, as `operation_bytes` gives them; roofs in flop/s and B/s."""
     weight_bytes, activation_bytes = moves
     moved = weight_bytes + activation_bytes
     flops = None if kernel.macs is None else 2 * kernel.macs
@@ -269,7 +259,7 @@ def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, b
 
 
 def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
-    """Return the bytes of parameters, and of activations."""
+    """The bytes of parameters, and of activations."""
     size = precision.bytes_per_element
     compressed = op.sparse_weight_elements if precision.sparse else 0
     bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum

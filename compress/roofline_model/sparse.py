@@ -72,12 +72,12 @@ class SparseBound:
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
     def speedup_with(self, layers: Collection[str]) -> float:
-        """Return the upper bound if only these masked layers run as 2:4."""
+        """The upper bound if only these masked layers run as 2:4."""
         saved = sum(row.dense_ms - row.sparse_ms for row in self.rows if row.layer in layers)
         return self.dense_ms / (self.dense_ms - saved) if self.dense_ms > saved else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all rows and totals as plain values for JSON."""
+        """All rows and totals as plain values for JSON."""
         rows = [{**asdict(row), "speedup": row.speedup} for row in self.rows]
         return {**asdict(self), "rows": rows, "sparse_ms": self.sparse_ms, "speedup": self.speedup}
 
@@ -93,13 +93,8 @@ def sparse_bound(
 ) -> SparseBound:
     """Compare the rooflines of a network with dense weights and with 2:4 weights in some layers.
 
-    Args:
-        model: dense; any module that fx can trace.
-        example_inputs: dimension 0 of the first is the batch.
-        masked: module paths of the layers whose weights would be 2:4.
-        device: see `roofline`.
-        precision: without the suffix `-2:4`.
-        batch_size: None = that of the inputs.
+    `masked` are module paths; dimension 0 of the first input is the batch, unless `batch_size` says so. The precision
+    is without the suffix `-2:4`; device as in `roofline`.
 
     Raises:
         RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer.
@@ -141,7 +136,7 @@ def sparse_bound(
 
 
 def _layer(op: Operation) -> str:
-    """Return the path of the product's module, or the operation's name."""
+    """The path of the product's module, or the operation's name."""
     return op.paths[0] if op.paths else op.name
 
 

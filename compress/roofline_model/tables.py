@@ -14,7 +14,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def quantity(value: float | None, unit: str) -> str:
-    """Return a number with three figures and a decimal prefix; `unknown` for None.
+    """A number with three figures and a decimal prefix; `unknown` for None.
 
     >>> quantity(4.8e12, "B/s")
     '4.8 TB/s'
@@ -28,12 +28,11 @@ def quantity(value: float | None, unit: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Return three significant figures without an exponent."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, numbers to the right and words to the left."""
+    """A Markdown table, numbers to the right and words to the left."""
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
     lines = [_padded(column) for column in columns]
     return "\n".join("|" + "|".join(cells) + "|" for cells in zip(*lines, strict=True))
@@ -48,7 +47,7 @@ def _padded(column: Sequence[str]) -> list[str]:
 
 
 def summary_text(roofline: Roofline) -> str:
-    """Return the totals of a roofline, one statement a line."""
+    """The totals of a roofline, one statement a line."""
     device = roofline.device
     size = "x".join(str(n) for n in roofline.input_shapes[0])
     fused = "fused as in an engine" if roofline.fused else "each operation alone"
@@ -73,7 +72,7 @@ def summary_text(roofline: Roofline) -> str:
 
 
 def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
-    """Return the `top` longest layers as a table; None = all in graph order."""
+    """The `top` longest layers as a table; None = all in graph order."""
     rows = list(roofline.rows)
     if top is not None:
         rows = sorted(rows, key=lambda row: -(row.measured_ms or row.least_time_ms or float("inf")))[:top]
@@ -115,7 +114,7 @@ def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[
 
 
 def what_if_text(scenarios: Iterable[WhatIf]) -> str:
-    """Return scenarios as a table, with reasons of those that cannot run."""
+    """Scenarios as a table, with reasons of those that cannot run."""
     headers = ["scenario", "batch", "least ms/image", "images/s", "speed-up", "bound by memory"]
     return table(headers, (_what_if_cells(scenario) for scenario in scenarios))
 
@@ -129,7 +128,7 @@ def _what_if_cells(s: WhatIf) -> list[str]:
 
 
 def ceilings_text(ceilings: Ceilings) -> str:
-    """Return measured roofs as a table, with reasons of missing ones."""
+    """Measured roofs as a table, with reasons of missing ones."""
     rows = []
     for c in ceilings.ceilings:
         best = max(c.samples, key=lambda s: s.rate, default=None)
@@ -144,7 +143,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
 
 
 def devices_text(devices: Iterable[Device] = TABLE) -> str:
-    """Return devices with their roofs in tera-operations a second."""
+    """Devices with their roofs in tera-operations a second."""
     rows = []
     for d in devices:
         peaks = [_tera(d.dense_flops_per_s.get(p)) for p in PRECISIONS]

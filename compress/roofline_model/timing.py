@@ -19,10 +19,9 @@ _AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to 
 def measure_torch_times(
     model: nn.Module, example_inputs: Inputs, *, repeats: int = 10, warmup: int = 2
 ) -> dict[str, float]:
-    """Return the ms of every node that computes or moves something, for the batch, by name.
+    """The ms of every node that computes or moves something, for the batch, by name.
 
-    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds. The inputs are on
-    the model's device.
+    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds.
 
     Raises:
         RooflineError: `repeats` is below 1, or `warmup` is negative.

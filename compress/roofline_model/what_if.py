@@ -50,10 +50,10 @@ def what_if(
     precision: str | None = None,
     batch_sizes: Iterable[int] = (1, 8, 32, 128),
 ) -> tuple[WhatIf, ...]:
-    """Return the model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
+    """The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
 
     All but the last have the batch size of the inputs; the last are fused, in the device's best precision. `precision`
-    is the model's own: None = the first of fp16, bf16 and fp32 that the device has.
+    None = the first of fp16, bf16 and fp32 that the device has.
 
     Raises:
         RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.

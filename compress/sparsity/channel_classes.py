@@ -15,7 +15,7 @@ class Use:
     """An axis of a parameter or buffer that runs along channels.
 
     Attributes:
-        path: path of the tensor in the model.
+        rows: (first, end) on axis 0 for which this holds, as in grouped convolutions; None = all rows.
         rows: (first, end) on axis 0 for which this holds, as in grouped convolutions; None = all rows.
         role: `in` = columns of a consumer, `out` = rows of a producer, `vector` = one value for each channel.
         numbers: (length of the axis,) int64, the channel's number at each position.
@@ -119,9 +119,8 @@ class Channels:
 def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
     """Index that moves channels along an axis: position p takes its value from index[p].
 
-    Args:
-        classes: (length,) the class at each position; one at several positions receives them in order.
-        moves: the class whose content a class receives, a bijection of its keys; other classes stay.
+    `classes` are at each position; one at several positions receives them in order. `moves` maps classes to those whose
+    content they receive, a bijection.
     """
     places: dict[int, list[int]] = {}
     for position, number in enumerate(classes.tolist()):

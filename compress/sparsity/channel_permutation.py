@@ -75,15 +75,12 @@ def permute_channels(
 ) -> PermutationReport:
     """Reorder channels, in place, so that the pattern keeps more; the model computes the same.
 
-    Args:
-        model: dense and float; its parameters keep their identity, so optimizers stay valid.
-        spec: pattern n:m, rules, `permute_seconds` and `seed`.
-        example_inputs: a small batch, on the model's device.
-        progress: is advanced at each group, with the share of the gap that its order closes.
+    The model is dense and float; its parameters keep their identity, so optimizers stay valid. `progress` gets the
+    share of the gap that the order of each group closes.
 
     Raises:
-        SparsityError: the model is masked or quantized, cannot be traced, or would compute something else when
-            permuted (which is then undone).
+        SparsityError: the model is masked or quantized, cannot be traced, or would compute something else (it is
+            restored).
     """
     progress = progress or NoProgress()
     start = time.perf_counter()
@@ -230,7 +227,7 @@ def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
 
 
 def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """Whether both compute the same in evaluation mode, up to rounding."""
+    """True if both compute the same in evaluation mode, up to rounding."""
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         left = flat_tensors(reference(*inputs))
         right = flat_tensors(run_with(copy.deepcopy(model).eval(), inputs))

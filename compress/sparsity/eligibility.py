@@ -26,7 +26,8 @@ TENSORRT_IN, TENSORRT_OUT = 16, 8
 
 NOTEWORTHY_CHANNELS = 256
 """Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
-(its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels."""
+(its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels.
+"""
 
 _TAKES_WEIGHT = frozenset(
     {
@@ -55,17 +56,12 @@ def eligibility(
 ) -> tuple[Eligibility, ...]:
     """Decide for every convolution and linear layer, in order, if it is masked.
 
-    Weights that are no layer's own follow, each with the reason why it stays dense.
-
-    Args:
-        model: a float model, sparse already or not.
-        spec: pattern, kernels and rules.
-        example_inputs: show the order of layers, which of them run, and weights of functions; None = the order of
-            registration.
+    Weights that are no layer's own follow, each with the reason why it stays dense. `example_inputs` show the order of
+    layers, which of them run, and weights of functions; None = the order of registration.
 
     Raises:
-        SparsityError: the spec is not acceptable, a rule matches no layer, or enables one whose channels the pattern
-            does not divide.
+        SparsityError: the spec is not acceptable, or a rule matches no layer or enables one that the pattern does not
+            fit.
     """
     pattern = check_sparsity_spec(spec)
     layers, others = weighted_layers(model), _other_weights(model)
@@ -131,7 +127,6 @@ class _Weights(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what a convolution, linear layer or product multiplies with."""
         kwargs = kwargs or {}
         if func in _TAKES_WEIGHT:
             self.taken |= {id(value) for value in (*args[:3], kwargs.get("weight")) if isinstance(value, nn.Parameter)}
@@ -139,11 +134,7 @@ class _Weights(TorchFunctionMode):
 
 
 def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility, ...]) -> dict[str, nn.Module]:
-    """The layers that are masked, by path.
-
-    Raises:
-        SparsityError: none is eligible.
-    """
+    """The layers that are masked, by path; SparsityError: none is eligible."""
     chosen = {row.layer: model.get_submodule(row.layer) for row in rows if row.eligible}
     if not chosen:
         why = "; ".join(f"{row.layer}: {row.reason}" for row in rows[:6]) or "it has no convolution or linear layer"
@@ -157,11 +148,7 @@ def weighted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
-    """Refuse a rule that matches nothing.
-
-    Raises:
-        SparsityError: names the rule and near misses.
-    """
+    """Refuse (SparsityError) a rule that matches nothing, with near misses."""
     names = list(layers)
     for rule in spec.rules:
         if not fnmatch.filter(names, rule.match) and rule.match not in names:
@@ -173,12 +160,12 @@ def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
 
 
 def large_enough(shape: tuple[int, ...]) -> bool:
-    """Whether a 2:4 kernel may be faster for this shape (out, in, ...)."""
+    """True if a 2:4 kernel may be faster for this shape (out, in, ...)."""
     return min(shape[0], math.prod(shape[1:])) >= NOTEWORTHY_CHANNELS
 
 
 def left_dense(path: str, spec: SparsitySpec) -> bool:
-    """Return True if a rule disables the layer."""
+    """True if a rule disables the layer."""
     return _enabled(path, spec) is False
 
 
@@ -241,7 +228,6 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
 
 
 def _note(module: nn.Module, pattern: Pattern) -> str:
-    """Speed to expect of a layer that is masked."""
     weight = weight_of(module)
     if pattern.kind != "nm":
         return "no engine is faster for zeros anywhere"
@@ -263,12 +249,9 @@ def weight_of(module: nn.Module) -> Tensor:
 def run_order(
     model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs, others: dict[str, str] | None = None
 ) -> list[str]:
-    """Paths of `layers` in the order in which they run, in evaluation mode.
+    """Paths of `layers` in the order in which they run, in evaluation mode (SparsityError: the model fails).
 
     Parameters of two or more axes that functions take as weights are added to `others`.
-
-    Raises:
-        SparsityError: the model fails on the inputs.
     """
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]

@@ -19,7 +19,7 @@ _MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch
 """Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number."""
 
 Numbers = Tensor | tuple[Any, ...] | None
-"""Channel numbers of a value: of one tensor, of each of several, or None if there are no channels to follow."""
+"""Channel numbers of a value, or of each of several; None if there are no channels to follow."""
 
 
 def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
@@ -31,10 +31,9 @@ def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Cha
 
 
 class _Follower(fx.Interpreter):
-    """Runs a graph and finds the channel numbers of every node, or why it has none.
+    """Finds the channel numbers of every node, or why it has none.
 
-    Numbers have as many axes as the value, of size 1 where they do not vary. Elementwise operations tie them,
-    operations that move elements are run on them, others pin the channels that they consume.
+    Numbers have as many axes as the value, of size 1 where they do not vary.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -103,7 +102,6 @@ class _Follower(fx.Interpreter):
             self.why[node] = reason
 
     def _fresh(self, value: Tensor, axis: int, reason: str | None = None) -> Tensor:
-        """New numbers along an axis of a value."""
         if value.ndim <= axis:
             return self.channels.fresh(1, reason=reason).view([1] * value.ndim)
         shape = [1] * value.ndim
@@ -140,7 +138,6 @@ class _Follower(fx.Interpreter):
         return numbers if all(result.shape[axis] == numbers.shape[axis] for axis in _varies(numbers)) else None
 
     def _move(self, node: fx.Node, result: Any) -> Numbers:
-        """Run an operation that moves elements on the numbers."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._full(self.env[a], self.numbers.get(a)))
         inputs = [self.channels.classes(x.flatten()) for a in node.all_input_nodes for x in _flat(self.numbers.get(a))]
         if not inputs:
@@ -245,7 +242,6 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _module_vectors_by_row(self, node: fx.Node) -> bool:
-        """Note weight and bias of a depthwise convolution."""
         module, numbers = node_module(node), self._vector(node, 1)
         if numbers is None:
             return False

@@ -19,11 +19,7 @@ from compress.sparsity.spec import Pattern
 def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> Tensor:
     """Keep the n best of every m consecutive input channels; of equal scores the lower channel.
 
-    Args:
-        weight: (out, in, ...) of any floating type.
-        n: values kept of every m, 1 to m - 1.
-        m: divides the input channels.
-        scores: rank of the elements, of the weight's shape; None = magnitudes.
+    The weight is (out, in, ...), the scores have its shape (None = magnitudes); `m` divides the input channels.
 
     Raises:
         SparsityError: n and m do not fit each other or the weight, or a score is NaN or infinite.
@@ -63,11 +59,7 @@ def unstructured_mask(weight: Tensor, ratio: float, *, scores: Tensor | None = N
 
 
 def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = None) -> Tensor:
-    """Mask of `weight` by an n:m or unstructured pattern.
-
-    Raises:
-        SparsityError: as `nm_mask` and `unstructured_mask`, or a channel pattern.
-    """
+    """Mask of `weight` by an n:m or unstructured pattern; errors as in those functions, or for a channel pattern."""
     if pattern.kind == "nm":
         return nm_mask(weight, pattern.n, pattern.m, scores=scores)
     if pattern.kind == "unstructured":
@@ -93,13 +85,10 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
 
 
 def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) -> int:
-    """Count the groups of m consecutive values along `axis` that hold more than n non-zeros; 0 = the pattern holds.
+    """Count the groups of m consecutive values along `axis` with more than n non-zeros; 0 = the pattern holds.
 
-    Args:
-        weight: of any type; an integer one must have zero point 0.
-        n: values that a group may hold.
-        m: size of a group.
-        axis: of the input channels: 1 for Conv, and Gemm with transB; 0 for MatMul's right operand.
+    Integer weights must have zero point 0. `axis` is that of the input channels: 1 for Conv, and Gemm with transB; 0
+    for MatMul's right operand.
 
     Raises:
         SparsityError: the axis does not exist or m does not divide it.

@@ -21,10 +21,8 @@ _PREFIX = "parametrizations.weight."
 class NMMask(nn.Module):
     """The mask of one weight, which becomes original * mask.
 
-    Attributes:
-        mask: boolean buffer of the weight's shape, True = kept.
-        pattern: such as `2:4`; "" if it is not known.
-        straight_through: True passes the gradient to masked elements too.
+    `mask` is a boolean buffer of the weight's shape, True = kept; `straight_through` passes the gradient to masked
+    elements too.
     """
 
     mask: Tensor
@@ -112,12 +110,8 @@ def apply_masks(
 ) -> None:
     """Mask layers of a dense model, in place; the parameters stay the same objects.
 
-    Args:
-        model: `layer.weight` must be a plain parameter.
-        masks: path of a layer -> boolean mask of its weight's shape.
-        pattern: shown by `print(model)`.
-        straight_through: as in `NMMask`.
-        learned: seed of the first logits of masks that are trained; None = masks that are given.
+    `masks` are boolean, of the weights' shapes; `pattern` is shown by `print(model)`. `learned` is the seed of the
+    first logits of masks that are trained; None = masks that are given.
 
     Raises:
         SparsityError: a layer is unknown or parametrized already, or a mask does not fit. Nothing is changed then.
@@ -166,8 +160,7 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     """Bake the masks in: weights become plain parameters, zero where masked; in place.
 
-    The parameters stay the same objects. Further training would change the zeros: hold them with `apply_masks(model,
-    masks)`.
+    Further training would change the zeros: hold them with `apply_masks(model, masks)`.
 
     Returns:
         The masks, by layer path.

@@ -46,14 +46,9 @@ def search_permutation(
 ) -> Permutation:
     """Search an order of the columns in which n:m keeps at least as much magnitude.
 
-    Args:
-        matrix: (rows, columns), on any device; the sign does not matter.
-        n: values kept of every m, 1 to m - 1.
-        m: divides the columns.
-        seconds: time limit, over which the search cools down; at least one sweep is made.
-        rounds: cool down over so many rounds if they end sooner, which makes the result a function of the seed; None =
-            16 times the cube of the number of stripes.
-        seed: seed of the random pairs and swaps.
+    The sign of the matrix does not matter; `m` divides its columns. The search cools down over `seconds`, with at least
+    one sweep, or over `rounds` if they end sooner, which makes the result a function of the seed; None = 16 times the
+    cube of the number of stripes.
 
     Raises:
         SparsityError: the shape does not fit the pattern, or values are NaN or infinite.
@@ -101,13 +96,8 @@ class _Stripes:
     other columns, base_i the sum of the n - 1 larger ones. max(a, b) = (a + b + |a - b|) / 2, so all swaps are one L1
     distance.
 
-    Attributes:
-        columns: (columns, rows) magnitudes.
-        index: (stripes, m) the columns of each stripe.
-        sums: (columns,).
-        base, theta_sums: (stripes, m) base_i, and theta_i summed over the rows.
-        theta: (stripes, m, rows).
-        kept: (stripes,) sum that each stripe keeps.
+    `columns` is (columns, rows); `index`, `base` and `theta_sums` are (stripes, m), `theta` (stripes, m, rows), `kept`
+    (stripes,).
     """
 
     def __init__(self, columns: Tensor, n: int, m: int) -> None:

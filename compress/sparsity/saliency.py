@@ -28,14 +28,9 @@ MEMORY_BYTES = 2 * 2**30  # memory for the Hessians that are measured in one pas
 def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, damping: float) -> tuple[Tensor, Tensor]:
     """Mask a matrix and update the other weights, so that the output error over the calibration inputs is small.
 
-    Args:
-        weight: (out, in); for n:m the groups are m consecutive columns.
-        hessian: (in, in), mean of x x^T over the inputs x.
-        pattern: an unstructured share is removed from every 128 columns, as in the paper.
-        damping: share of the mean diagonal that is added to the diagonal.
-
-    Returns:
-        The updated weight, zero where masked, and the mask.
+    The weight is (out, in), the Hessian (in, in) the mean of x x^T over the inputs x. Groups of n:m are m consecutive
+    columns; an unstructured share is removed from every 128 columns, as in the paper. `damping` is the share of the
+    mean diagonal that is added to it. The updated weight is zero where masked.
 
     Raises:
         SparsityError: the Hessian is not finite, or all of it is zero.
@@ -80,19 +75,9 @@ def prune_layers(
     damping: float,
     progress: Progress | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mask layers by their Hessians over calibration images; the model is not changed.
+    """(Updated weight, mask) of layers by their Hessians over calibration images; the model is not changed.
 
-    Args:
-        model: holds the layers; it is not changed.
-        layers: convolutions and linear layers by path, none with a parametrization.
-        batches: as for `compress.quantize`.
-        pattern: n:m or unstructured.
-        images: largest number of images to use.
-        damping: as in `prune_by_hessian`.
-        progress: is advanced at every batch and layer.
-
-    Returns:
-        (updated weight, mask) by path.
+    Layers have no parametrizations; at most `images` images are used.
 
     Raises:
         SparsityError: there are no batches, or some layers never ran.
@@ -147,10 +132,9 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
 
 
 def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
-    """Unfold a layer's input into the vectors that the rows of its weight multiply.
+    """A layer's input as the vectors that the rows of its weight multiply, channels innermost as in `as_matrix`.
 
-    Returns:
-        (groups, vectors, kernel * in channels / groups), input channels innermost as in `as_matrix`.
+    (groups, vectors, kernel * in channels / groups).
     """
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2).unsqueeze(0)

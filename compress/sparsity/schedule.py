@@ -55,12 +55,9 @@ class MaskSchedule:
             raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
 
     def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Update the masks and mask the optimizer's state; to be called after every optimizer step.
+        """Update the masks and the optimizer's state for masked weights; to be called after every optimizer step.
 
-        Args:
-            step: optimizer steps done, 1 to total_steps.
-            total_steps: of the whole training.
-            optimizer: made the step; its state is masked if masks change.
+        `step` is the number of optimizer steps done, 1 to `total_steps` of the whole training.
         """
         if self.spec.schedule == "one-shot":
             if step == 1:  # the momentum of an optimizer that is older than the masks would move masked weights
@@ -80,7 +77,7 @@ class MaskSchedule:
                 mask_optimizer_state(optimizer, self.model)
 
     def _due(self, step: int, begin: float, end: float) -> bool:
-        """Whether masks change; the first step at or after the end makes them final."""
+        """True if masks change; the first step at or after the end makes them final."""
         if not begin <= step < end + 1:
             return False
         return step >= end or step % self._every(end - begin) == 0
@@ -158,7 +155,6 @@ def shrink_masked(layer: MaskedLayer, share: float | Tensor) -> None:
 
 
 def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Shrink masked weights by the share lr * decay."""
     rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     for layer in masked_layers(model).values():
         shrink_masked(layer, rates.get(id(layer.original), 0.0) * decay)

@@ -46,10 +46,7 @@ def from_groups(groups: Tensor, shape: Sequence[int]) -> Tensor:
 def first_logits(mask: Tensor, masks: Tensor, noise: Tensor) -> Tensor:
     """Logits (groups, C) that prefer a mask: the paper's prior, noise + strength * deviation * similarity.
 
-    Args:
-        mask: (groups, m).
-        masks: (C, m), from `patterns`.
-        noise: (groups, C), standard normal.
+    `mask` is (groups, m), `masks` (C, m), `noise` (groups, C), standard normal.
     """
     shared = mask.to(masks.dtype) @ masks.T
     return DEVIATION * (noise + STRENGTH * (shared - shared.mean(1, keepdim=True)))
@@ -58,24 +55,14 @@ def first_logits(mask: Tensor, masks: Tensor, noise: Tensor) -> Tensor:
 def gumbel_softmax(logits: Tensor, noise: Tensor, scale: float | Tensor, temperature: float | Tensor) -> Tensor:
     """Shares of the patterns in the soft mask, softmax((scale * logits + noise) / temperature); all (groups, C).
 
-    Args:
-        logits: (groups, C).
-        noise: standard Gumbel.
-        scale: of the logits: probabilities of the patterns are softmax(scale * logits).
-        temperature: low ones bring the shares near to 0 and 1.
+    `noise` is standard Gumbel; probabilities of the patterns are softmax(scale * logits). Low temperatures bring the
+    shares near to 0 and 1.
     """
     return ((scale * logits + noise) / temperature).softmax(1)
 
 
 def logit_gradient(shares: Tensor, masks: Tensor, gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """Gradient of the logits, (groups, C), from that of the soft mask.
-
-    Args:
-        shares: (groups, C), from `gumbel_softmax`.
-        masks: (C, m), from `patterns`.
-        gradient: (groups, m), of the loss with respect to the mask.
-        factor: scale / temperature.
-    """
+    """Gradient of the logits, (groups, C), from that (groups, m) of the soft mask; `factor` is scale / temperature."""
     worth = gradient @ masks.T
     return factor * shares * (worth - (shares * worth).sum(1, keepdim=True))
 
@@ -87,13 +74,9 @@ def gumbel_noise(shape: tuple[int, ...], device: torch.device, generator: torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A time of the selection; each value may be a tensor () instead.
+    """A time of the selection, the `count`-th update; each value may be a tensor () instead.
 
-    Attributes:
-        count: number of updates with this one, from 1.
-        lr: learning rate of the logits.
-        scale, temperature: as in `gumbel_softmax`.
-        noise: factor of the noise; 0 draws the best pattern.
+    `lr` is of the logits; `noise` is its factor: 0 draws the best pattern.
     """
 
     count: float | Tensor
@@ -126,12 +109,8 @@ class Selection:
     def advance(self, weight: Tensor, gradient: Tensor, masks: Tensor, noise: Tensor, now: Moment) -> Tensor:
         """Move the logits against their gradient; return the mask drawn, boolean (groups, m).
 
-        Args:
-            weight: (groups, m).
-            gradient: (groups, m), of the loss with respect to the mask; what is not finite counts as zero.
-            masks: (C, m), from `patterns`.
-            noise: (groups, C), standard Gumbel.
-            now: settings.
+        A gradient (groups, m), of the loss with respect to the mask, counts as zero where it is not finite; `noise`,
+        (groups, C), is standard Gumbel.
         """
         drawn = masks[self.shares.argmax(1)]
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0) - 2 * REGULARIZATION * weight.square() * drawn

@@ -118,7 +118,7 @@ def sparsify(
 
 
 def mask_options(spec: SparsitySpec) -> dict[str, Any]:
-    """Return the arguments of `apply_masks` that follow from the schedule."""
+    """The arguments of `apply_masks` that follow from the schedule."""
     return {
         "straight_through": spec.schedule == "sr-ste",
         "learned": spec.seed if spec.schedule == "gumbel" else None,

@@ -18,14 +18,7 @@ Kernels = Literal["tensorrt", "any"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A parsed pattern.
-
-    Attributes:
-        kind: `nm` (n values kept of every m along the input channels), `unstructured` (zeros anywhere) or `channel`
-            (whole channels removed).
-        n, m: of kind `nm`, else 0.
-        ratio: share taken away: of the weights (`nm`, `unstructured`) or of the macs (`channel`).
-    """
+    """A parsed pattern; `ratio` is the share taken away of the weights or (`channel`) macs; n and m are of `nm`."""
 
     kind: Literal["nm", "unstructured", "channel"]
     ratio: float
