@@ -25,12 +25,12 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import Piece, Plan, in_order, independent, one_image, pieces, plan_for
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
-from compress.quantization.calibration.averages import raised_ranges
+from compress.quantization.calibration.calibrate import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.values import always_zero
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import WeightSpec
 from compress.support.process import core_count

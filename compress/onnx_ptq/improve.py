@@ -27,9 +27,9 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import inputs_of_file
 from compress.onnx_ptq.to_torch.builder import Place
 from compress.onnx_ptq.to_torch.network import Converted, converted
+from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.improve import smoothed
-from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule

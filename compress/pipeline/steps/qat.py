@@ -12,9 +12,8 @@ from compress.pipeline.run import Run, stem, weight_quantizer
 from compress.pipeline.steps.ptq import calibration_images, save_further
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.calibration.calibrate import calibrate
-from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
 from compress.quantization.report import placement_of
-from compress.quantization.weight_norm import bake_weights, normalize_weights
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training import load_model
 from compress.variants import Variant

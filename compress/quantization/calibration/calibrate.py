@@ -2,11 +2,12 @@
 
 Ranges of weights follow from the weights. Activation quantizers collect statistics while the model runs in float. A
 quantizer that no tensor passed, whose tensor held NaN, or whose tensor was zero although the weights allow other values
-(`placement.dead`), is an error that names it, because a scale chosen for it would be arbitrary.
+(`always_zero`), is an error that names it, because a scale chosen for it would be arbitrary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,12 +23,15 @@ from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
-from compress.quantization.calibration.averages import raised_ranges
+from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import calibrator_for
-from compress.quantization.calibration.together import choose_together, on_host
-from compress.quantization.placement.dead import always_zero
+from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
+from compress.quantization.calibration.histogram import Histogram
+from compress.quantization.numerics import amax_from_scale, scale_from_amax
+from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.placement.values import always_zero
+from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.support.progress import NoProgress, Progress
@@ -279,3 +283,68 @@ def calibrating(qmodel: nn.Module, watching: dict[str, Calibrator]) -> Iterator[
             quantizer.enabled = states[name]
             quantizer.calibrator = None
         qmodel.train(training)
+
+
+def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ranges of averages over an image that have to be larger, by quantizer.
+
+    A mean of n integers is a multiple of 1/n, so that a step below 1/n of the input's adds nothing. Such ranges come
+    from tensors that are zero but for rounding; ONNX Runtime refuses files whose steps lie further apart, at their
+    first run. `view` is of the graph that the placement is for, `amax` the range of each activation quantizer.
+    """
+    nodes = {node.name: node for node in view.nodes}
+    of_tensor = {tensor: site for site in placement.activations for tensor, _ in site.edges}
+    before = {consumer: (tensor, site) for site in placement.activations for tensor, consumer in site.edges}
+    found: dict[str, Tensor] = {}
+    for node in view.nodes:  # in graph order: the input of an average may be an average
+        if node.kind not in AVERAGES or node.name not in of_tensor or node.name not in before:
+            continue
+        tensor, given = before[node.name]
+        most, own = _values(node, nodes[tensor]), of_tensor[node.name]
+        step = scale_from_amax(found.get(given.name, amax[given.name]), given.format).max() / most
+        least = float(amax_from_scale(step, own.format))
+        if float(amax[own.name].max()) < least:
+            found[own.name] = amax[own.name].clamp_min(least)
+    return found
+
+
+def _values(node: Node, before: Node) -> int:
+    """Return how many values one element of an average is the mean of, at most."""
+    whole, kept = math.prod(before.shape or ()), math.prod(node.shape or ())
+    return max(1, whole // max(kept, 1)) if node.kind == "mean" else math.prod((before.shape or ())[2:])
+
+
+def choose_together(calibrators: Iterable[Calibrator]) -> None:
+    """Prepare `compute_amax` of many calibrators with statistics on GPUs; on a CPU each chooses by itself.
+
+    All statistics are read at once, and calibrators of one kind choose their ranges at once.
+    """
+    found = [(c, largest) for c in calibrators if (largest := c._largest()) is not None]
+    found = [(calibrator, largest) for calibrator, largest in found if largest.device.type != "cpu"]
+    alike: dict[Any, list[HistogramCalibrator]] = {}
+    copies = on_host([largest for _, largest in found])
+    for (calibrator, largest), copy in zip(found, copies, strict=True):
+        calibrator._read = copy
+        if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
+            alike.setdefault((type(calibrator), largest.device, calibrator._options()), []).append(calibrator)
+    for group in alike.values():
+        together([cast(Histogram, calibrator._counted) for calibrator in group], group)
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of small tensors of one type on the CPU, waiting for each device once."""
+    found: dict[int, Tensor] = {}
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
+        parts = flat.split([tensors[i].numel() for i in places])
+        found.update({i: part.reshape(tensors[i].shape).clone() for i, part in zip(places, parts, strict=True)})
+    return [found[i] for i in range(len(tensors))]
+
+
+def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
+    """Choose the ranges of a `group` of calibrators of one kind and options from their histograms."""
+    counts = torch.cat([h.counts for h in histograms])
+    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
+    for calibrator, own in zip(group, chosen.split(1), strict=True):
+        calibrator._chosen = own

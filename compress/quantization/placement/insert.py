@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from torch import fx, nn
 
 from compress.graph.alone import alone
 from compress.graph.batches import device_of
+from compress.graph.canonical import canonical_graph
+from compress.graph.compare import Reference
 from compress.graph.float_model import check_float_model
+from compress.graph.fold import fold_batchnorm
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.report import attach_report, report_of
 from compress.graph.sizes import bound_to_size
@@ -16,11 +20,36 @@ from compress.quantization.modules import quantized_layer
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.ptq.prepare import float_graph
+from compress.quantization.ptq.equalize import equalize, replace_relu6
+from compress.quantization.ptq.moments import batchnorm_moments
 from compress.quantization.ptq.ranges import ensure_biases
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Prepared, QuantizationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
+
+
+def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tuple[fx.GraphModule, Prepared]:
+    """The float graph of a copy of a model in which quantizers are placed: fold, replace and equalize.
+
+    It is compared with the model, in which ReLU already replaces ReLU6 if the recipe asks for that.
+
+    Raises:
+        ModelError: the model cannot be traced, or the graph computes something else than the model.
+        QuantizationError: no two layers can be equalized.
+    """
+    graph_module = canonical_graph(model, example_inputs, fold=False)
+    replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()
+    reference = Reference.of(copy.deepcopy(graph_module) if replaced else model, example_inputs)
+    moments = batchnorm_moments(graph_module) if spec.bias_correction == "analytic" else {}
+    if spec.batchnorm == "fold":
+        fold_batchnorm(graph_module)
+    equalization = equalize(graph_module) if spec.equalize else None
+    for path, factor in (equalization.divided if equalization else {}).items():
+        if path in moments:
+            mean, deviation = moments[path]
+            moments[path] = (mean / factor, deviation / factor)
+    reference.check(graph_module, "equalization" if spec.equalize else "folding BatchNorm")
+    return graph_module, Prepared(relu6=replaced, equalization=equalization, moments=moments)
 
 
 @alone

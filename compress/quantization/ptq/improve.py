@@ -1,7 +1,7 @@
 """The methods of `QuantSpec` beyond calibration, each switched on by itself, in this order.
 
 1. `smooth` rescales the float network's norms, from images, before quantizers are placed;
-2. `relu6` and `equalize` rescale its layers, without images (`prepare`);
+2. `relu6` and `equalize` rescale its layers, without images (`float_graph`);
 3. ranges are calibrated;
 4. `adaround` and the empirical `bias_correction` process the layers in one walk: a layer is rounded, then its bias is
    corrected, and the inputs of the next layer include both;

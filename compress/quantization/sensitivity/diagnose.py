@@ -20,8 +20,8 @@ from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
+from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.guard import kept
-from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of

@@ -17,12 +17,12 @@ from compress.errors import QuantizationError
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
+from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.rules import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.guard import kept
-from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule

@@ -11,9 +11,9 @@ from scipy.stats import entropy as scipy_entropy
 
 from compress.errors import CalibrationError
 from compress.quantization.calibration.amax import as_rows, mse_amax, percentile_amax, row_amax
+from compress.quantization.calibration.calibrate import choose_together, on_host, together
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.calibration.entropy import entropy_amax, kl_divergences
-from compress.quantization.calibration.together import choose_together, on_host, together
 
 FAST = settings(max_examples=40, deadline=None)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from compress.errors import QuantizationError
-from compress.quantization.ptq.prepare import float_graph
+from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.mixed import choose_formats, everywhere, front, mixed_spec
