@@ -35,8 +35,8 @@ from compress.export.spec import ExportSpec, check_export_spec
 from compress.export.targets import finish_for, shape_for
 from compress.export.torchlib import looked_up_once
 from compress.files import replacing
-from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
+from compress.graph.isolation import alone
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
 from compress.quantization.report import QuantizationReport

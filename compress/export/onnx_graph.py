@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from compress.graph.onnx_kinds import onnx_operators
+from compress.graph.ops import onnx_operators
 
 WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
 

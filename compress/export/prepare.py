@@ -22,8 +22,8 @@ from compress.export.spelling import spell_plainly
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
+from compress.graph.modules import bake
 from compress.graph.ops import node_module
-from compress.graph.parametrized import bake
 from compress.graph.trace import trace
 from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat, quantize_tensor

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from compress.errors import CompressWarning, ModelError, first_few
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, run_with, shapes_text
-from compress.graph.restored import restored
+from compress.graph.isolation import restored
 
 TOLERANCE = 1e-3
 """Largest relative error of a rewritten network."""

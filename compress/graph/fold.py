@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
+from compress.graph.modules import bake
 from compress.graph.ops import SPELLINGS, calls_alike, module_kind, node_kind, node_module
-from compress.graph.parametrized import bake
 from compress.graph.traits import WEIGHTED
 
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]

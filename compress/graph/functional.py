@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from compress.graph.named import NamedLinear
+from compress.graph.modules import NamedLinear
 from compress.graph.ops import altered, attribute_of, calls_alike, node_kind, node_module, run_node
 
 _CONVOLUTIONS: dict[Any, type[nn.Module]] = {

@@ -1,9 +1,9 @@
-"""The layers of a graph and their costs: kind, shapes, parameters and macs."""
+"""The layers of a graph and their costs: kind, shapes, parameters and macs; and how long values are alive."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -182,3 +182,13 @@ _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "window_attention": _window_attention_macs,
 }
 """Formulas; without one the macs of a weighted layer or a product are unknown."""
+
+
+def alive_after(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """Yield each node with those of `nodes`, in graph order, up to it that later ones of them consume."""
+    place = {node: i for i, node in enumerate(nodes)}
+    last = {node: max((place[user] for user in node.users if user in place), default=-1) for node in place}
+    live: set[fx.Node] = set()
+    for node, i in place.items():
+        live = {other for other in (*live, node) if last[other] > i}
+        yield node, live

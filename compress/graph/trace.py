@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CompressWarning, ModelError
-from compress.graph.alone import alone
 from compress.graph.compare import check_stateless, first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
+from compress.graph.isolation import alone
 from compress.graph.ops import altered, node_kind
 from compress.graph.report import (
     ATTRIBUTES,

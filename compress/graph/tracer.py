@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from compress.graph.concrete import Values, known_proxy, unrolled
 from compress.graph.inputs import KeywordInputs
-from compress.graph.restored import restored
+from compress.graph.isolation import restored
 
 _NETWORKS = (
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),

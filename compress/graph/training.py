@@ -1,6 +1,6 @@
 """Regularization kept alive: what a model does in training only is brought into the graph traced in evaluation mode.
 
-The graphs of both modes are aligned, and a module that follows the mode (`graph.modes`) stands where they differ.
+The graphs of both modes are aligned, and a module that follows the mode (`InTraining`, `ByMode`) stands where they differ.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from compress.graph.batches import device_of
 from compress.graph.compare import relative_error
 from compress.graph.inputs import copies_of, named_tensors, run_with
-from compress.graph.modes import ByMode, InTraining
+from compress.graph.isolation import equal, restored
+from compress.graph.modules import ByMode, InTraining
 from compress.graph.ops import node_kind
-from compress.graph.restored import equal, restored
 
 _SAME = 1e-4
 LEFT_OUT = (

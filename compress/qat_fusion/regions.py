@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from compress.graph.lifetimes import alive_after
+from compress.graph.layers import alive_after
 from compress.graph.ops import node_kind, node_module
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

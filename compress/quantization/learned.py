@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
-from compress.graph.parametrized import bake, register_picklable
+from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.learned_quantize import learned_quantize
 from compress.kernels.triton.learned_quantize import LEAST_RANGE

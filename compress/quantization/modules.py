@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
-from compress.graph.named import Named
+from compress.graph.modules import Named
 from compress.graph.ops import altered, calls_alike
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
-from compress.graph.parametrized import bake, register_picklable
+from compress.graph.modules import bake, register_picklable
 from compress.sparsity.selection import SCALE, TEMPERATURE, Selection, as_groups, first_logits, gumbel_softmax, patterns
 from compress.sparsity.spec import parse_pattern
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, ModelError, RecipeError
-from compress.graph.sizes import size_remark
+from compress.graph.inputs import size_remark
 from compress.support.imports import any_failure
 from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress

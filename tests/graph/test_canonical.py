@@ -9,8 +9,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from compress.graph.canonical import canonical_graph
-from compress.graph.einsum import matrix_product
+from compress.graph.canonical import canonical_graph, matrix_product
 from compress.graph.ops import node_kind
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace

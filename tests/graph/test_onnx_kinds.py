@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from compress.graph.onnx_kinds import ONNX_KINDS
+from compress.graph.ops import ONNX_KINDS
 from compress.graph.traits import TRAITS
 
 ATTRIBUTES = {"DepthToSpace": {"blocksize": 2}, "SpaceToDepth": {"blocksize": 2}, "LRN": {"size": 3}}

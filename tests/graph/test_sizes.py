@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from compress import QuantSpec, quantize
 from compress.errors import CalibrationError, ModelError
-from compress.graph.sizes import bound_to_size
+from compress.graph.inputs import bound_to_size
 from compress.graph.trace import trace
 from compress.quantization.calibration.calibrate import calibrate
 from compress.training.evaluate import OutputsOf, outputs_of

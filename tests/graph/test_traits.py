@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from compress.graph.modes import InTraining
+from compress.graph.modules import InTraining
 from compress.graph.ops import SPELLINGS, module_kind, node_kind
 from compress.graph.trace import trace
 from compress.graph.traits import MANY, TRAITS

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError
-from compress.graph.parametrized import bake
+from compress.graph.modules import bake
 from compress.graph.trace import trace
 from compress.sparsity.masks import nm_mask, verify_nm
 from compress.sparsity.parametrization import (

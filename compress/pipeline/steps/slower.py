@@ -11,7 +11,7 @@ from compress.engines.onnx_file import load_onnx
 from compress.engines.registry import suits, target_of
 from compress.errors import EngineError
 from compress.export.names import module_of
-from compress.graph.onnx_kinds import onnx_operators
+from compress.graph.ops import onnx_operators
 from compress.measure import BenchSpec
 from compress.measure.layer_times import measure_engine_layers
 from compress.measure.metric import Metric

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, CompressError, DeadTensorError
-from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
+from compress.graph.inputs import size_remark
+from compress.graph.isolation import alone
 from compress.graph.report import attach_report
-from compress.graph.sizes import size_remark
 from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for

@@ -1,8 +1,8 @@
 """What is known of the values of tensors: never negative, never below a value, or always zero because of a weight.
 
 The first two need integers without a sign, or with few below zero. Branches may begin at zero (timm's `zero_init_last`,
-torchvision's `zero_init_residual`), and pruned ones may stay so: no calibration image reaches such tensors, and any range
-is right for them.
+torchvision's `zero_init_residual`), and pruned ones may stay so: no calibration image reaches such tensors, and any
+range is right for them.
 """
 
 from __future__ import annotations

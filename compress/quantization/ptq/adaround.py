@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
 from compress.files import replacing
-from compress.graph.named import stored_name
+from compress.graph.modules import stored_name
 from compress.graph.ops import node_kind
 from compress.kernels.memory_format import along_axis
 from compress.quantization.numerics import QuantFormat

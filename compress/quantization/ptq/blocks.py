@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.lifetimes import alive_after
+from compress.graph.layers import alive_after
 from compress.graph.ops import node_module
 from compress.quantization.modules import _QuantWeight
 from compress.quantization.quantizer import Quantizer

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.isolation import alone
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrate, calibrating, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from compress.graph.named import stored_name
+from compress.graph.modules import stored_name
 from compress.kernels.memory_format import along_axis
 from compress.quantization.learned import learned_fake_quantize
 from compress.quantization.numerics import scale_from_amax

@@ -1,17 +1,51 @@
-"""Restores a model after a forward pass: the buffers that the pass wrote, and attributes that became symbolic.
+"""Calls that neither other threads nor the caller's settings change, and that leave a model as it was.
 
-Only what changed is written back, because another thread may run the same model.
+torch.fx replaces methods of `nn.Module` for the whole process while it traces, so two traces may not overlap. Only what a
+forward pass changed is written back, because another thread may run the same model.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ONE = threading.RLock()
+
+
+def _renew() -> None:
+    global _ONE
+    _ONE = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_renew)
+
+
+def alone(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function wait for calls in other threads, and compute without the caller's autocast and default device."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _ONE, contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Parametrizations (torch.nn.utils.parametrize) on modules that can still be pickled.
+"""Modules that graphs hold: by mode, with parameters under other names, or with parametrizations that can be pickled.
 
 `copy.deepcopy` shares the class that torch makes, so a parametrization is removed without changing it (`bake`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 
@@ -61,3 +61,55 @@ def _rebuild(cls: type[nn.Module], state: dict[str, Any], parts: dict[str, tuple
         for part in chain:
             register_picklable(module, name, part)
     return module
+
+
+class Named(nn.Module):
+    """A layer whose `weight` and `bias` have other `names` in the state_dict; mixed in before the layer's class."""
+
+    names: dict[str, str]
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter stored as `names["weight"]`."""
+        return self._parameters[self.names["weight"]]  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The parameter stored as `names["bias"]`."""
+        return self._parameters[self.names["bias"]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(self.__dict__.get("names", {}).get(name, name), value)
+
+
+def stored_name(layer: nn.Module, name: str) -> str:
+    """Name in the state_dict of a layer's `weight` or `bias`."""
+    return str(layer.names[name]) if isinstance(layer, Named) else name
+
+
+class NamedLinear(Named, nn.Linear):  # type: ignore[misc,override]
+    """`nn.Linear` with parameters under other names; input (..., in_features)."""
+
+
+class InTraining(nn.Module):
+    """Computes a part of a network in training, and returns its first input in evaluation."""
+
+    def __init__(self, part: fx.GraphModule) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        """The result of the part, or `x`."""
+        return self.part(x, *others) if self.training else x
+
+
+class ByMode(nn.Module):
+    """A constant that has one value in training and another in evaluation, such as a rate of dropout."""
+
+    def __init__(self, training: Any, evaluation: Any) -> None:
+        super().__init__()
+        self.values = (training, evaluation)
+
+    def forward(self) -> Any:
+        """The value of the current mode."""
+        return self.values[0] if self.training else self.values[1]
