@@ -12,7 +12,7 @@ from compress.models.by_name import ModelSpec, build_model
 from compress.plots.erf import draw_gallery, draw_growth, theory_side
 from compress.plots.style import save_figure, styled, to_png
 from compress.receptive import EffectiveReceptiveField, ErfOptions, effective_receptive_fields
-from compress.receptive.images import SOURCES, probe_images
+from compress.receptive.effective import SOURCES, probe_images
 from compress.receptive.probe import layers_to_show
 from compress.report.receptive_field import numbers_of, write_animation
 

@@ -13,7 +13,7 @@ from compress.files import write_text
 from compress.measure import describe_machine
 from compress.models.by_name import ModelSpec, build_model
 from compress.receptive import ErfOptions, effective_receptive_field
-from compress.receptive.images import SOURCES, probe_images
+from compress.receptive.effective import SOURCES, probe_images
 from compress.report.receptive_field import erf_report, receptive_field_report
 
 

@@ -20,8 +20,7 @@ from compress.plots.roofline_teaching import (
 )
 from compress.plots.style import save_figure
 from compress.receptive import receptive_field
-from compress.receptive.effective import effective_receptive_fields
-from compress.receptive.images import photograph_crops
+from compress.receptive.effective import effective_receptive_fields, photograph_crops
 from compress.receptive.probe import grids
 from compress.roofline_model import find_device, roofline_of
 from compress.roofline_model.counting import count

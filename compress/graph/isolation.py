@@ -1,7 +1,7 @@
 """Calls that neither other threads nor the caller's settings change, and that leave a model as it was.
 
-torch.fx replaces methods of `nn.Module` for the whole process while it traces, so two traces may not overlap. Only what a
-forward pass changed is written back, because another thread may run the same model.
+torch.fx replaces methods of `nn.Module` for the whole process while it traces, so two traces may not overlap. Only what
+a forward pass changed is written back, because another thread may run the same model.
 """
 
 from __future__ import annotations

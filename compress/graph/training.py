@@ -1,6 +1,7 @@
 """Regularization kept alive: what a model does in training only is brought into the graph traced in evaluation mode.
 
-The graphs of both modes are aligned, and a module that follows the mode (`InTraining`, `ByMode`) stands where they differ.
+The graphs of both modes are aligned, and a module that follows the mode (`InTraining`, `ByMode`) stands where
+they differ.
 """
 
 from __future__ import annotations

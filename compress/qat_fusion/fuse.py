@@ -21,10 +21,9 @@ from compress.kernels.learned_quantize import learned_quantize
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
-from compress.qat_fusion.chain import LAYERS, Chain, called_module
+from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, called_module, epilogue_of, product
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import FusedNormModule, fuse_norms
-from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
 from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain

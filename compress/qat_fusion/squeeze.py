@@ -15,8 +15,7 @@ from compress.graph.traits import AVERAGES
 from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze
-from compress.qat_fusion.chain import activation_of, called_module, has_one_consumer, quantizer_of
-from compress.qat_fusion.product import ACTIVATIONS, product
+from compress.qat_fusion.chain import ACTIVATIONS, activation_of, called_module, has_one_consumer, product, quantizer_of
 from compress.qat_fusion.recompute import Recipe
 from compress.qat_fusion.weights import grid_of, is_live
 
@@ -25,8 +24,7 @@ class FusedSqueezeModule(nn.Module):
     """(layer) -> (activation) -> (quantizer) -> mean over the pixels; the layer and the quantizers are the model's own.
 
     `layer` None: the block begins after another operation; `activation` is `relu`, `relu6`, a key of
-        `SMOOTH_ACTIVATIONS`,
-    or "". `excited` quantizes the product: it must round too.
+    `SMOOTH_ACTIVATIONS`, or "". `excited` quantizes the product: it must round too.
     """
 
     def __init__(

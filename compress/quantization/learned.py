@@ -7,7 +7,11 @@ LSQ (Esser et al., arXiv 1902.08153) gives the step s of v -> clip(round(v / s),
 scaled by g = 1 / sqrt(N Qp), N the elements that share a scale, so that steps and weights move in proportion (section
 2.2). The parameter here is `amax` = s Qp, the same tensor under the same name as that of a quantizer with a fixed
 range: a trained state loads into either. Its gradient is g Qp d/ds, under which a step of SGD changes s exactly as
-    LSQ's own does.
+LSQ's own does.
+
+Weights of few bits may also be normalized before they are rounded (Li et al., Additive Powers-of-Two Quantization,
+arXiv 1909.13144, section 2.3): a layer quantizes (w - mean(w)) / std(w) * gain, which keeps a learned step stable while
+weights train. The gain is the first standard deviation: a trained network computes nearly what it did.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.receptive.call import Call, NoRuleError
-from compress.receptive.fields import Field, View, compact, join, least, meet, mix, move, settled
+from compress.receptive.fields import Call, Field, NoRuleError, View, compact, join, least, meet, mix, move, settled
 
 
 def _linear(call: Call) -> Field:

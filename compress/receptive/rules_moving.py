@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.graph.traits import kinds
-from compress.receptive.call import Call, NoRuleError
-from compress.receptive.fields import Field, join, least, meet, move
+from compress.receptive.fields import Call, Field, NoRuleError, join, least, meet, move
 
 
 def _moving(call: Call, *, folds: bool = False) -> Any:

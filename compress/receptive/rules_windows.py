@@ -10,8 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.receptive.call import Call, NoRuleError
-from compress.receptive.fields import Field, compact, mix, read
+from compress.receptive.fields import Call, Field, NoRuleError, compact, mix, read
 from compress.receptive.windows import (
     IDENTITY,
     Window,

@@ -18,8 +18,7 @@ from compress.graph.report import leaves_of
 from compress.graph.trace import trace
 from compress.graph.traits import kinds
 from compress.receptive import rules_mixing, rules_moving, rules_windows
-from compress.receptive.call import Call, NoRuleError
-from compress.receptive.fields import Field, image_field, join
+from compress.receptive.fields import Call, Field, NoRuleError, image_field, join
 from compress.receptive.table import ReceptiveField, ReceptiveFieldTable, make_row
 
 _Rule = Callable[[Call], Any]
@@ -61,8 +60,8 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
     """The theoretical receptive field of every node with respect to the model's first input.
 
     Definitions: arXiv 1603.07285 (Dumoulin and Visin), and Araujo et al., "Computing Receptive Fields of Convolutional
-        Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders depend on its size only
-        after adaptive pooling.
+    Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders depend on its size only
+    after adaptive pooling.
 
     Raises:
         ReceptiveFieldError: the input is not an image.

@@ -4,11 +4,10 @@ from compress.roofline_model.ceilings import Ceiling, Ceilings, Sample, ceilings
 from compress.roofline_model.counting import Operation, Workload, convolution, workload
 from compress.roofline_model.device_table import DEVICE_NAMES, TABLE
 from compress.roofline_model.devices import PRECISIONS, Device
-from compress.roofline_model.measure import measure_ceilings
+from compress.roofline_model.measure import measure_ceilings, measure_torch_times
 from compress.roofline_model.model import Roofline, Row, find_device, roofline, roofline_of
 from compress.roofline_model.sparse import SparseBound, SparseLayer, sparse_bound
 from compress.roofline_model.tables import ceilings_text, devices_text, rows_text, summary_text, what_if_text
-from compress.roofline_model.timing import measure_torch_times
 from compress.roofline_model.what_if import WhatIf, what_if
 
 __all__ = [

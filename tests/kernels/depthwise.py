@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from compress.qat_fusion.product import product
+from compress.qat_fusion.chain import product
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
 
 CASES = (

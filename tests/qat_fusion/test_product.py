@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.qat_fusion.product import groups_together, merged_groups, product
+from compress.qat_fusion.chain import groups_together, merged_groups, product
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from compress.receptive import (
     effective_receptive_fields,
     erf_drift,
 )
-from compress.receptive.images import probe_images
+from compress.receptive.effective import probe_images
 from compress.receptive.metrics import second_moment, uniform_profile, uniform_sigma
 from compress.receptive.probe import layers_to_show
 
