@@ -45,12 +45,15 @@ def _layer(step: Step, layout: Layout) -> EngineLayer:
         shape = tuple(step.weight.shape)
         constants = (EngineTensor(name=f"{step.name}/weight", dtype="int8", shape=shape),)
     return EngineLayer(
-        name=step.name, kind=_KINDS.get(kind, kind), onnx_nodes=step.origins,
+        name=step.name,
+        kind=_KINDS.get(kind, kind),
+        onnx_nodes=step.origins,
         inputs=tuple(_tensor(name, layout) for name in step.reads),
         outputs=tuple(_tensor(name, layout) for name in step.writes if _is_result(name, layout)),
-        constants=constants, tactic="" if isinstance(step, Product) else "torch" if isinstance(step, Operation) else "",
+        constants=constants,
+        tactic="" if isinstance(step, Product) else "torch" if isinstance(step, Operation) else "",
         out_channels=step.weight.shape[0] if isinstance(step, (Convolution, Linear)) else None,
-    )  # fmt: skip
+    )
 
 
 def _is_result(name: str, layout: Layout) -> bool:
@@ -74,7 +77,14 @@ def _tensor(name: str, layout: Layout) -> EngineTensor:
 _TYPES = {
     name: type_name(long)
     for name, long in {
-        "i8": "int8", "u8": "uint8", "f16": "half", "bf16": "bf16", "f32": "float", "f64": "double", "i32": "int32",
-        "i64": "int64", "bool": "bool",
+        "i8": "int8",
+        "u8": "uint8",
+        "f16": "half",
+        "bf16": "bf16",
+        "f32": "float",
+        "f64": "double",
+        "i32": "int32",
+        "i64": "int64",
+        "bool": "bool",
     }.items()
-}  # fmt: skip
+}

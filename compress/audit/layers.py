@@ -11,20 +11,47 @@ from typing import Any, Literal
 Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
 
 TYPE_BYTES: dict[str, float] = {
-    "fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5,
-    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "int4": 0.5, "bool": 1,
-}  # fmt: skip
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8": 1,
+    "fp4": 0.5,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "int4": 0.5,
+    "bool": 1,
+}
 """Bytes of one element of each type that TensorRT names."""
 
 FLOATS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16"})
 EIGHT_BITS = frozenset({"int8", "uint8", "fp8"})
 
 _SPELLINGS = {
-    "float": "fp32", "float32": "fp32", "fp32": "fp32", "double": "fp64", "half": "fp16", "float16": "fp16",
-    "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8e4m3": "fp8", "e4m3": "fp8", "fp4": "fp4",
-    "fp4e2m1": "fp4", "int8": "int8", "uint8": "uint8", "int32": "int32", "int64": "int64", "int4": "int4",
+    "float": "fp32",
+    "float32": "fp32",
+    "fp32": "fp32",
+    "double": "fp64",
+    "half": "fp16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "fp8e4m3": "fp8",
+    "e4m3": "fp8",
+    "fp4": "fp4",
+    "fp4e2m1": "fp4",
+    "int8": "int8",
+    "uint8": "uint8",
+    "int32": "int32",
+    "int64": "int64",
+    "int4": "int4",
     "bool": "bool",
-}  # fmt: skip
+}
 
 
 def type_name(text: str) -> str:

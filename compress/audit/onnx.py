@@ -192,7 +192,7 @@ def _load(path: Path) -> onnx.ModelProto:
             proto = onnx.inliner.inline_local_functions(proto)
     except FileNotFoundError:
         raise AuditError(f"{path} does not exist; give an ONNX file") from None
-    except Exception as error:
+    except Exception as error:  # protobuf and onnx's checker have many classes of errors without a common base
         raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
     return proto
 

@@ -26,8 +26,22 @@ _MIXES = {"Resh", "Tran", "Slic", "Gath", "Repl", "Squ", "Perm"}
 _GROWS = {"Repl", "Conc", "Iota", "Gath"}
 """Steps that may write more than was read."""
 _KEEPS = {
-    "Add", "Sub", "Mul", "Div", "Cast", "Relu", "Erf", "Exp", "Sqrt", "Min", "Max", "Roun", "Resh", "Tran", "Move",
-}  # fmt: skip
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Cast",
+    "Relu",
+    "Erf",
+    "Exp",
+    "Sqrt",
+    "Min",
+    "Max",
+    "Roun",
+    "Resh",
+    "Tran",
+    "Move",
+}
 """Steps that write one element for each that they read."""
 _TWO, _THREE = 2, 3
 _SMALL = 1024
@@ -213,7 +227,7 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
             if len(tensor.raw_data) > _SMALL:
                 tensor.ClearField("raw_data")
         two, three = (_inferred(model, batch) for batch in (_TWO, _THREE))
-    except Exception:
+    except Exception:  # protobuf and shape inference have many classes of errors; rows are then unknown
         return {}
     consumers = OnnxGraph(model.graph).consumers
     results = {value.name for value in model.graph.output}

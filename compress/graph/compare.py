@@ -122,7 +122,7 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     try:
         with torch.no_grad(), restored(model):
             return run_with(model.eval(), copies_of(inputs))
-    except Exception as error:
+    except Exception as error:  # a model can fail in any way
         raise ModelError(
             f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
             "model accepts, on the model's device"

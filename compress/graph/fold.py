@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from compress.graph.modules import bake
-from compress.graph.ops import SPELLINGS, calls_alike, module_kind, node_kind, node_module
+from compress.graph.ops import SPELLINGS, calls_alike, module_kind, node_kind, node_module, tensor_of
 from compress.graph.traits import WEIGHTED
 
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
@@ -77,7 +77,7 @@ def _foldable(layer: nn.Module, shape: tuple[int, ...] | None) -> bool:
     """True if a layer computes with its weight alone, and has its channels on axis 1."""
     quantized = isinstance(getattr(layer, "weight_quantizer", None), nn.Module)
     plain = quantized or any(calls_alike(type(layer), kind) for kind in _LAYERS)
-    return plain and shape is not None and len(shape) == cast(Tensor, layer.weight).dim()
+    return plain and shape is not None and len(shape) == tensor_of(layer).dim()
 
 
 def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
@@ -85,7 +85,7 @@ def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
     if parametrize.is_parametrized(layer, "weight"):
         with contextlib.suppress(NotImplementedError, RuntimeError):  # the parametrization has no inverse
             layer.weight = weight.detach()
-        if torch.allclose(cast(Tensor, layer.weight), weight):
+        if torch.allclose(tensor_of(layer), weight):
             return
         bake(layer, "weight")
     layer.weight = weight
@@ -111,11 +111,12 @@ def folded_parameters(
     return fused, shift
 
 
-def _fold_into(layer: nn.Module, norm: nn.Module) -> None:
-    weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
-    statistics = cast(Statistics, (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias))
+def _fold_into(layer: Any, norm: Any) -> None:
+    weight, bias = layer.weight, layer.bias
+    statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
     trained = weight.requires_grad
-    groups = cast(int, getattr(layer, "groups", 1))
+    groups = getattr(layer, "groups", 1)
     fused, shift = folded_parameters(weight, bias, statistics, kind=module_kind(layer), groups=groups)
-    _set_weight(layer, cast(nn.Parameter, fused.requires_grad_(trained)))
+    fused.requires_grad_(trained)
+    _set_weight(layer, fused)
     layer.bias = shift.requires_grad_(trained)  # torch freezes a bias that the layer did not have

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -27,7 +27,8 @@ def bake(module: nn.Module, name: str) -> None:
     Deep copies keep theirs, unlike after torch's `remove_parametrizations`. The `original` stays the same object; a
     tensor computed from several becomes a new parameter.
     """
-    chains, cls = cast(Any, module).parametrizations, type(module)
+    chains: Any = module.parametrizations
+    cls = type(module)
     value: Tensor = getattr(module, name).detach()
     plain = chains[name].original if chains[name].is_tensor else nn.Parameter(value.clone())
     plain.data = value.clone()
@@ -45,7 +46,7 @@ def bake(module: nn.Module, name: str) -> None:
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    chains = cast(Any, module).parametrizations
+    chains: Any = module.parametrizations
     state = dict(module.__dict__)
     state["_modules"] = {key: child for key, child in module._modules.items() if key != "parametrizations"}
     parts = {name: (chain.original, list(chain)) for name, chain in chains.items()}

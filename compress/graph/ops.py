@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from compress.graph.modules import ByMode, InTraining
 from compress.graph.traits import SHAPES, TRAITS, Traits
@@ -207,6 +207,12 @@ def layer_name(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else node.name
 
 
+def tensor_of(module: nn.Module, name: str = "weight") -> Tensor:
+    """A parameter or buffer of a module; torch types it as a tensor or a module."""
+    found = getattr(module, name)
+    return found
+
+
 def attribute_of(module: nn.Module, path: str) -> Any:
     """The parameter, buffer or other attribute at a dotted path of a module."""
     value: Any = module
@@ -231,22 +237,76 @@ def run_node(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict
 
 
 ONNX_KINDS = {
-    "Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear", "MatMul": "matmul", "Einsum": "einsum",
-    "BatchNormalization": "batch_norm", "LayerNormalization": "layer_norm", "GroupNormalization": "group_norm",
-    "InstanceNormalization": "instance_norm", "LRN": "local_response_norm", "LpNormalization": "normalize",
-    "Softmax": "softmax", "LogSoftmax": "log_softmax", "Relu": "relu", "Clip": "clamp", "LeakyRelu": "leaky_relu",
-    "PRelu": "leaky_relu", "Gelu": "gelu", "HardSwish": "hardswish", "Mish": "mish", "Tanh": "tanh", "Elu": "elu",
-    "Selu": "elu", "Celu": "elu", "Sigmoid": "sigmoid", "HardSigmoid": "hardsigmoid", "Softplus": "softplus",
-    "Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Max": "maximum", "Min": "minimum",
-    "Where": "where", "Pow": "pow", "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Sin": "sin", "Cos": "cos",
+    "Conv": "conv",
+    "ConvTranspose": "conv_transpose",
+    "Gemm": "linear",
+    "MatMul": "matmul",
+    "Einsum": "einsum",
+    "BatchNormalization": "batch_norm",
+    "LayerNormalization": "layer_norm",
+    "GroupNormalization": "group_norm",
+    "InstanceNormalization": "instance_norm",
+    "LRN": "local_response_norm",
+    "LpNormalization": "normalize",
+    "Softmax": "softmax",
+    "LogSoftmax": "log_softmax",
+    "Relu": "relu",
+    "Clip": "clamp",
+    "LeakyRelu": "leaky_relu",
+    "PRelu": "leaky_relu",
+    "Gelu": "gelu",
+    "HardSwish": "hardswish",
+    "Mish": "mish",
+    "Tanh": "tanh",
+    "Elu": "elu",
+    "Selu": "elu",
+    "Celu": "elu",
+    "Sigmoid": "sigmoid",
+    "HardSigmoid": "hardsigmoid",
+    "Softplus": "softplus",
+    "Add": "add",
+    "Sub": "sub",
+    "Mul": "mul",
+    "Div": "div",
+    "Neg": "neg",
+    "Max": "maximum",
+    "Min": "minimum",
+    "Where": "where",
+    "Pow": "pow",
+    "Sqrt": "sqrt",
+    "Exp": "exp",
+    "Log": "log",
+    "Sin": "sin",
+    "Cos": "cos",
     "ReduceMean": "mean",
-    "ReduceSum": "sum", "ReduceMax": "max", "ReduceMin": "min", "ReduceL2": "vector_norm", "MaxPool": "max_pool",
-    "AveragePool": "avg_pool", "GlobalMaxPool": "adaptive_max_pool", "GlobalAveragePool": "adaptive_avg_pool",
-    "Resize": "resize", "Pad": "pad", "Flatten": "flatten", "Reshape": "reshape", "Transpose": "transpose",
-    "Squeeze": "squeeze", "Unsqueeze": "squeeze", "Expand": "repeat", "Tile": "repeat", "Split": "split",
-    "Slice": "getitem", "Gather": "getitem", "DepthToSpace": "pixel_shuffle", "SpaceToDepth": "pixel_unshuffle",
-    "Concat": "concat", "Identity": "identity", "Cast": "identity", "Dropout": "dropout", "Shape": "shape",
-}  # fmt: skip
+    "ReduceSum": "sum",
+    "ReduceMax": "max",
+    "ReduceMin": "min",
+    "ReduceL2": "vector_norm",
+    "MaxPool": "max_pool",
+    "AveragePool": "avg_pool",
+    "GlobalMaxPool": "adaptive_max_pool",
+    "GlobalAveragePool": "adaptive_avg_pool",
+    "Resize": "resize",
+    "Pad": "pad",
+    "Flatten": "flatten",
+    "Reshape": "reshape",
+    "Transpose": "transpose",
+    "Squeeze": "squeeze",
+    "Unsqueeze": "squeeze",
+    "Expand": "repeat",
+    "Tile": "repeat",
+    "Split": "split",
+    "Slice": "getitem",
+    "Gather": "getitem",
+    "DepthToSpace": "pixel_shuffle",
+    "SpaceToDepth": "pixel_unshuffle",
+    "Concat": "concat",
+    "Identity": "identity",
+    "Cast": "identity",
+    "Dropout": "dropout",
+    "Shape": "shape",
+}
 
 
 def onnx_operators(condition: Callable[[Traits], bool]) -> frozenset[str]:

@@ -199,7 +199,7 @@ def _graph_of(
             return checked(_graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked))
     try:
         return checked(_with_shapes(model, inputs, asked))
-    except Exception as error:
+    except Exception as error:  # the model's code meets proxies, and can fail in any way
         known = error
     with contextlib.suppress(Exception):
         return checked(_with_shapes(model, inputs, asked, buffers=True))
@@ -257,7 +257,7 @@ def _with_leaves(
         try:
             with answered(model) if concrete else contextlib.nullcontext():
                 graph = tracer.trace(model)
-        except Exception as error:
+        except Exception as error:  # as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             if not tracer.failed or tracer.failed in leaves:
                 raise ModelError(
@@ -301,7 +301,7 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
     try:
         with torch.no_grad():
             return _Shapes(graph_module).run(*copies_of(as_inputs(example_inputs)))
-    except Exception as error:
+    except Exception as error:  # a model can fail in any way
         raise ModelError(f"the model fails on inputs of {shapes_text(as_inputs(example_inputs))}: {error}") from error
     finally:
         graph_module.train(training)

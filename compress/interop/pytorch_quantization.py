@@ -12,7 +12,7 @@ other side. The library is not imported: its classes are recognized by their nam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from compress.errors import CalibrationError, QuantizationError
 from compress.graph.fold import foldable_pair
 from compress.graph.inputs import Inputs
-from compress.graph.ops import node_module
+from compress.graph.ops import node_module, tensor_of
 from compress.graph.report import attach_report, leaves_of
 from compress.graph.trace import trace
-from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis
+from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis, weight_quantizer_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.quantizer import Quantizer, quantizer_path
@@ -144,8 +144,8 @@ def _is_theirs(module: nn.Module) -> bool:
 
 def _take_over(graph_module: fx.GraphModule, node: fx.Node, moved: _Moved) -> None:
     """Replace one of their modules, at its node, by one of ours."""
-    path, module = str(node.target), node_module(node)
-    source = cast(fx.Node, node.args[0])
+    path, source = str(node.target), node.all_input_nodes[0]
+    module: Any = node_module(node)
     if any(cls.__name__ == "TensorQuantizer" for cls in type(module).__mro__):
         found = _range_of(module, path, None)
         replacement = source if found is None else _quantizer_node(graph_module, source, found, path, node, moved)
@@ -157,19 +157,19 @@ def _take_over(graph_module: fx.GraphModule, node: fx.Node, moved: _Moved) -> No
     moved.called[path] = module
     twin = _float_twin(module, path)
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and n.target == path]
-    found = _range_of(cast(nn.Module, module._input_quantizer), f"{path}._input_quantizer", None)
+    found = _range_of(module._input_quantizer, f"{path}._input_quantizer", None)
     for call in calls:
         if found is None:
             break
-        read = cast(fx.Node, call.args[0])
+        read = call.all_input_nodes[0]
         call.replace_input_with(read, _quantizer_node(graph_module, read, found, path, call, moved))
     weights = getattr(module, "_weight_quantizer", None)
     if weights is not None:
-        weight = cast(Tensor, twin.weight).detach()
-        own = _range_of(cast(nn.Module, weights), f"{path}._weight_quantizer", weight)
+        weight = tensor_of(twin).detach()
+        own = _range_of(weights, f"{path}._weight_quantizer", weight)
         if own is not None:
             twin = quantized_layer(twin, own.format, name=path)
-            cast(Quantizer, twin.weight_quantizer).set_amax(own.amax)
+            weight_quantizer_of(twin).set_amax(own.amax)
             moved.weights[path] = own.format
     graph_module.set_submodule(path, twin)
 
@@ -199,7 +199,7 @@ def _quantizer_node(
 
 def _range_of(module: nn.Module, path: str, weight: Tensor | None) -> _Range | None:
     """Format and range of one of their quantizers; None if it is off. `weight` is None for activations."""
-    theirs = cast(Any, module)
+    theirs: Any = module
     if theirs._disabled:
         return None
     if theirs._if_calib:
@@ -229,13 +229,14 @@ def _range_of(module: nn.Module, path: str, weight: Tensor | None) -> _Range | N
 
 
 def _learned_amax(theirs: Any, path: str) -> Tensor:
-    low, high = theirs.clip.clip_value_min.detach(), theirs.clip.clip_value_max.detach()
+    low: Tensor = theirs.clip.clip_value_min.detach()
+    high: Tensor = theirs.clip.clip_value_max.detach()
     if not torch.equal(-low, high):
         raise QuantizationError(
             f"{path} has learned to clip from {low.item():.4g} to {high.item():.4g}: a range that is not symmetric has "
             "no equivalent here; set both bounds to the larger magnitude and train a little more"
         )
-    return cast(Tensor, high)
+    return high
 
 
 def _dynamic_amax(weight: Tensor, axis: Any) -> Tensor:
@@ -276,14 +277,14 @@ def _float_twin(module: nn.Module, path: str) -> nn.Module:
     names = [c.__name__.removeprefix("Quant") for c in type(module).__mro__ if c.__module__.startswith(_PACKAGE)]
     # quant_modules.initialize may have replaced the layers of torch.nn by theirs.
     layer_class = next((getattr(nn.modules, name) for name in names if hasattr(nn.modules, name)), None)
-    theirs = cast(Any, module)
+    theirs: Any = module
     if layer_class is None or not hasattr(module, "_input_quantizer"):
         raise QuantizationError(f"layer {path} is a {type(module).__name__}, which has no quantized form here")
     if getattr(theirs, "padding_mode", "zeros") != "zeros":
         raise QuantizationError(
             f"layer {path} pads with {theirs.padding_mode!r}, which pytorch-quantization computes in its own way"
         )
-    twin = cast(Any, layer_class.__new__(layer_class))
+    twin: Any = layer_class.__new__(layer_class)
     nn.Module.__init__(twin)
     twin.__dict__.update({k: v for k, v in vars(module).items() if k not in vars(twin)})
     twin.training = module.training
@@ -291,7 +292,7 @@ def _float_twin(module: nn.Module, path: str) -> nn.Module:
         twin.register_parameter(name, parameter)
     for name, buffer in module._buffers.items():
         twin.register_buffer(name, buffer)
-    return cast(nn.Module, twin)
+    return twin
 
 
 def _expand_before_batchnorm(graph_module: fx.GraphModule, moved: _Moved) -> None:
@@ -300,8 +301,9 @@ def _expand_before_batchnorm(graph_module: fx.GraphModule, moved: _Moved) -> Non
         pair = foldable_pair(node)
         if pair is None or str(pair[0].target) not in moved.weights:
             continue
-        path, layer = str(pair[0].target), cast(Any, node_module(pair[0]))
-        old = cast(Quantizer, layer.weight_quantizer)
+        path = str(pair[0].target)
+        layer: Any = node_module(pair[0])
+        old: Quantizer = layer.weight_quantizer
         axis = weight_axis(layer)
         if old.format.axis is not None or (axis == 1 and layer.groups != 1):
             continue

@@ -188,10 +188,11 @@ class _Part(NamedTuple):
 
 def _parts_of(fused: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[_Part, _Part, _Part] | None:
     """Inputs of an attention that are the parts of a (3, B, heads, tokens, D), all quantized to one grid or none."""
-    query, key, value = cast("tuple[fx.Node, fx.Node, fx.Node]", fused.args)
+    arguments: Any = fused.args
+    query, key, value = arguments
     if key.target != "transpose" or key.args[1:] not in {(-2, -1), (-1, -2), (2, 3), (3, 2)} or len(key.users) != 1:
         return None
-    q, k, v = (_part_of(node, quantizing) for node in (query, cast(fx.Node, key.args[0]), value))
+    q, k, v = (_part_of(node, quantizing) for node in (query, key.args[0], value))
     if q is None or k is None or v is None or not q.source is k.source is v.source:
         return None
     shape: tuple[int, ...] = tuple(q.source.meta.get("shape") or ())
@@ -226,7 +227,7 @@ def _part_of(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Part | 
         nodes.append(node)
     if len(node.users) != 1 or node.target is not operator.getitem or not isinstance(node.args[1], int):
         return None
-    source, place = cast(fx.Node, node.args[0]), node.args[1]
+    source, place = node.all_input_nodes[0], node.args[1]
     if source.target in {"unbind", torch.unbind}:
         if (*source.args[1:], *source.kwargs.values()) not in {(), (0,)}:
             return None

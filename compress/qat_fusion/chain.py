@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +79,9 @@ def called_module(node: fx.Node) -> Any:  # Any: callers ask for attributes of m
     return node_module(node) if node.op == "call_module" else None
 
 
-def quantizer_of(quantize: nn.Module) -> Quantizer:
+def quantizer_of(quantize: Any) -> Quantizer:
     """The quantizer of a module that only quantizes."""
-    return cast(Quantizer, quantize.quantizer)  # torch types attributes of modules as Tensor | Module
+    return quantize.quantizer
 
 
 def activation_of(node: fx.Node) -> str:

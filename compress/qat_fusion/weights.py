@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from compress.graph.ops import tensor_of
 from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.triton.weights import quantize_weights
@@ -80,7 +81,7 @@ def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Modu
     room = 0
     for node, layer in consumers.items():
         if layer not in seen:
-            size = cast(Tensor, layer.weight).nbytes
+            size = tensor_of(layer).nbytes
             if room < size:
                 groups.append({})
                 room = _GROUP_BYTES
@@ -104,8 +105,9 @@ def codes_of_weight(graph_module: fx.GraphModule, consumer: fx.Node) -> fx.Node 
     weight = consumer.kwargs.get("weight")
     if not isinstance(weight, fx.Node):
         return None
-    group, index = cast("tuple[fx.Node, int]", weight.args)
-    owner = cast(QuantizedWeights, graph_module.get_submodule(str(group.target)))
+    arguments: Any = weight.args
+    group, index = arguments
+    owner: Any = graph_module.get_submodule(str(group.target))  # of QuantizedWeights
     owner.coded[index] = True
     with graph_module.graph.inserting_after(weight):
         return graph_module.graph.call_function(operator.getitem, (group, len(owner.layers) + index))

@@ -5,7 +5,7 @@ The weight stays a float parameter of the same name: float state_dicts load, and
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
 from compress.graph.modules import Named
-from compress.graph.ops import altered, calls_alike
+from compress.graph.ops import altered, calls_alike, tensor_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 
@@ -25,7 +25,7 @@ class _QuantWeight(nn.Module):
     @property
     def quantized_weight(self) -> Tensor:
         """The weight on its grid, as the engine will hold it."""
-        return cast(Tensor, self.weight_quantizer(self.weight))
+        return self.weight_quantizer(self.weight)
 
 
 class QuantConv1d(nn.Conv1d, _QuantWeight):
@@ -104,6 +104,11 @@ def _float_class(module: nn.Module) -> type[nn.Module] | None:
     return next((c for c in _QUANTIZED if isinstance(module, c) and calls_alike(type(module), c)), None)
 
 
+def weight_quantizer_of(layer: Any) -> Quantizer:
+    """The quantizer of the weight of a quantized layer."""
+    return layer.weight_quantizer
+
+
 def can_quantize(module: nn.Module) -> str:
     """Why a weighted layer cannot be quantized; "" when it can."""
     if isinstance(module, _QuantWeight):
@@ -130,10 +135,11 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     if reason:
         raise QuantizationError(f"layer {name} {reason}; leave it float with a rule (match: {name}, enable: false)")
     float_class = _float_class(module)
-    quantized = _QUANTIZED[cast(type[nn.Module], float_class)]
+    assert float_class is not None, "can_quantize has found it"
+    quantized = _QUANTIZED[float_class]
     if isinstance(module, Named):
         quantized = _NAMED[quantized]
-    layer = cast(Any, quantized.__new__(quantized))
+    layer: Any = quantized.__new__(quantized)
     nn.Module.__init__(layer)
     constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
     layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
@@ -147,15 +153,15 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     for key, child in module._modules.items():
         if key != "parametrizations":
             layer.add_module(key, child)
-    weight = cast(Tensor, module.weight)
+    weight = tensor_of(module)
     channels = None if quant_format.axis is None else weight.shape[quant_format.axis]
     layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight").to(weight.device)
-    return cast(nn.Module, layer)
+    return layer
 
 
-def _move_parametrizations(source: nn.Module, target: Any) -> None:
+def _move_parametrizations(source: Any, target: Any) -> None:
     """Share the parametrizations of `source`; a tensor computed of several (weight_norm) becomes a plain parameter."""
-    for key, chain in cast(Any, source).parametrizations.items():
+    for key, chain in source.parametrizations.items():
         target.register_parameter(key, nn.Parameter(getattr(source, key).detach().clone()))
         if not chain.is_tensor:
             continue

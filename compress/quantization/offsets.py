@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def learn_offsets(qmodel: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     }
     if not chosen:
         raise QuantizationError("no activation is quantized with signed integers: there is no offset to learn")
-    with torch.no_grad(), calibrating(qmodel, cast("dict[str, Any]", chosen)):
+    with torch.no_grad(), calibrating(qmodel, chosen):
         for batch in batches:
             qmodel(*model_inputs(qmodel, batch))
     for name, lowest in chosen.items():

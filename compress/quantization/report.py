@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.report import GraphReport, report_of
@@ -296,6 +296,29 @@ def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:
             "compress.quantize or compress.insert_quantizers first"
         )
     return report
+
+
+def quantized_graph(qmodel: nn.Module) -> fx.GraphModule:
+    """A quantized model as the graph that it is.
+
+    Raises:
+        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
+    """
+    quantization_report_of(qmodel)
+    assert isinstance(qmodel, fx.GraphModule), "reports of quantized networks are attached to graphs"
+    return qmodel
+
+
+def calibration_of(qmodel: nn.Module) -> CalibrationReport:
+    """The ranges of a calibrated model.
+
+    Raises:
+        QuantizationError: the model is not quantized by compress, or not calibrated.
+    """
+    found = quantization_report_of(qmodel).calibration
+    if found is None:
+        raise QuantizationError("the model is not calibrated: run compress.calibrate(qmodel, batches)")
+    return found
 
 
 def placement_of(qmodel: nn.Module) -> Placement:

@@ -177,9 +177,19 @@ def make_row(
     }
     if found is None:
         return ReceptiveField(
-            **labels, **reads, status="unknown", reason=reason, size=nothing, effective_stride=nothing,
-            effective_padding=nothing, local_size=nothing, smallest=nothing, seen=nothing, macs=macs, dims=nothing,
-        )  # fmt: skip
+            **labels,
+            **reads,
+            status="unknown",
+            reason=reason,
+            size=nothing,
+            effective_stride=nothing,
+            effective_padding=nothing,
+            local_size=nothing,
+            smallest=nothing,
+            seen=nothing,
+            macs=macs,
+            dims=nothing,
+        )
     views, bounds = found.views, _reduced(found)
     seen = tuple(_widest(*bounds[2 * a : 2 * a + 2]) for a in range(axes))
     whole = tuple(dict.fromkeys(v.whole for v in views if v.whole))

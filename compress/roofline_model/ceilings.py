@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -94,10 +94,10 @@ class Ceilings:
 
     def save(self, path: Path | str | None = None) -> Path:
         """Write as JSON; without a path, to the file that `roofline(device="machine")` uses."""
-        return write_json(ceilings_path(cast(Backend, self.backend)) if path is None else path, asdict(self))
+        return write_json(ceilings_path(self.backend) if path is None else path, asdict(self))
 
 
-def ceilings_path(backend: Backend) -> Path:
+def ceilings_path(backend: str) -> Path:
     """Return this machine's file: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / f"ceilings-{backend}.json"
 

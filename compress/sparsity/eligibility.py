@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.inputs import Inputs, as_inputs, run_with
-from compress.graph.ops import module_kind
+from compress.graph.ops import module_kind, tensor_of
 from compress.graph.traits import WEIGHTED
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
@@ -199,7 +199,8 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 def _tied(path: str, module: nn.Module, holders: dict[int, list[str]]) -> str | None:
     """Reason to leave a layer dense whose weight another layer shares."""
     parametrized = parametrize.is_parametrized(module, "weight")
-    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [weight_of(module)]
+    chains: Any = getattr(module, "parametrizations", None)
+    own = chains["weight"].parameters() if parametrized else [weight_of(module)]
     others = sorted({other for parameter in own for other in holders.get(id(parameter), ()) if other != path})
     return f"its weight is that of {', '.join(others)} too, which would use the zeros unmasked" if others else None
 
@@ -241,9 +242,10 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
 def weight_of(module: nn.Module) -> Tensor:
     """The weight; a parametrized one is not computed, unless of several tensors as in weight_norm."""
     if parametrize.is_parametrized(module, "weight"):
-        chain = cast(Any, module.parametrizations)["weight"]
-        return cast(Tensor, chain.original if chain.is_tensor else module.weight)
-    return cast(Tensor, module.weight)
+        chains: Any = module.parametrizations
+        if chains["weight"].is_tensor:
+            return tensor_of(chains["weight"], "original")
+    return tensor_of(module)
 
 
 def run_order(

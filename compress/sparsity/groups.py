@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -205,12 +205,12 @@ class _Follower(fx.Interpreter):
     def _group_norm(self, node: fx.Node, result: Tensor) -> Numbers:
         numbers = self._norm(node, result)
         if isinstance(numbers, Tensor):
-            for part in numbers.flatten().chunk(cast(int, node_module(node).num_groups)):
+            for part in numbers.flatten().chunk(_layer(node).num_groups):
                 self.channels.mark(part)
         return numbers
 
     def _layer_norm(self, node: fx.Node, result: Tensor) -> Numbers:
-        if len(cast("tuple[int, ...]", node_module(node).normalized_shape)) != 1:
+        if len(_layer(node).normalized_shape) != 1:
             return None
         fits = self._module_vectors(node, ("weight", "bias"), result.ndim - 1)
         return self._vector(node, result.ndim - 1) if fits else None
@@ -230,8 +230,8 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=result.ndim - 1, groups=1)
 
     def _conv(self, node: fx.Node, result: Tensor) -> Numbers:
-        module = node_module(node)
-        groups, channels = cast(int, module.groups), cast(int, module.in_channels)
+        module = _layer(node)
+        groups, channels = module.groups, module.in_channels
         if groups == channels == module.out_channels and groups > 1:
             return self._vector(node, 1) if self._module_vectors_by_row(node) else None
         return self._weighted(node, result, axis=1, groups=groups)
@@ -242,20 +242,18 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _module_vectors_by_row(self, node: fx.Node) -> bool:
-        module, numbers = node_module(node), self._vector(node, 1)
+        module, numbers = _layer(node), self._vector(node, 1)
         if numbers is None:
             return False
         for name in ("weight", "bias"):
             if getattr(module, name) is not None:
-                self.channels.use(
-                    cast(Tensor, getattr(module, name)), f"{node.target}.{name}", 0, numbers.flatten(), role="vector"
-                )
+                self.channels.use(getattr(module, name), f"{node.target}.{name}", 0, numbers.flatten(), role="vector")
         return True
 
     def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
         """A layer with new channels: columns consume them, rows produce them."""
-        module = node_module(node)
-        weight = cast(nn.Parameter, module.weight)
+        module = _layer(node)
+        weight: nn.Parameter = module.weight
         read = self._vector(node, axis)
         length = weight.shape[0 if transposed else 1] * groups
         if read is None or read.numel() != length:
@@ -270,7 +268,7 @@ class _Follower(fx.Interpreter):
             self.channels.mark(part)
         self.channels.use(weight, f"{node.target}.weight", 1 if transposed else 0, made.flatten(), role="out")
         if module.bias is not None:
-            self.channels.use(cast(Tensor, module.bias), f"{node.target}.bias", 0, made.flatten(), role="vector")
+            self.channels.use(module.bias, f"{node.target}.bias", 0, made.flatten(), role="vector")
         return made
 
 
@@ -289,6 +287,10 @@ def _flat(numbers: Numbers) -> list[Tensor]:
     if isinstance(numbers, Tensor):
         return [numbers]
     return [x for item in numbers or () for x in _flat(item)]
+
+
+def _layer(node: fx.Node) -> Any:  # Any: rules ask for attributes of many classes
+    return node_module(node)
 
 
 def _varies(numbers: Tensor) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.modules import bake, register_picklable
+from compress.graph.ops import tensor_of
 from compress.sparsity.selection import SCALE, TEMPERATURE, Selection, as_groups, first_logits, gumbel_softmax, patterns
 from compress.sparsity.spec import parse_pattern
 
@@ -124,7 +125,7 @@ def apply_masks(
     generator = torch.Generator().manual_seed(learned or 0)
     for path, mask in masks.items():
         module = modules[path]
-        own = mask.to(cast(Tensor, module.weight).device, copy=True)
+        own = mask.to(tensor_of(module).device, copy=True)
         if learned is None:
             part = NMMask(own, pattern=pattern, straight_through=straight_through)
         else:
@@ -185,7 +186,8 @@ def squash_masks(model: nn.Module) -> dict[str, Tensor]:
 def _masked(module: nn.Module) -> MaskedLayer | None:
     if not parametrize.is_parametrized(module, "weight"):
         return None
-    parts = cast(Any, module.parametrizations)["weight"]
+    chains: Any = module.parametrizations
+    parts = chains["weight"]
     return MaskedLayer(module=module, part=parts[0], original=parts.original) if isinstance(parts[0], NMMask) else None
 
 

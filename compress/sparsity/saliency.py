@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,14 +131,14 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
     return inputs
 
 
-def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
+def unfolded(layer: Any, x: Tensor) -> Tensor:
     """A layer's input as the vectors that the rows of its weight multiply, channels innermost as in `as_matrix`.
 
     (groups, vectors, kernel * in channels / groups).
     """
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2).unsqueeze(0)
-    convolution = cast(nn.Conv2d, layer)
+    convolution: nn.Conv2d = layer
     x = _padded(convolution, x)
     axes = range(2, x.ndim)
     for axis, kernel, stride, dilation in zip(
@@ -167,7 +167,7 @@ def _padded(convolution: nn.Conv2d, x: Tensor) -> Tensor:
             total = convolution.dilation[axis] * (convolution.kernel_size[axis] - 1)
             pads += [total // 2, total - total // 2]
         else:
-            pads += [0, 0] if convolution.padding == "valid" else [cast(int, convolution.padding[axis])] * 2
+            pads += [0, 0] if convolution.padding == "valid" else [int(convolution.padding[axis])] * 2
     return F.pad(x, pads, mode="constant" if convolution.padding_mode == "zeros" else convolution.padding_mode)
 
 

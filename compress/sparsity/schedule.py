@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,8 @@ class MaskSchedule:
 @torch.no_grad()
 def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
     """Train a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
-    part = cast(LearnedMask, layer.part)
-    weight, gradient = (as_groups(x, part.choices.shape[1]) for x in (layer.original, cast(Tensor, part.probe.grad)))
+    part: Any = layer.part  # a LearnedMask
+    weight, gradient = (as_groups(x, part.choices.shape[1]) for x in (layer.original, part.probe.grad))
     drawn = part.selection.advance(weight, gradient, part.choices, noise, now)
     part.mask.copy_(from_groups(drawn, part.mask.shape))
 

@@ -22,18 +22,20 @@ from compress.errors import CalibrationError, CompressError, DeadTensorError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import size_remark
 from compress.graph.isolation import alone
+from compress.graph.ops import tensor_of
 from compress.graph.report import attach_report
 from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
 from compress.quantization.calibration.histogram import Histogram
+from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.values import always_zero
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.quantizer import Quantizer, quantizers
-from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
+from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
 from compress.support.progress import NoProgress, Progress
 
 
@@ -84,11 +86,12 @@ class _Network:
     """A network under calibration, with its activation quantizers and calibrators by path."""
 
     def __init__(self, qmodel: nn.Module) -> None:
-        self.model = cast(fx.GraphModule, qmodel)
+        self.model = quantized_graph(qmodel)
         self.report = quantization_report_of(qmodel)
         calibrate_weights(qmodel)
         sites = self.report.placement.activations
-        self.activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in sites}
+        found = dict(quantizers(qmodel))
+        self.activations = {site.name: found[site.name] for site in sites}
         self.watching = {site.name: calibrator_for(self.activations[site.name].format, site.spec) for site in sites}
         self.tensors = {site.name: frozenset(tensor for tensor, _ in site.edges) for site in sites}
 
@@ -119,12 +122,12 @@ class _Network:
             self.activations[name].set_amax(amax)
 
 
-def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]:
+def _dead(qmodel: fx.GraphModule, watching: dict[str, Calibrator]) -> tuple[str, ...]:
     """The quantizers whose tensor was zero and stays zero for any image, because of the weights."""
     zeros = {name for name, calibrator in watching.items() if calibrator.only_zeros}
     if not zeros:
         return ()
-    dead = always_zero(read_fx(cast(fx.GraphModule, qmodel)))
+    dead = always_zero(read_fx(qmodel))
     return tuple(node.path for node in dead if node.path in zeros)
 
 
@@ -132,7 +135,7 @@ def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
     """Set ranges measured on another network of the same float model and placement; in place."""
     for name, quantizer in quantizers(qmodel):
         quantizer.set_amax(seen.amax[name].to(quantizer.amax.device))
-    attach_report(cast(fx.GraphModule, qmodel), replace(quantization_report_of(qmodel), calibration=seen))
+    attach_report(quantized_graph(qmodel), replace(quantization_report_of(qmodel), calibration=seen))
 
 
 def calibrate_weights(qmodel: nn.Module) -> None:
@@ -144,9 +147,9 @@ def calibrate_weights(qmodel: nn.Module) -> None:
     watching: dict[Quantizer, Calibrator] = {}
     for site in placement_of(qmodel).weights:
         layer = qmodel.get_submodule(site.path)
-        quantizer = cast(Quantizer, layer.weight_quantizer)
+        quantizer = weight_quantizer_of(layer)
         watching[quantizer] = calibrator_for(quantizer.format, site.spec)
-        watching[quantizer].collect(cast(Tensor, layer.weight).detach())
+        watching[quantizer].collect(tensor_of(layer).detach())
         if site.spec.calibrator != "max":  # histograms of all channels of all layers would be too much at a time
             _set_weights(watching)
             watching = {}
@@ -258,7 +261,7 @@ def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str
         network(*inputs)
     except CompressError:
         raise
-    except Exception as error:
+    except Exception as error:  # a model can fail in any way
         shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
         reason = str(error).strip().partition("\n")[0]
         raise CalibrationError(

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -27,12 +28,12 @@ from torch.nn.utils import parametrize
 from compress.errors import QuantizationError
 from compress.files import replacing
 from compress.graph.modules import stored_name
-from compress.graph.ops import node_kind
+from compress.graph.ops import node_kind, tensor_of
 from compress.kernels.memory_format import along_axis
+from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.ptq.rows import sampled_rows
 from compress.quantization.ptq.walk import Visit, walk
-from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Rounding, placement_of
 from compress.quantization.spec import AdaRoundSpec
 from compress.support.progress import NoProgress, Progress
@@ -83,8 +84,8 @@ def learn_rounding(
     ...), are given for each batch, `settings` are further arguments of the call. The weights are on the grid of the
     layer's `weight_quantizer`.
     """
-    quantizer = cast(Quantizer, layer.weight_quantizer)
-    weight = cast(Tensor, layer.weight).detach()
+    quantizer = weight_quantizer_of(layer)
+    weight = tensor_of(layer).detach()
     form: QuantFormat = quantizer.format
     scale = along_axis(quantizer.scale.detach(), weight, form.axis)
     steps = weight / scale
@@ -179,7 +180,7 @@ class Rounder:
         self.progress.advance("adaround", 1, error_nearest=row.error_nearest, error_learned=row.error_learned)
 
     def _round(self, this: Visit) -> Rounding:
-        layer = cast(Any, this.layer)
+        layer: Any = this.layer
         call: dict[str, Any] = {"activation": _activation_after(this.node), "settings": this.settings}
         nearest = layer.quantized_weight.detach().clone()
         path, digest = self._file(this)
@@ -210,7 +211,7 @@ class Rounder:
         """The file for a layer's rounding, and a digest of the values that it is learned from."""
         if self.folder is None:
             return None, ""
-        layer = cast(Any, this.layer)
+        layer: Any = this.layer
         digest = hashlib.sha256(repr(sorted(asdict(self.spec).items())).encode())
         for tensor in (layer.weight, layer.weight_quantizer.scale, *this.inputs):
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -237,13 +238,10 @@ def reconstruction_error(
 
 
 def _outputs(layer: nn.Module, weight: Tensor, x: Tensor, settings: Mapping[str, Any] | None = None) -> Tensor:
-    quantizer = cast(Quantizer, layer.weight_quantizer)
+    quantizer = weight_quantizer_of(layer)
     enabled, quantizer.enabled = quantizer.enabled, False
     try:
-        return cast(
-            Tensor,
-            torch.func.functional_call(layer, {stored_name(layer, "weight"): weight}, (x,), dict(settings or {})),
-        )
+        return torch.func.functional_call(layer, {stored_name(layer, "weight"): weight}, (x,), dict(settings or {}))
     finally:
         quantizer.enabled = enabled
 
@@ -264,7 +262,7 @@ def _activation_after(node: fx.Node) -> str:
 
 def _refusal(this: Visit) -> str:
     """Why a layer stays rounded to nearest; "" if its rounding can be learned."""
-    if cast(Quantizer, this.layer.weight_quantizer).format.kind != "int":
+    if weight_quantizer_of(this.layer).format.kind != "int":
         return "FP8 steps are not evenly spaced: rounded to nearest"
     if parametrize.is_parametrized(this.layer):
         return "has a parametrized weight (a sparsity mask): squash it first"
@@ -277,7 +275,7 @@ def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
         return None
     try:
         found = load_file(path)
-    except Exception as error:
+    except (SafetensorError, OSError) as error:
         raise QuantizationError(f"{path} is no rounding that AdaRound saved ({error}); remove it") from error
     weight = found.get(digest)
     return None if weight is None else weight.to(like)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from compress.errors import QuantizationError
 from compress.graph.layers import tensor_args
-from compress.graph.ops import module_kind
+from compress.graph.ops import module_kind, tensor_of
 from compress.quantization.ptq.moments import propagate_moments
 from compress.quantization.ptq.walk import Visit
 from compress.quantization.report import Correction, Moments, placement_of
@@ -30,12 +30,12 @@ IMAGES = 256
 """Largest number of images for the empirical correction."""
 
 
-def expected_shift(layer: nn.Module, error: Tensor, mean: Tensor) -> Tensor:
+def expected_shift(layer: Any, error: Tensor, mean: Tensor) -> Tensor:
     """The mean shift (out,) of a layer's outputs when its weight moves by `error`, with mean inputs (in,)."""
     groups = int(getattr(layer, "groups", 1))
     if module_kind(layer) == "conv_transpose":
         stride = 1
-        for step in cast("tuple[int, ...]", layer.stride):
+        for step in layer.stride:
             stride *= step
         rows = error.flatten(2).sum(2).unflatten(0, (groups, -1))  # (g, in / g, out / g)
         return torch.einsum("gio,gi->go", rows, mean.view(groups, -1)).flatten() / stride
@@ -68,7 +68,7 @@ def correct_bias_analytic(
                 Correction(layer=site.path, shift=0.0, reason="the mean of its input does not follow from a BatchNorm")
             )
             continue
-        layer = cast(Any, qmodel.get_submodule(site.path))
+        layer: Any = qmodel.get_submodule(site.path)
         shift = expected_shift(layer, layer.quantized_weight - (weights or {}).get(site.path, layer.weight), source[0])
         layer.bias.sub_(shift)
         rows.append(Correction(layer=site.path, shift=shift.abs().max().item()))
@@ -92,5 +92,5 @@ def correct_to_targets(this: Visit, before: Correction | None = None) -> Correct
         total = total.to(difference.device) + difference.double().sum(1)
         count += difference.shape[1]
     shift = (total / count).float()
-    cast(Tensor, this.layer.bias).add_(shift)
+    tensor_of(this.layer, "bias").add_(shift)
     return Correction(layer=this.path, shift=shift.abs().max().item())

@@ -33,8 +33,13 @@ RANGE_IMAGES, RANGE_MARGIN_DB = 16, 3.0
 classifier need not miss."""
 
 _OFF: dict[str, Any] = {
-    "relu6": "keep", "equalize": False, "smooth": None, "adaround": None, "reconstruct": None, "bias_correction": None,
-}  # fmt: skip
+    "relu6": "keep",
+    "equalize": False,
+    "smooth": None,
+    "adaround": None,
+    "reconstruct": None,
+    "bias_correction": None,
+}
 
 
 _DEFAULTS = {"smooth": "auto"}

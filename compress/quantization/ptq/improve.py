@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.inputs import Inputs
+from compress.graph.ops import tensor_of
 from compress.graph.report import attach_report
 from compress.quantization.ptq.adaround import Rounder
 from compress.quantization.ptq.bias_correction import IMAGES, correct_bias_analytic, correct_to_targets
@@ -91,7 +92,7 @@ def improve(
         )
     paths = [site.path for site in report.placement.weights]
     analytic = paths if spec.bias_correction == "analytic" else []
-    weights = {path: cast(Tensor, qmodel.get_submodule(path).weight).detach().clone() for path in analytic}
+    weights = {path: tensor_of(qmodel.get_submodule(path)).detach().clone() for path in analytic}
     blocks = reconstruct(qmodel, batches, spec.reconstruct, progress=progress) if spec.reconstruct else ()
     rounder = None
     if spec.adaround is not None:

@@ -9,7 +9,7 @@ layer without BatchNorm, the moments are unknown.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -47,9 +47,8 @@ def batchnorm_moments(graph_module: fx.GraphModule) -> dict[str, Moments]:
         pair = foldable_pair(node)
         if pair is None:
             continue
-        norm = node_module(pair[1])
-        shift, factor = cast("Tensor | None", norm.bias), cast("Tensor | None", norm.weight)
-        like = cast(Tensor, norm.running_mean)
+        norm: Any = node_module(pair[1])
+        shift, factor, like = norm.bias, norm.weight, norm.running_mean
         mean = torch.zeros_like(like) if shift is None else shift.detach().clone()
         deviation = torch.ones_like(like) if factor is None else factor.detach().abs()
         found[str(pair[0].target)] = (mean, deviation)
@@ -71,9 +70,9 @@ def propagate_moments(graph_module: fx.GraphModule, layers: dict[str, Moments]) 
 
 
 def _through(node: fx.Node, kind: str, sources: list[Moments | None]) -> Moments | None:
-    if not sources or any(source is None for source in sources):
+    inputs = [source for source in sources if source is not None]
+    if not inputs or len(inputs) < len(sources):
         return None
-    inputs = cast("list[Moments]", sources)
     mean, deviation = inputs[0]
     if kind in _PRESERVES:
         return mean, deviation

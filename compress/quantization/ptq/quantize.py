@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -33,7 +33,7 @@ from compress.quantization.ptq.guard import (
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.ptq.scale_channels import Scaled, scale_channels, some_of
-from compress.quantization.report import CalibrationReport, quantization_report_of
+from compress.quantization.report import CalibrationReport, calibration_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
 
@@ -243,7 +243,5 @@ def _calibrate(
     check_shapes(model, canonical_graph(model, example_inputs) if changed else one, sample, example_inputs)
     for other in yardstick:
         beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=all_reduce)
-        report = cast(CalibrationReport, quantization_report_of(judged).calibration)
-        take_ranges(judged, replace(report, compared=beside))
-    reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
-    seen |= cast("dict[Target, CalibrationReport]", reports)
+        take_ranges(judged, replace(calibration_of(judged), compared=beside))
+    seen |= {target: calibration_of(qmodel) for target, qmodel in found.items()}

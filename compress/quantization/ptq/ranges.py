@@ -7,12 +7,12 @@ transposed ones: one side is its first axis, the other is repeated for each grou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import module_kind
+from compress.graph.ops import module_kind, tensor_of
 
 
 def output_ranges(layer: nn.Module) -> Tensor:
@@ -28,7 +28,7 @@ def input_ranges(layer: nn.Module) -> Tensor:
 @torch.no_grad()
 def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
     """Multiply each output channel, bias included, by `factor` (out,); in place."""
-    weight = _weight(layer)
+    weight = tensor_of(layer)
     weight.mul_(_second_factor(layer, factor) if _transposed(layer) else _first_factor(weight, factor))
     bias = getattr(layer, "bias", None)
     if bias is not None:
@@ -38,13 +38,13 @@ def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
 @torch.no_grad()
 def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
     """Multiply the weights of each input channel by `factor` (in,); in place."""
-    weight = _weight(layer)
+    weight = tensor_of(layer)
     weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
 
 
 def output_channels(layer: nn.Module) -> int:
     """The number of channels of a weighted layer's output."""
-    weight = _weight(layer)
+    weight = tensor_of(layer)
     return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
 
 
@@ -69,14 +69,10 @@ def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
 def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
     """Give layers without a bias one of zeros; in place."""
     for path in paths:
-        layer = cast(Any, graph_module.get_submodule(path))
+        layer: Any = graph_module.get_submodule(path)
         if layer.bias is None:
             zeros = layer.weight.new_zeros(output_channels(layer))
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    return cast(Tensor, layer.weight)
 
 
 def _groups(layer: nn.Module) -> int:
@@ -88,15 +84,15 @@ def _transposed(layer: nn.Module) -> bool:
 
 
 def _first_axis(layer: nn.Module) -> Tensor:
-    return _weight(layer).detach().abs().flatten(1).amax(1)
+    return tensor_of(layer).detach().abs().flatten(1).amax(1)
 
 
 def _second_axis(layer: nn.Module) -> Tensor:
     """Reduce over the rows of a group: (rows, columns) -> (groups * columns,)."""
     rows = (
-        _weight(layer).detach().abs().flatten(2)
-        if _weight(layer).dim() > 2
-        else _weight(layer).detach().abs()[..., None]
+        tensor_of(layer).detach().abs().flatten(2)
+        if tensor_of(layer).dim() > 2
+        else tensor_of(layer).detach().abs()[..., None]
     )
     return rows.amax(2).unflatten(0, (_groups(layer), -1)).amax(1).flatten()
 
@@ -106,6 +102,6 @@ def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
 
 
 def _second_factor(layer: nn.Module, factor: Tensor) -> Tensor:
-    weight, groups = _weight(layer), _groups(layer)
+    weight, groups = tensor_of(layer), _groups(layer)
     columns = factor.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
     return columns.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))

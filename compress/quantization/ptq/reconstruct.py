@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from compress.graph.modules import stored_name
 from compress.kernels.memory_format import along_axis
 from compress.quantization.learned import learned_fake_quantize
+from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.adaround import CHECK_EVERY, beta_at, inverse_rounding, soft_rounding
 from compress.quantization.ptq.blocks import Block, block_module, blocks
@@ -85,7 +86,7 @@ class _Weight:
 
     @classmethod
     def of(cls, layer: Any) -> _Weight:
-        quantizer, weight = cast(Quantizer, layer.weight_quantizer), layer.weight.detach()
+        quantizer, weight = weight_quantizer_of(layer), layer.weight.detach()
         f = quantizer.format
         steps = weight / along_axis(quantizer.scale.detach(), weight, f.axis)
         floor = steps.floor()
@@ -97,7 +98,7 @@ class _Weight:
     def value(self, *, hard: bool = False) -> Tensor:
         h = soft_rounding(self.v)
         integers = torch.addcmul(self.base, (h >= 0.5).to(h.dtype) if hard else h, self.free)
-        quantizer = cast(Quantizer, self.layer.weight_quantizer)
+        quantizer = weight_quantizer_of(self.layer)
         scale = scale_from_amax(quantizer.amax.detach() * self.log.exp(), quantizer.format)
         return integers * along_axis(scale, integers, quantizer.format.axis)
 
@@ -140,7 +141,7 @@ def _learn_block(
     spec: ReconstructSpec,
     finished: set[str],
 ) -> Reconstruction:
-    layers = {path: cast(Any, module.get_submodule(path)) for path in block.layers}
+    layers: dict[str, Any] = {path: module.get_submodule(path) for path in block.layers}
     layers = {path: layer for path, layer in layers.items() if f"{path}.weight_quantizer" not in finished}
     layers = {p: la for p, la in layers.items() if la.weight_quantizer.format.kind == "int"}
     reason = "" if layers else "no weight of integers that an earlier block has not fitted"
@@ -201,7 +202,7 @@ def _learn(
             loss = (outputs - target[chosen]).square().sum(axis).mean()
             if step >= spec.warm_start * spec.steps:
                 beta = beta_at(step, pace)
-                loss = loss + spec.regularization * cast(Tensor, sum(w.regularizer(beta) for w in weights.values()))
+                loss = loss + spec.regularization * sum(w.regularizer(beta) for w in weights.values())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

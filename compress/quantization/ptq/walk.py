@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -81,14 +81,14 @@ def _step(
 ) -> None:
     module = node_module(node) if node.op == "call_module" else None
     if isinstance(module, Quantizer):
-        exact[node] = exact[cast(fx.Node, node.args[0])]
+        exact[node] = exact[node.all_input_nodes[0]]
     else:
         quantizer = getattr(module, "weight_quantizer", None)
-        if isinstance(quantizer, Quantizer):
+        if module is not None and isinstance(quantizer, Quantizer):
             enabled, quantizer.enabled = quantizer.enabled, False
             exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
             quantizer.enabled = enabled
-            visit(_visit(node, cast(nn.Module, module), exact, rounded))
+            visit(_visit(node, module, exact, rounded))
         else:
             exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
     rounded[node] = [_value(interpreter, node, rounded, i) for i in range(count)]
@@ -101,7 +101,7 @@ def _visit(
     bound = inspect.signature(layer.forward).bind(*node.args, **node.kwargs).arguments
     source, *others = bound
     settings = {name: fx.node.map_arg(bound[name], lambda n: rounded[n][0]) for name in others}
-    inputs = rounded[cast(fx.Node, bound[source])]
+    inputs = rounded[bound[source]]
     return Visit(path=str(node.target), layer=layer, node=node, inputs=inputs, targets=exact[node], settings=settings)
 
 

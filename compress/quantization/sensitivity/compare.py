@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,9 +22,8 @@ from compress.graph.compare import module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, flat_tensors
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
-from compress.quantization.modules import QuantLinear
+from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
 from compress.support.meters import MeanOf, TaskMetric, task_metric
 
@@ -63,7 +62,7 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 @torch.no_grad()
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
     """The SQNR in dB of every quantized weight, by layer path."""
-    found = {site.path: cast(QuantLinear, qmodel.get_submodule(site.path)) for site in placement_of(qmodel).weights}
+    found: dict[str, Any] = {site.path: qmodel.get_submodule(site.path) for site in placement_of(qmodel).weights}
     return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
 
@@ -136,7 +135,7 @@ class Sides(fx.Interpreter):
             return plain, self.fetch_attr(str(n.target))(plain) if wanted else plain
         if n.target not in self.weights:
             return super().run_node(n)
-        quantizer = cast(Quantizer, self.fetch_attr(str(n.target)).weight_quantizer)
+        quantizer = weight_quantizer_of(self.fetch_attr(str(n.target)))
         enabled, quantizer.enabled = quantizer.enabled, n.target in subset.weights
         try:
             return super().run_node(n)
