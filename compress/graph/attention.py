@@ -109,11 +109,11 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     weight = tracer.create_proxy("get_attr", f"{path}.in_proj_weight", (), {})
     qkv = F.linear(x, weight, bias).unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
 
-    def masked(scores: Any) -> Any:
+    def masked(scores: Any) -> fx.Proxy:
         mask = arguments["attn_mask"]
         return scores if mask is None else scores + wrap(mask)
 
-    def dropped(weights: Any) -> Any:
+    def dropped(weights: Any) -> fx.Proxy:
         return _drop(node, weights, module.dropout) if module.dropout else weights
 
     y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked, dropped)
@@ -135,7 +135,7 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     return ""
 
 
-def _drop(node: fx.Node, weights: Any, rate: float) -> Any:
+def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
     name = f"dropouts.{node.name}"
     owner: Any = node.graph.owning_module
     owner.add_submodule(name, nn.Dropout(rate).train(owner.training))
@@ -182,14 +182,14 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
     if scale is None:
         scale = 1 / math.sqrt(arguments["query"].meta["shape"][-1])
 
-    def masked(scores: Any) -> Any:
+    def masked(scores: Any) -> fx.Proxy:
         if mask is None:
             return scores
         if mask.meta["dtype"] == torch.bool:
             return scores.masked_fill(torch.logical_not(wrap(mask)), float("-inf"))
         return scores + wrap(mask)
 
-    def dropped(weights: Any) -> Any:
+    def dropped(weights: Any) -> fx.Proxy:
         module = node_module(rate) if isinstance(rate, fx.Node) and rate.op == "call_module" else None
         return _drop(node, weights, module.values[0]) if isinstance(module, ByMode) else weights
 
@@ -227,7 +227,7 @@ def _open_windows(node: fx.Node, wrap: Wrap) -> str:
         query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         scale = torch.clamp(wrap(a["logit_scale"]), max=math.log(100.0)).exp()
 
-    def finish(scores: Any) -> Any:
+    def finish(scores: Any) -> fx.Proxy:
         scores = scores + wrap(a["relative_position_bias"])
         if not any(shift):
             return scores

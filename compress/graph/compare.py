@@ -113,7 +113,7 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
     """The results of a model on copies of inputs, in evaluation mode and without gradients; mode and buffers stay.
 
     Raises:
@@ -238,5 +238,5 @@ def module_results(
     return found
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value

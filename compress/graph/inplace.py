@@ -84,7 +84,7 @@ def _consumers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
 
 
 class _Runs(fx.Interpreter):
-    def on(self, inputs: tuple[Tensor, ...]) -> Any:
+    def on(self, inputs: tuple[Tensor, ...]) -> object:
         with torch.inference_mode(False), torch.no_grad():
             self.copies = copies_of(inputs)
             return self.run(*self.copies)
@@ -112,7 +112,7 @@ class _Watcher(_Runs):
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]  # type: ignore[union-attr]
         return [node for node, copy in zip(placeholders, self.copies, strict=False) if _changes(copy)]
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         before = {m: _changes(value) for m in n.all_input_nodes if isinstance(value := self.env[m], Tensor)}
         result = super().run_node(n)
         for node in (m for m, count in before.items() if _changes(self.env[m]) != count):
@@ -133,7 +133,7 @@ class _Watcher(_Runs):
 class _Apart(_Runs):
     """Runs a graph with every node on copies of its own."""
 
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, super().fetch_args_kwargs_from_env(n))
 
 

@@ -151,18 +151,18 @@ class _OnMeta(fx.Interpreter):
 
     place = ""
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         fixed = [str(node.target) for node in n.all_input_nodes if node.op == "get_attr"]
         name = str(n.target) if n.op == "call_module" else n.name
         self.place = f"{name} (of {', '.join(fixed)})" if fixed else name
         return super().run_node(n)
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         module = self.submodules[target]
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         there = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         return torch.func.functional_call(module, there, args, kwargs)
 
-    def fetch_attr(self, target: str) -> Any:
+    def fetch_attr(self, target: str) -> object:
         value = super().fetch_attr(target)
         return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value

@@ -99,7 +99,7 @@ class InTraining(nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, x: Tensor, *others: Any) -> Any:
+    def forward(self, x: Tensor, *others: Any) -> object:
         """The result of the part, or `x`."""
         return self.part(x, *others) if self.training else x
 
@@ -111,6 +111,6 @@ class ByMode(nn.Module):
         super().__init__()
         self.values = (training, evaluation)
 
-    def forward(self) -> Any:
+    def forward(self) -> object:
         """The value of the current mode."""
         return self.values[0] if self.training else self.values[1]

@@ -141,7 +141,7 @@ class _Watched:
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.returned = hook, False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         result = self.hook(*args, **kwargs)
         self.returned |= result is not None
         return result
@@ -155,7 +155,7 @@ def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
                 yield from ((path or "the model", table, key) for key in list(table) if not _of_library(table[key]))
 
 
-def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
     """The results of a model; hooks on its blocks that only look are taken off, with a warning."""
     found = list(_block_hooks(model))
     for _, table, key in found:
@@ -283,14 +283,14 @@ def _line_of(error: Exception) -> str:
 
 
 class _Shapes(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None
         n.meta["dtype"] = result.dtype if isinstance(result, Tensor) else None
         return result
 
 
-def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> Any:
+def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> object:
     """Run once, and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node.
 
     Raises:

@@ -93,7 +93,7 @@ def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: n
     return True
 
 
-def _argument(graph_module: fx.GraphModule, parts: dict[tuple[Any, Any], fx.Node], mine: Any, other: Any) -> Any:
+def _argument(graph_module: fx.GraphModule, parts: dict[tuple[Any, Any], fx.Node], mine: Any, other: Any) -> object:
     if isinstance(mine, fx.Node) or isinstance(other, fx.Node):
         return parts.get((mine, other), mine)
     if mine == other and type(mine) is type(other):

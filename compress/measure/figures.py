@@ -105,7 +105,7 @@ def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskM
     return compare_batches(reference.outputs, seen.outputs, classes=metric.classes)
 
 
-def _only(outputs: Any) -> Any:  # what the metric of the user's takes
+def _only(outputs: Any) -> object:  # what the metric of the user's takes
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 

@@ -58,7 +58,7 @@ def recomputed(x: Tensor, recipe: Recipe | None) -> AbstractContextManager[objec
     surrounding = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack, unpack = (_same, _same) if surrounding is None else surrounding
 
-    def keep(tensor: Tensor) -> Any:
+    def keep(tensor: Tensor) -> object:
         if tensor.data_ptr() != address or tensor.numel() != count or tensor.dtype != dtype:
             return pack(tensor)
         return _Kept(recipe.compute, tuple(pack(each) for each in recipe.tensors), tensor.shape)
@@ -72,7 +72,7 @@ def recomputed(x: Tensor, recipe: Recipe | None) -> AbstractContextManager[objec
     return torch.autograd.graph.saved_tensors_hooks(keep, restore)
 
 
-def _same(kept: Any) -> Any:
+def _same(kept: Any) -> object:
     return kept
 
 

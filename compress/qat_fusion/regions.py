@@ -66,7 +66,7 @@ class Region(nn.Module):
             self.add_module(f"m{i}", module)
         self.run = run
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any) -> object:
         """The part's results."""
         return self.run(self, *inputs)
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from torch import Tensor
 
@@ -110,7 +112,7 @@ def gaussian_fit(heat: Tensor) -> GaussianFit:
         max(sigma[1], 0.3),
     ]
 
-    def shape(p: Any) -> Any:
+    def shape(p: Any) -> NDArray[np.float64]:
         vertical = (-0.5 * ((rows - p[1]) / p[3]) ** 2)[:, None]
         return p[0] * math.e ** (vertical + (-0.5 * ((columns - p[2]) / p[4]) ** 2)[None])
 

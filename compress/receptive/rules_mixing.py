@@ -65,7 +65,7 @@ def _softmax(call: Call) -> Field:
     return mix(field, [dim], f"{call.name} normalizes over positions")
 
 
-def _reduce(call: Call) -> Any:
+def _reduce(call: Call) -> object:
     field = call.field(0)
     second = call.argument(1, "dim")
     if isinstance(second, (Field, Tensor)):  # torch.max(a, b)
@@ -154,7 +154,7 @@ def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
     return small
 
 
-def _attention(call: Call) -> Any:
+def _attention(call: Call) -> object:
     """A query depends on itself and all keys and values, also masked ones."""
     operands = [call.field(i, n) for i, n in enumerate(("query", "key", "value"))]
     name = f"{call.name} (attention) depends on every position"

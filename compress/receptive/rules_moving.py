@@ -13,7 +13,7 @@ from compress.graph.traits import kinds
 from compress.receptive.fields import Call, Field, NoRuleError, join, least, meet, move
 
 
-def _moving(call: Call, *, folds: bool = False) -> Any:
+def _moving(call: Call, *, folds: bool = False) -> object:
     first, *rest = call.args
     if not isinstance(first, Field):
         raise NoRuleError(f"its first argument is {type(first).__name__} and no tensor that depends on the image")
@@ -33,23 +33,23 @@ def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     return lambda x: target(x, *others, **named)
 
 
-def _shape_of(value: Any) -> Any:
+def _shape_of(value: Any) -> object:
     if isinstance(value, Field):
         return value.bounds[0]
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _folding(call: Call) -> Any:
+def _folding(call: Call) -> object:
     """Space to depth, in which neighbouring positions become channels."""
     return _moving(call, folds=True)
 
 
-def _getitem(call: Call) -> Any:
+def _getitem(call: Call) -> object:
     owner = call.args[0]
     return _moving(call) if isinstance(owner, Field) else owner[call.args[1]]
 
 
-def _shape(call: Call) -> Any:
+def _shape(call: Call) -> object:
     first, *rest = call.args
     return _replay(call, rest)(_shape_of(first))
 

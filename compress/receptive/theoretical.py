@@ -42,7 +42,7 @@ _RULES: dict[str, _Rule] = {
 """For each kind of operation, from its operands' fields to its result's."""
 
 
-def _apply_rule(call: Call) -> Any:
+def _apply_rule(call: Call) -> object:
     """A Field, a tuple of them, or a plain value (a shape); NoRuleError: no rule covers these arguments."""
     rule = _RULES.get(call.kind)
     if rule is None:
@@ -123,7 +123,7 @@ class _Walker:
                     del self.values[operand]  # the bounds of a deep network would fill the memory
         return rows
 
-    def _run(self, node: fx.Node) -> Any:
+    def _run(self, node: fx.Node) -> object:
         if node.op == "placeholder":
             value = self.inputs.pop(0) if self.inputs else node.args[0] if node.args else None
             first = not any(n.op == "placeholder" for n in self.values)
@@ -147,7 +147,7 @@ class _Walker:
         call = Call(node=node, kind=kind, module=module, args=args, kwargs=kwargs, name=layer_name(node))
         return self._apply(call)
 
-    def _apply(self, call: Call) -> Any:
+    def _apply(self, call: Call) -> object:
         shape = call.node.meta.get("shape")
         try:
             value = _apply_rule(call)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -319,7 +318,7 @@ class _OnCpu(fx.Interpreter):
         self.run(*inputs)
         return self.ms
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         start = time.perf_counter()
         result = super().run_node(n)
         self.ms[n.name] = (time.perf_counter() - start) * 1e3
@@ -339,7 +338,7 @@ class _OnCuda(fx.Interpreter):
         pairs = zip(self.events, self.events[1:], strict=False)
         return {name: max(before.elapsed_time(after), 1e-6) for (_, before), (name, after) in pairs}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         self._mark(n.name)
         return result

@@ -42,7 +42,7 @@ class _Follower(fx.Interpreter):
         self.numbers: dict[fx.Node, Numbers] = {}
         self.why: dict[fx.Node, str] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         self.numbers[n] = numbers = self._follow(n, node_kind(n), result)
         if numbers is None and n not in self.why:

@@ -238,10 +238,10 @@ class _Showing(fx.Interpreter):
         super().__init__(graph_module)
         self.further = further
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> object:
         return self.run(*inputs)
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         for calibrator in self.further.get(n.name, ()):
             calibrator.collect(value)

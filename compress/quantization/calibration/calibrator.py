@@ -63,7 +63,7 @@ class Calibrator(ABC):
         self._observe(rows if rows.is_floating_point() else rows.float())
 
     @torch.no_grad()
-    def part(self, values: Tensor, *, start: int, total: int) -> Any:
+    def part(self, values: Tensor, *, start: int, total: int) -> object:
         """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
 
         The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor.
@@ -175,7 +175,7 @@ class Calibrator(ABC):
         """Collect (channels, n) values, n > 0, one row if there is no axis; must not wait for the device."""
 
     @abstractmethod
-    def _part(self, values: Tensor, start: int, total: int) -> Any:
+    def _part(self, values: Tensor, start: int, total: int) -> object:
         """The statistics of a stretch of a tensor."""
 
     @abstractmethod

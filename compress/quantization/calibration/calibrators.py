@@ -36,7 +36,7 @@ class MaxCalibrator(Calibrator):
             self._amax = torch.zeros(len(rows), device=rows.device)
         raise_amax(rows, self._amax)
 
-    def _part(self, values: Tensor, start: int, total: int) -> Any:
+    def _part(self, values: Tensor, start: int, total: int) -> object:
         return row_amax(values[None])
 
     def _add(self, parts: Sequence[Any]) -> None:
@@ -71,7 +71,7 @@ class HistogramCalibrator(Calibrator):
         self._counted = self._counted or self._empty(len(rows), rows.device)
         self._counted.add(rows)
 
-    def _part(self, values: Tensor, start: int, total: int) -> Any:
+    def _part(self, values: Tensor, start: int, total: int) -> object:
         return self.part_of(drawn_from(values, start=start, total=total))
 
     def part_of(self, sample: Sample) -> Sample | Counted:
@@ -192,7 +192,7 @@ class LSQCalibrator(MaxCalibrator):
         super()._observe(rows)
         self._sums = self._sums_of(rows) + (0 if self._sums is None else self._sums)
 
-    def _part(self, values: Tensor, start: int, total: int) -> Any:
+    def _part(self, values: Tensor, start: int, total: int) -> object:
         return row_amax(values[None]), self._sums_of(values[None])
 
     def _add(self, parts: Sequence[Any]) -> None:

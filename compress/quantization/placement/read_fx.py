@@ -106,7 +106,7 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
         node.cast = "float32"
 
 
-def _argument(node: fx.Node, position: int, *names: str) -> Any:
+def _argument(node: fx.Node, position: int, *names: str) -> object:
     """An argument by one of its names, else by its position; None if it is not given."""
     found = [node.kwargs[name] for name in names if name in node.kwargs]
     return found[0] if found else node.args[position] if len(node.args) > position else None

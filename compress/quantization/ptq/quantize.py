@@ -212,7 +212,7 @@ class _Ranges(fx.Interpreter):
         super().__init__(module)
         self.names, self.found = frozenset(names), dict[str, float]()
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if n.name in self.names:
             self.found[n.name] = float(result.abs().max()) if result.numel() else 0.0

@@ -159,7 +159,7 @@ class _Watch(fx.Interpreter):
         super().__init__(graph_module)
         self.names, self.found = names, dict[str, Tensor]()
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if n.name in self.names:
             self.found[n.name] = result.detach().float().cpu()

@@ -161,7 +161,7 @@ class _Watch(fx.Interpreter):
         self.names = frozenset(names)
         self.amax: dict[str, Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if n.name in self.names:
             amax = result.detach().abs().flatten(0, -2).amax(0)

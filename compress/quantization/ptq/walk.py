@@ -105,7 +105,7 @@ def _visit(
     return Visit(path=str(node.target), layer=layer, node=node, inputs=inputs, targets=exact[node], settings=settings)
 
 
-def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> Any:
+def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> object:
     """The value of `node` for batch `i`, a copy for operations in place: the other network may hold the same input."""
     if node.op == "placeholder":  # one with a default
         return node.args[0] if node.args else None

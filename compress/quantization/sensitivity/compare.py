@@ -102,7 +102,7 @@ def subset_of(placement: Placement) -> Subset:
     )
 
 
-def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> Any:
+def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> object:
     """Run a quantized graph with only `subset` of its quantizers on, without gradients."""
     with torch.no_grad():
         return Sides(qmodel, [subset]).run(*inputs)[0]
@@ -120,13 +120,13 @@ class Sides(fx.Interpreter):
         self.weights = {site.path for site in placement_of(module).weights}
         self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node once for each subset."""
         if n.op == "placeholder":
             return (super().run_node(n),) * len(self.subsets)
         return tuple(self._on_side(n, side) for side in range(len(self.subsets)))
 
-    def _on_side(self, n: fx.Node, side: int) -> Any:
+    def _on_side(self, n: fx.Node, side: int) -> object:
         self.side = side
         subset = self.subsets[side]
         if source := self.sources.get(n):
@@ -142,10 +142,10 @@ class Sides(fx.Interpreter):
         finally:
             quantizer.enabled = enabled
 
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> object:
         """The arguments of a node on this side."""
 
-        def value(argument: fx.Node) -> Any:
+        def value(argument: fx.Node) -> object:
             found = self.env[argument][self.side]
             if source := self.sources.get(argument):
                 return found[(source.name, n.name) in self.subsets[self.side].edges]

@@ -178,22 +178,20 @@ def mend(
     return mended
 
 
+@dataclass
 class _Work:
     """Tries specifications; each is measured once."""
 
-    def __init__(
-        self,
-        spec: QuantSpec,
-        example: Inputs,
-        batches: list[Any],
-        probe: Probe,
-        found: Diagnosis,
-        goal: Goal,
-        bars: Progress,
-    ) -> None:
-        self.spec, self.example, self.batches, self.probe = spec, example, batches, probe
-        self.found, self.goal, self.bars = found, goal, bars
-        self.tried = {repr(spec): found.quantized}
+    spec: QuantSpec
+    example: Inputs
+    batches: list[Any]
+    probe: Probe
+    found: Diagnosis
+    goal: Goal
+    bars: Progress
+
+    def __post_init__(self) -> None:
+        self.tried = {repr(self.spec): self.found.quantized}
 
     def quantized(self, spec: QuantSpec) -> Probe:
         """A network quantized anew, with its images and the float outputs."""
