@@ -85,12 +85,15 @@ def _per_axis(value: Any, rank: int, name: str) -> tuple[int, ...]:
     return values
 
 
-def _conv(call: Call) -> Field:
-    field = call.field(0)
+def _weight_and_kernel(call: Call) -> tuple[Tensor, tuple[int, ...]]:
     weight = call.argument(1, "weight")
     if not isinstance(weight, Tensor):
         raise NoRuleError("its weight depends on the image")
-    kernel = tuple(weight.shape[2:])
+    return weight, tuple(weight.shape[2:])
+
+
+def _conv(call: Call) -> Field:
+    field, (weight, kernel) = call.field(0), _weight_and_kernel(call)
     rank, shape = len(kernel), call.result_shape()
     stride = _per_axis(call.argument(3, "stride", 1), rank, "stride")
     dilation = _per_axis(call.argument(5, "dilation", 1), rank, "dilation")
@@ -141,11 +144,7 @@ def _wrapped(field: Field, call: Call, kernel: _Kernel, shape: Sequence[int]) ->
 
 
 def _conv_transpose(call: Call) -> Field:
-    field = call.field(0)
-    weight = call.argument(1, "weight")
-    if not isinstance(weight, Tensor):
-        raise NoRuleError("its weight depends on the image")
-    kernel = tuple(weight.shape[2:])
+    field, (weight, kernel) = call.field(0), _weight_and_kernel(call)
     rank, shape = len(kernel), call.result_shape()
     groups = call.argument(6, "groups", 1)
     stride = _per_axis(call.argument(3, "stride", 1), rank, "stride")

@@ -7,7 +7,7 @@ max(flops / peak, bytes / bandwidth). Caches and kernel launches are not include
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -239,13 +239,7 @@ def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, b
     intensity = None if flops is None else flops / moved if moved else 0.0
     bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
     return Row(
-        name=kernel.name,
-        kind=kernel.kind,
-        type=kernel.type,
-        detail=kernel.detail,
-        members=kernel.members,
-        paths=kernel.paths,
-        macs=kernel.macs,
+        **{field.name: getattr(kernel, field.name) for field in fields(Kernel)},
         flops=flops,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -35,10 +35,10 @@ class WhatIf:
     precision: str
     fused: bool
     batch_size: int
-    least_time_ms: float | None
-    images_per_s: float | None
-    speedup: float | None
-    memory_bound_share: float | None
+    least_time_ms: float | None = None
+    images_per_s: float | None = None
+    speedup: float | None = None
+    memory_bound_share: float | None = None
     reason: str = ""
 
 
@@ -79,25 +79,14 @@ def what_if(
 
 
 def _scenario(name: str, work: Workload, precision: str, device: Device, base: Roofline) -> WhatIf:
+    unknown = WhatIf(name=name, precision=precision, fused=work.fused, batch_size=work.batch_size)
     try:
         result = roofline_of(work, device=device, precision=precision)
     except RooflineError as error:
-        return WhatIf(
-            name=name,
-            precision=precision,
-            fused=work.fused,
-            batch_size=work.batch_size,
-            least_time_ms=None,
-            images_per_s=None,
-            speedup=None,
-            memory_bound_share=None,
-            reason=str(error),
-        )
-    return WhatIf(
-        name=name,
+        return replace(unknown, reason=str(error))
+    return replace(
+        unknown,
         precision=result.precision,
-        fused=work.fused,
-        batch_size=work.batch_size,
         least_time_ms=result.least_time_ms / work.batch_size,
         images_per_s=result.images_per_s,
         speedup=result.images_per_s / base.images_per_s,

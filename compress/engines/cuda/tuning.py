@@ -79,8 +79,8 @@ def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDif
             largest=int(off.max()),
             relative=0.0,
         )
-    # The norm of as many smallest normal numbers (2^-14 in fp16). Below these a step is 2^-24 whatever the value, so that
-    # rounding alone may be all of it; over this floor its error of 2^-25 is at most 2^-11, as that of larger values is.
+    # The norm of as many smallest normal numbers (2^-14 in fp16). Below these a step is 2^-24 whatever the value, so
+    # that rounding alone may be all of it; over this floor its error of 2^-25 is at most 2^-11, as of larger values.
     least = torch.finfo(result.dtype).tiny * result.numel() ** 0.5 if result.is_floating_point() else 0.0
     scale = max(float(expected.double().norm()), least) or 1.0
     error = float((result.double() - expected.double()).norm()) / scale
