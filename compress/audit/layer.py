@@ -26,7 +26,6 @@ class AuditedLayer:
     """One layer of an engine. Bytes and macs are for one image.
 
     Attributes:
-        name, kind, onnx_nodes, tactic: as reported by the engine.
         role: `weighted` multiplies by a weight; `quantize` converts a float to 8 bits; `requantize` converts the float
             result of a weighted layer; `add` is one of these, or a float kernel, that also sums two branches; `host`
             does not run on the GPU.
@@ -37,9 +36,7 @@ class AuditedLayer:
         macs: None = unknown.
         sparse: True if its kernel skips the zeros of a 2:4 weight; None = unknown.
         unknown_sizes: number of activations of unknown type or size; the bytes are without them.
-        reads, writes: names of the activations.
         fp16_bytes: estimate of the activation bytes of an fp16 engine in its place; 0 if that fuses it away.
-        more: further facts that the engine reports.
     """
 
     name: str

@@ -121,14 +121,12 @@ class EngineLayer:
     Attributes:
         kind: the engine's own name of the operation, such as `CaskConvolution`.
         onnx_nodes: nodes of the ONNX file that it came from; () if unreported.
-        inputs, outputs: activations.
         constants: () if the engine does not list them.
         tactic: kernel chosen; "" if it is chosen later or unknown.
         weight_elements: elements of its weight, if reported apart from the constants.
         weight_type: their type; "" if it is not reported apart.
         out_channels: of a convolution, if reported.
         sparse_weights: True if the builder found a 2:4 weight; None if it does not report it.
-        more: further facts that the engine reports.
     """
 
     name: str

@@ -80,7 +80,7 @@ def measure_end_to_end(
     seconds: float = 3.0,
     progress: Progress = _QUIET,
 ) -> tuple[EndToEnd, ...]:
-    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same images in every run.
+    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same images; a result for each.
 
     Args:
         engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
@@ -93,9 +93,6 @@ def measure_end_to_end(
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average; the first round is always finished.
         progress: listener, advanced by every round.
-
-    Returns:
-        One result for each engine, in their order.
 
     Raises:
         DataError: there are no images, one cannot be read, or encoded and decoded ones are mixed.

@@ -104,13 +104,10 @@ class CalibrationReport:
     """Result of calibration.
 
     Attributes:
-        images: number of calibration images, over all processes.
         amax: range by quantizer path: a float, or one for each channel.
         histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator counts them.
-        dead: quantizers whose tensor is zero for every image; they have a range of 1. Calibrate again once training
-            has changed that.
-        compared: the ranges of a calibrator that clips by another measure than the error (`methods` is its name)
-            beside those of the default one; None for others.
+        dead: quantizers whose tensor is zero for every image; they have a range of 1 until calibrated again.
+        compared: the ranges of entropy or percentiles beside those of the default calibrator; None for others.
 
     Examples:
         >>> report = compress.calibrate(compress.insert_quantizers(model, images[:1]), batches)
@@ -136,8 +133,8 @@ class Rounding:
 
     Attributes:
         layer: module path.
-        error_nearest: mean squared error of the layer's outputs (after its activation) with weights rounded to
-            nearest, against the float network's, on the calibration images.
+        error_nearest: mean squared error of the layer's outputs, after its activation, with nearest rounding, against
+            float.
         error_learned: the same error with the rounding that was chosen.
         changed: share of the weights that were not rounded to nearest.
         reason: why nothing was learned; "" when it was.
@@ -156,10 +153,7 @@ class Reconstruction:
 
     Attributes:
         block: module path of its layer, or of the first and the last one.
-        error_before, error_after: mean squared error of its output against the float network's, on the calibration
-            images.
-        steps: steps of learning.
-        reason: why nothing was learned; "" when it was.
+        error_before, error_after: mean squared error of its output against the float network's.
     """
 
     block: str
@@ -174,7 +168,6 @@ class Correction:
     """Result of bias correction for one layer.
 
     Attributes:
-        layer: module path.
         shift: largest change of a channel's bias; 0 when it was left as it is.
         reason: why it was left as it is; "" when it was corrected.
     """
@@ -186,14 +179,14 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Quantization with the methods beyond calibration beside plain PTQ, on calibration pictures.
+    """Quantization with the methods beyond calibration beside plain PTQ, on calibration images.
 
     Attributes:
         methods: names of the keys that ask for them.
         sqnr_db: signal to noise of the outputs with them, against the float network.
         plain_sqnr_db: the same without them.
         taken_back: the methods that were not kept, because they made the network worse.
-        margin_db: loss that does not count as worse; half a decibel is what the choice of pictures may move.
+        margin_db: loss that does not count as worse; the choice of images may move half a decibel.
     """
 
     methods: tuple[str, ...]
@@ -206,7 +199,7 @@ class Comparison:
     def worse(self) -> bool:
         """True if the methods made the network worse, by more than the margin.
 
-        A network that returns zeros has 0 dB: one that is not above that with the methods counts as worse in any case.
+        A network that returns zeros has 0 dB, and counts as worse in any case.
         """
         return self._lost or self.sqnr_db < _RETURNS_ZEROS
 
@@ -223,11 +216,8 @@ class QuantizationReport(GraphReport):
         placement: the table of decisions; also at `qmodel.placement`.
         prepared: changes to the float graph; None if another library placed the quantizers (`interop`).
         calibration: ranges and histograms; None before `calibrate`.
-        smoothing: SmoothQuant; None if it was not asked for.
         scaling: what `smooth: auto` did; () if nothing.
-        rounding: AdaRound, a row for each layer.
         reconstruction: blocks with learned roundings and ranges, a row for each.
-        corrections: bias correction, a row for each layer.
         comparison: what the methods beyond calibration gained or lost; None where none was asked for.
     """
 

@@ -24,7 +24,6 @@ class ReceptiveField:
     """The receptive field of one node. Tuples have an entry for each axis of the image (height, width).
 
     Attributes:
-        name: of the fx node.
         path: of the module; "" for a function or a method.
         shape: for batch 1; None for an unknown node that returns no tensor.
         status: `exact`; `global` if units depend on the whole image; `unknown` after an operation without a rule.
@@ -40,7 +39,6 @@ class ReceptiveField:
         macs: at this image size, batch 1; None = unknown.
         notes: branches on the way that are not aligned.
         dims: dimension along each axis; None if there is none.
-        scopes: paths of the modules around it.
     """
 
     name: str

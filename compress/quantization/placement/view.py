@@ -53,20 +53,15 @@ class Node:
 
     Attributes:
         name: unique name of the node and of the tensor that it computes.
-        kind: row of `graph.traits`.
         path: of its module; "" if it is none.
         inputs, consumers: each once, in order.
-        shape: of its result; None if that is no tensor.
         floating: True if its result is a floating-point tensor.
         parameters: of a layer with constants of its own; None for other operations.
         refusal: why the weight of a layer cannot be quantized; "" if it can.
         note: why it is in the graph in one piece.
-        leaf: the opaque submodule that it is.
         numbers: numbers among the operands of an arithmetic operation.
         factor: largest positive constant that a `mul` multiplies by; 0.0 if none.
         axes: of a reduction, counted from the front; None means all, or unknown.
-        low: lower bound of a clamp.
-        mode: interpolation of a resize.
         cast: type of an explicit cast, such as `float32`.
         infinite: it pads with an infinite value.
     """

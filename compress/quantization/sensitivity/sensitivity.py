@@ -38,8 +38,6 @@ class LayerSensitivity:
 
     Attributes:
         layer: its module path, or the node's name if it has no module.
-        kind: kind of the operation.
-        weight_elements: number of elements of its weight.
         macs: multiply-accumulates for one image; None = unknown.
         alone: effect if this layer is quantized, with its inputs, and nothing else is.
         left_out: effect if this layer is float, and everything else is quantized.
@@ -58,7 +56,6 @@ class Sensitivity:
     """Sensitivity of all layers of a network under one specification.
 
     Attributes:
-        images: number of images that the effects were measured on.
         float_score: the metric of the float network; None for images without targets.
         quantized: effect if everything is quantized.
         rows: in graph order; what is only quantized along with its layer (a residual add) is no row.
