@@ -7,7 +7,7 @@ input untouched. Before it has ranges it refuses to run: a scale that nobody mea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from compress.errors import CalibrationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax, zero_of
 
-if TYPE_CHECKING:
-    from compress.quantization.calibration.calibrator import Calibrator
+
+class Collector(Protocol):
+    """What collects the tensors of a quantizer, such as a calibrator."""
+
+    def collect(self, x: Tensor) -> None:
+        """Take a tensor of any shape into the statistics."""
 
 
 def quantizer_path(name: str) -> str:
@@ -52,7 +56,7 @@ class Quantizer(nn.Module):
         self.format = quant_format
         self.name = name
         self.enabled = True
-        self.calibrator: Calibrator | None = None
+        self.calibrator: Collector | None = None
         shape = () if quant_format.axis is None else (channels or 1,)
         self.register_buffer("amax", torch.full(shape, torch.nan))
         self._ready = False

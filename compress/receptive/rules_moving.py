@@ -33,7 +33,7 @@ def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     return lambda x: target(x, *others, **named)
 
 
-def _shape_of(value: Any) -> object:
+def _shape_of(value: Any) -> Any:
     if isinstance(value, Field):
         return value.bounds[0]
     return value.cpu() if isinstance(value, Tensor) else value

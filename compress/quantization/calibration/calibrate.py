@@ -34,7 +34,7 @@ from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.values import always_zero
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import Collector, Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
 from compress.support.progress import NoProgress, Progress
 
@@ -271,7 +271,7 @@ def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str
 
 
 @contextmanager
-def calibrating(qmodel: nn.Module, watching: dict[str, Calibrator]) -> Iterator[None]:
+def calibrating(qmodel: nn.Module, watching: Mapping[str, Collector]) -> Iterator[None]:
     """Attach calibrators, in evaluation mode and without quantizing; restore everything afterwards."""
     training = qmodel.training
     states = {name: quantizer.enabled for name, quantizer in quantizers(qmodel)}

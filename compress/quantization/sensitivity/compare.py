@@ -120,7 +120,7 @@ class Sides(fx.Interpreter):
         self.weights = {site.path for site in placement_of(module).weights}
         self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
-    def run_node(self, n: fx.Node) -> object:
+    def run_node(self, n: fx.Node) -> tuple[Any, ...]:
         """Run a node once for each subset."""
         if n.op == "placeholder":
             return (super().run_node(n),) * len(self.subsets)
@@ -142,10 +142,10 @@ class Sides(fx.Interpreter):
         finally:
             quantizer.enabled = enabled
 
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> object:
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """The arguments of a node on this side."""
 
-        def value(argument: fx.Node) -> object:
+        def value(argument: fx.Node) -> Any:
             found = self.env[argument][self.side]
             if source := self.sources.get(argument):
                 return found[(source.name, n.name) in self.subsets[self.side].edges]

@@ -217,7 +217,7 @@ class _Watch(Sides):
         self.largest: defaultdict[str, float] = defaultdict(float)
         self.facts: defaultdict[tuple[str, str], _Facts] = defaultdict(_Facts)
 
-    def run_node(self, n: fx.Node) -> object:
+    def run_node(self, n: fx.Node) -> tuple[Any, ...]:
         values = super().run_node(n)
         if source := self.sources.get(n):
             self.facts[str(n.target), source.name].add(values[0][0], cast(Quantizer, node_module(n)))
