@@ -6,7 +6,7 @@ An operation without a row in the table is `unknown`, never guessed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -219,6 +219,23 @@ def attribute_of(module: nn.Module, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+class Watching(fx.Interpreter):
+    """Runs a graph, and shows `look` the name and the result of each of some nodes as they are computed."""
+
+    def __init__(
+        self, graph_module: fx.GraphModule, names: Collection[str], look: Callable[[str, Tensor], None]
+    ) -> None:
+        super().__init__(graph_module)
+        self.names, self.look = names, look
+
+    def run_node(self, n: fx.Node) -> object:
+        """Run a node, and show its result if it is one of those."""
+        result = super().run_node(n)
+        if n.name in self.names:
+            self.look(n.name, result)
+        return result
 
 
 def run_node(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from compress.errors import CalibrationError, CompressError, DeadTensorError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import size_remark
 from compress.graph.isolation import alone
-from compress.graph.ops import tensor_of
+from compress.graph.ops import Watching, tensor_of
 from compress.graph.report import attach_report
 from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrator import Calibrator
@@ -183,7 +183,12 @@ def _watch(
     further, shared = _shared(first, others)
     if first_batch is not None:
         progress.start(task, length_hint(batches))
-        network = _Showing(first.model, further) if further else first.model
+
+        def show(name: str, value: Tensor) -> None:
+            for calibrator in further[name]:
+                calibrator.collect(value)
+
+        network = Watching(first.model, further, show).run if further else first.model
         with torch.no_grad(), calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):
                 inputs = model_inputs(first.model, batch)
@@ -229,23 +234,6 @@ def _shared(
             elif same is not calibrator and network is not first:
                 shared.append((calibrator, same))
     return further, shared
-
-
-class _Showing(fx.Interpreter):
-    """Shows calibrators the results of the nodes that they ask for."""
-
-    def __init__(self, graph_module: fx.GraphModule, further: Mapping[str, Sequence[Calibrator]]) -> None:
-        super().__init__(graph_module)
-        self.further = further
-
-    def __call__(self, *inputs: Tensor) -> object:
-        return self.run(*inputs)
-
-    def run_node(self, n: fx.Node) -> object:
-        value = super().run_node(n)
-        for calibrator in self.further.get(n.name, ()):
-            calibrator.collect(value)
-        return value
 
 
 def check_batches(batches: Batches) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.isolation import alone
+from compress.graph.ops import Watching
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrate, calibrating, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
@@ -196,27 +197,17 @@ def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, 
     if not shared:
         return ()
     inputs = as_inputs(example_inputs) if iter(batches) is batches else model_inputs(qmodel, next(iter(batches)))
+    found: dict[str, float] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        found[name] = float(x.abs().max()) if x.numel() else 0.0
+
     with torch.no_grad(), calibrating(qmodel, {}):
-        watch = _Ranges(qmodel, shared)
-        watch.run(*inputs)
-    ranges = torch.tensor([watch.found.get(name, 0.0) for name in shared], device=device_of(qmodel))
+        Watching(qmodel, frozenset(shared), note).run(*inputs)
+    ranges = torch.tensor([found.get(name, 0.0) for name in shared], device=device_of(qmodel))
     if all_reduce:  # every process decides alike
         torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MAX)
     return concats_apart(read_fx(qmodel), placement, dict(zip(shared, ranges.tolist(), strict=True)))
-
-
-class _Ranges(fx.Interpreter):
-    """Notes the largest magnitude of some tensors."""
-
-    def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
-        super().__init__(module)
-        self.names, self.found = frozenset(names), dict[str, float]()
-
-    def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
-        if n.name in self.names:
-            self.found[n.name] = float(result.abs().max()) if result.numel() else 0.0
-        return result
 
 
 def _calibrate(

@@ -22,7 +22,7 @@ from compress.graph.batches import Batches, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.inputs import Inputs
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import Watching, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
@@ -152,24 +152,14 @@ def _chosen(
     return {group.tensor: scale for group, scale in scales}, poor_products(products, images, spec, watch=watch)
 
 
-class _Watch(fx.Interpreter):
-    """Keeps the results of some nodes."""
-
-    def __init__(self, graph_module: fx.GraphModule, names: frozenset[str]) -> None:
-        super().__init__(graph_module)
-        self.names, self.found = names, dict[str, Tensor]()
-
-    def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
-        if n.name in self.names:
-            self.found[n.name] = result.detach().float().cpu()
-        return result
-
-
 def _tensors(graph_module: fx.GraphModule, names: frozenset[str], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    watch = _Watch(graph_module, names)
-    watch.run(*inputs)
-    return watch.found
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, x: Tensor) -> None:
+        found[name] = x.detach().float().cpu()
+
+    Watching(graph_module, names, keep).run(*inputs)
+    return found
 
 
 def _images(graph_module: fx.GraphModule, batches: Sequence[Any]) -> Iterator[tuple[Tensor, ...]]:

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import CalibrationError, QuantizationError
 from compress.graph.batches import model_inputs
-from compress.graph.ops import layer_name, node_kind, node_module
+from compress.graph.ops import Watching, layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.ptq.ranges import input_ranges, scale_inputs, shared_parameters
 from compress.quantization.report import Norm, Smoothing
@@ -153,32 +153,22 @@ def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], sh
     return ""
 
 
-class _Watch(fx.Interpreter):
-    """Records the largest magnitude of each channel (last axis) of some nodes' results."""
-
-    def __init__(self, module: fx.GraphModule, names: Iterable[str]) -> None:
-        super().__init__(module)
-        self.names = frozenset(names)
-        self.amax: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
-        if n.name in self.names:
-            amax = result.detach().abs().flatten(0, -2).amax(0)
-            self.amax[n.name] = torch.maximum(self.amax[n.name], amax) if n.name in self.amax else amax
-        return result
-
-
 def _largest(
     graph_module: fx.GraphModule, names: list[str], batches: Iterable[Any], progress: Progress
 ) -> dict[str, Tensor]:
     """The largest magnitudes over all batches, (C,) by node name."""
-    watch, task = _Watch(graph_module.eval(), names), "smooth"
+    largest: dict[str, Tensor] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        amax = x.detach().abs().flatten(0, -2).amax(0)
+        largest[name] = torch.maximum(largest[name], amax) if name in largest else amax
+
+    watch, task = Watching(graph_module.eval(), frozenset(names), note), "smooth"
     progress.start(task, length_hint(batches))
     for batch in batches:
         watch.run(*model_inputs(graph_module, batch))
         progress.advance(task)
     progress.finish(task)
-    if not watch.amax:
+    if not largest:
         raise CalibrationError("smooth got no images: `batches` was empty; give at least one batch")
-    return watch.amax
+    return largest
