@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import DataError
-from compress.graph.inputs import TARGET_KEYS, KeywordInputs, each_input
+from compress.graph.inputs import TARGET_KEYS, KeywordInputs, each_input, first_of
 
 Batches = Iterable[Any]
 """Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
@@ -82,6 +82,21 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
     if isinstance(batch, Mapping):
         return each_input(lambda x: x.to(device), _named_inputs(model, batch))
     return tuple(x.to(device) for x in batch_inputs(batch, _required(model)))
+
+
+def first_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the inputs of the first `images` images, batch by batch.
+
+    Raises:
+        DataError: a batch does not hold the model's inputs.
+    """
+    for batch in batches:
+        inputs = first_of(model_inputs(model, batch), images)
+        images -= len(inputs[0])
+        if len(inputs[0]):
+            yield inputs
+        if images <= 0:
+            return
 
 
 def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.graph.batches import model_inputs
-from compress.graph.inputs import first_of, run_with
+from compress.graph.batches import first_inputs
+from compress.graph.inputs import run_with
 from compress.sparsity.eligibility import weight_of
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
@@ -118,15 +118,8 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
         SparsityError: there are no images.
         DataError: a batch does not hold the model's inputs.
     """
-    inputs: list[tuple[Tensor, ...]] = []
-    count = 0
-    for batch in batches:
-        left = images - count
-        inputs.append(first_of(model_inputs(model, batch), left))
-        count += len(inputs[-1][0])
-        if count >= images:
-            break
-    if not count:
+    inputs = list(first_inputs(model, batches, images))
+    if not inputs:
         raise SparsityError("no calibration batch was given: saliency 'hessian' needs batches of the training split")
     return inputs
 

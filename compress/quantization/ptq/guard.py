@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, QuantizationError
-from compress.graph.batches import device_of, model_inputs
+from compress.graph.batches import device_of, first_inputs, model_inputs
 from compress.graph.compare import Reference, first_difference
-from compress.graph.inputs import Inputs, as_inputs, first_of, flat_tensors, run_with, shapes_text
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with, shapes_text
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, quantization_report_of
@@ -189,17 +189,13 @@ def compare_with_plain(
     images: int = IMAGES,
 ) -> Comparison:
     """Return the signal to noise of two quantized forms of a network, `simple` by plain PTQ, on calibration images."""
-    training, totals, left = model.training, torch.zeros(3, dtype=torch.float64), images
+    training, totals = model.training, torch.zeros(3, dtype=torch.float64)
     model.eval()
     try:
-        for batch in batches:
-            inputs = first_of(model_inputs(model, batch), left)
-            left -= len(inputs[0])
+        for inputs in first_inputs(model, batches, images):
             expected, ours, theirs = (_outputs(network, inputs) for network in (model, qmodel, simple))
             parts = (expected.square().sum(), (ours - expected).square().sum(), (theirs - expected).square().sum())
             totals += torch.stack(parts).cpu()
-            if left <= 0:
-                break
     finally:
         model.train(training)
     if all_reduce:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError
-from compress.graph.batches import model_inputs
+from compress.graph.batches import first_inputs
 from compress.graph.inplace import may_overwrite
-from compress.graph.inputs import first_of
 from compress.graph.ops import node_module
 from compress.quantization.quantizer import Quantizer
 
@@ -117,14 +116,7 @@ def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, lis
 
 def calibration_inputs(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
     """Inputs of each batch, in the order of the graph's placeholders."""
-    values: list[tuple[Tensor, ...]] = []
-    left = limit
-    for batch in batches:
-        inputs = first_of(model_inputs(qmodel, batch), left)
-        left -= len(inputs[0])
-        if len(inputs[0]) == 0:
-            break
-        values.append(inputs)
+    values = list(first_inputs(qmodel, batches, limit))
     if not values:
         raise CalibrationError("the walk got no images: `batches` was empty; give at least one batch")
     return values
