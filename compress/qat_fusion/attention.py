@@ -129,7 +129,7 @@ def _fuse(
     source = before[-1]
     _check_shapes(*(cast(fx.Node, factor) for factor in (*source.args, product.args[1])))
     name = f"fused_attentions.{node.name}"
-    drop = None if dropout is None else cast(nn.Dropout, node_module(dropout))
+    drop = None if dropout is None else called_module(dropout)
     graph_module.add_submodule(name, FusedAttentionModule(scaling, quantize, drop, kernels))
     with graph_module.graph.inserting_before(product):
         fused = graph_module.graph.call_module(name, (*source.args, product.args[1]))
@@ -158,7 +158,7 @@ def _pack(
     names = [node.all_input_nodes[0].name for node in quantized] + ([] if last is None else [product])
     modules = [quantizing[node] for node in quantized]
     name = str(fused.target).replace("fused", "packed", 1)
-    attention = cast(FusedAttentionModule, graph_module.get_submodule(str(fused.target)))
+    attention: Any = graph_module.get_submodule(str(fused.target))
     graph_module.add_submodule(name, PackedAttentionModule(attention, modules, result))
     graph = graph_module.graph
     with graph.inserting_before(fused):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_module
 from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.triton.batch_norm import Running, batch_norm_again, batch_norm_quantize, fits
 from compress.qat_fusion.chain import called_module
@@ -71,7 +70,7 @@ def fuse_batch_norms(
             continue
         (norm,) = before
         name = f"fused_batch_norms.{node.name}"
-        own = cast(nn.BatchNorm2d, node_module(norm))
+        own = called_module(norm)
         graph_module.add_submodule(name, FusedBatchNormModule(own, chain, kernels))
         node.target = name
         node.replace_input_with(norm, norm.all_input_nodes[0])
