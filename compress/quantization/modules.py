@@ -135,7 +135,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     if reason:
         raise QuantizationError(f"layer {name} {reason}; leave it float with a rule (match: {name}, enable: false)")
     float_class = _float_class(module)
-    assert float_class is not None, "can_quantize has found it"
+    assert float_class is not None  # `can_quantize` has found it
     quantized = _QUANTIZED[float_class]
     if isinstance(module, Named):
         quantized = _NAMED[quantized]

@@ -295,7 +295,7 @@ def quantized_graph(qmodel: nn.Module) -> fx.GraphModule:
         QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
     """
     quantization_report_of(qmodel)
-    assert isinstance(qmodel, fx.GraphModule), "reports of quantized networks are attached to graphs"
+    assert isinstance(qmodel, fx.GraphModule)  # reports of quantized networks are attached to graphs
     return qmodel
 
 
