@@ -24,8 +24,8 @@ from compress.pipeline.run import Run
 from compress.pipeline.steps.ptq import calibration_images
 from compress.pipeline.steps.training import build_float, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
-from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.placement.insert import float_graph
+from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.sensitivity.mixed import everywhere
 from compress.quantization.sensitivity.sensitivity import (
     LayerSensitivity,
