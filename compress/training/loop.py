@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import InitVar, asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -144,27 +144,13 @@ def fit(
         raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
     progress, task = progress if processes.is_main else QUIET, task or classification(data.train.num_classes)
     with surroundings(model, teacher, device), frozen(model, spec.frozen), synchronized(model, spec, processes):
-        training = _Training(
-            model=model,
-            data=data,
-            spec=spec,
-            batch_size=batch_size,
-            folder=folder,
-            task=task,
-            teacher=teacher,
-            device=device,
-            processes=processes,
-            name=name,
-            first_epoch=first_epoch,
-            reference=reference,
-            after_step=after_step,
-            callbacks=Callbacks(callbacks if processes.is_main else ()),
-            progress=progress,
-        )
+        training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
+        training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
+        training.callbacks = Callbacks(callbacks if processes.is_main else ())
         return training.run(resume)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Training:
     model: nn.Module
     data: DataSet
@@ -176,11 +162,11 @@ class _Training:
     device: torch.device
     processes: Processes
     name: str
-    first_epoch: int
-    reference: float | None
-    after_step: AfterStep | None
-    callbacks: Callbacks
     progress: Progress
+    after_step: AfterStep | None = None
+    first_epoch: int = 0
+    reference: float | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
 
     def __post_init__(self, batch_size: int, teacher: nn.Module | None) -> None:
         data, spec, task, device, processes = self.data, self.spec, self.task, self.device, self.processes
