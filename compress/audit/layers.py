@@ -55,7 +55,7 @@ _SPELLINGS = {
 
 
 def type_name(text: str) -> str:
-    """Return the short name of a type in any of TensorRT's spellings, or in a sentence that holds one; else "unknown".
+    """The short name of a type in any of TensorRT's spellings, or in a sentence that holds one; else "unknown".
 
     >>> type_name("Half"), type_name("Thirty-two wide channel vectorized row major Int8 format"), type_name("N/A")
     ('fp16', 'int8', 'unknown')
@@ -192,7 +192,7 @@ def is_attention(layer: EngineLayer) -> bool:
 
 
 def fused_steps(name: str) -> tuple[str, ...]:
-    """Return the steps that a generated kernel is named after; () if the name has another form.
+    """The steps that a generated kernel is named after; () if the name has another form.
 
     >>> fused_steps("__myl_MulAddReluMulMinMaxRounCast_myl0_3")
     ('Mul', 'Add', 'Relu', 'Mul', 'Min', 'Max', 'Roun', 'Cast')

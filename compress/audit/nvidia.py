@@ -197,7 +197,7 @@ def engine_layer(row: Mapping[str, Any]) -> EngineLayer:
 
 
 def onnx_nodes(metadata: str) -> tuple[str, ...]:
-    r"""Return the ONNX nodes that a layer's metadata name, each once.
+    r"""The ONNX nodes that a layer's metadata name, each once.
 
     >>> onnx_nodes("[ONNX Layer: /conv1/Conv]\x1e[ONNX Layer: a [b]]__gemm_from_conv1x1")
     ('/conv1/Conv', 'a [b]')

@@ -80,7 +80,7 @@ def lost_in_runtime(
 
 
 def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
-    """Return the names that an engine may give a product or convolution of a file instead of its own."""
+    """The names that an engine may give a product or convolution of a file instead of its own."""
     view = OnnxGraph(load_onnx(path).graph)
     results = {value.name for value in view.graph.output}
     found: dict[str, tuple[str, ...]] = {}

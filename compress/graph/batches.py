@@ -18,7 +18,7 @@ Batches = Iterable[Any]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs of a labelled batch (a tensor, a tuple, or a mapping by keyword) and its targets.
+    """The inputs of a labelled batch (a tensor, a tuple, or a mapping by keyword) and its targets.
 
     Args:
         batch: (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.

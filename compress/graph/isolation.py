@@ -88,5 +88,5 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have the same shape and values; NaN equals nothing."""
+    """True if two tensors have the same shape and values; NaN equals nothing."""
     return a.shape == b.shape and torch.equal(a, b)

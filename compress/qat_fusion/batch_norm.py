@@ -50,7 +50,7 @@ class FusedBatchNormModule(nn.Module):
         return y, Recipe.of(y, compute, x, mean, deviation, *kept) if uses_recipes(x, self.kernels) else None
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether the kernels run: eagerly, where type and layout fit, unless torch averages all batches."""
+        """True if the kernels run: eagerly, where type and layout fit, unless torch averages all batches."""
         norm = self.norm
         chain: Any = self.chain
         whole = norm.momentum is not None and norm.weight.dtype == torch.float32

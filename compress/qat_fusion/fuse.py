@@ -53,7 +53,7 @@ class FusedLearnedModule(nn.Module):
         self.epilogue: Epilogue = epilogue_of(layer, activation, quantizer)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the quantized result; `residual` is added to the layer's result."""
+        """The quantized result; `residual` is added to the layer's result."""
         quantizer = self.quantizer
         layer: Any = self.layer
         if not (quantizer.enabled and quantizer.calibrator is None and quantizer.ready):
@@ -207,7 +207,7 @@ class FusedChainModule(nn.Module):
         weight: Tensor | None = None,
         recipe: Recipe | None = None,
     ) -> Tensor | tuple[Tensor, Recipe | None]:
-        """Return the quantized, pooled result, with its recipe if it is a result.
+        """The quantized, pooled result, with its recipe if it is a result.
 
         Without `weight` the layer computes it; without the `recipe` of `x` the layer keeps `x` for its backward pass.
         """
@@ -265,7 +265,7 @@ class FusedLayerModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor, recipe: Recipe | None = None) -> Tensor:
-        """Return the layer's result; without the `recipe` of `x` the layer keeps `x` for its backward pass."""
+        """The layer's result; without the `recipe` of `x` the layer keeps `x` for its backward pass."""
         layer: Any = self.layer
         with recomputed(x, recipe):
             return product(layer, x, weight, layer.bias, self.kernels)

@@ -71,7 +71,7 @@ class FusedNormModule(nn.Module):
         return x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
 
     def _takes(self, x: Tensor, added: Tensor | None) -> bool:
-        """Whether the kernel runs: it is asked for or on a GPU, and type and layout fit."""
+        """True if the kernel runs: it is asked for or on a GPU, and type and layout fit."""
         both = [x] if added is None else [x, added]
         fits = all(t.is_contiguous() and t.dtype in _FLOATS and t.shape == x.shape for t in both)
         return fits and x.numel() > 0 and use_triton(x, self.kernels)

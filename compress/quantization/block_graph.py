@@ -109,7 +109,7 @@ def typical_block(qmodel: nn.Module) -> BlockGraph | None:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the modules that hold a module, itself included: a.b.c -> a, a.b, a.b.c."""
+    """The modules that hold a module, itself included: a.b.c -> a, a.b, a.b.c."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
 
@@ -207,7 +207,7 @@ def _where(inside: bool, kind: Kind) -> Kind:
 
 
 def _between_quantizers(node: fx.Node) -> bool:
-    """Return True if all tensors that an operation reads are quantized (through what moves values)."""
+    """True if all tensors that an operation reads are quantized (through what moves values)."""
     sources = [origin for argument in node.all_input_nodes for origin in _origins(argument, set())]
     sources = [s.all_input_nodes[0] if node_kind(s) in _COMMUTING else s for s in sources]
     return bool(sources) and all(node_kind(source) == "quantizer" for source in sources)

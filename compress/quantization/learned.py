@@ -82,7 +82,7 @@ class LearnedQuantizer(Quantizer):
         super().set_amax(amax)
 
     def frozen(self) -> Quantizer:
-        """Return a quantizer with this range, fixed."""
+        """A quantizer with this range, fixed."""
         fixed = Quantizer(self.format, channels=self.amax.numel(), name=self.name).to(self.amax.device)
         fixed.set_amax(self.positive_amax)
         return fixed
@@ -149,7 +149,7 @@ class NormalizedWeight(nn.Module):
         self.register_buffer("gain", gain.detach().clone())
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return the normalized weight; any shape."""
+        """The normalized weight; any shape."""
         centered = weight - weight.mean()
         return centered * (self.gain * torch.rsqrt(centered.square().mean()))
 

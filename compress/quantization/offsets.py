@@ -55,7 +55,7 @@ class OffsetQuantizer(LearnedQuantizer):
         return (-self.offset.detach() / self.scale).round().clamp(0, self.format.high)
 
     def frozen(self) -> Quantizer:
-        """Return a quantizer with this range and zero point."""
+        """A quantizer with this range and zero point."""
         fixed = ZeroPointQuantizer(self.format, name=self.name).to(self.amax.device)
         fixed.set_amax(self.positive_amax)
         fixed.zero.copy_(self.zero)

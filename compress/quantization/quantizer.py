@@ -63,7 +63,7 @@ class Quantizer(nn.Module):
 
     @property
     def ready(self) -> bool:
-        """Whether ranges are there."""
+        """True if ranges are there."""
         return self._ready
 
     @property

@@ -86,7 +86,7 @@ class ActivationSpec:
     kind: Kind = "int"
 
     def resolved(self, *, whole: bool) -> ActivationSpec:
-        """Return the specification with calibrator `auto` as `max`, if the whole range is kept, or as `mse`."""
+        """The specification with calibrator `auto` as `max`, if the whole range is kept, or as `mse`."""
         if self.calibrator != "auto":
             return self
         return replace(self, calibrator="max" if whole and self.num_bits == 8 else "mse")

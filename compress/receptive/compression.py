@@ -129,7 +129,7 @@ class UnproductiveLayers:
 
 
 def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | None = None) -> UnproductiveLayers:
-    """Return the convolutions whose input already covers the whole image (Richter et al., arXiv 2106.12307).
+    """The convolutions whose input already covers the whole image (Richter et al., arXiv 2106.12307).
 
     A linear layer over the channels of a map is a 1 x 1 convolution; one after the map is not judged. `image_size` is
     (height, width), None = the table's; macs are at the table's size.

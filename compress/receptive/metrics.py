@@ -144,7 +144,7 @@ def radial_profile(heat: Tensor, centre: Sequence[float], *, width: float = 1.0)
 
 
 def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
-    """Return the radius of the smallest disc that contains `share`, pixels."""
+    """The radius of the smallest disc that contains `share`, pixels."""
     distance, order = distances(heat.shape, centre).flatten().sort()
     mass = heat.double().cpu().flatten()[order].cumsum(0)
     index = int(torch.searchsorted(mass, share * mass[-1] * (1 - 1e-12)))
@@ -152,7 +152,7 @@ def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
 
 
 def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None = None) -> float:
-    """Return the share of the image in the smallest square that contains `share` (RepLKNet, table 7).
+    """The share of the image in the smallest square that contains `share` (RepLKNet, table 7).
 
     Its side is odd, its centre the pixel nearest to `centre` (None: the image's middle).
     """
@@ -180,10 +180,10 @@ def uniform_profile(layers: int, kernel: int) -> Tensor:
 
 
 def uniform_sigma(layers: int, kernel: int) -> float:
-    """Return the sigma of `uniform_profile`, sqrt(n (k^2 - 1) / 12) (Luo et al., section 2.2)."""
+    """The sigma of `uniform_profile`, sqrt(n (k^2 - 1) / 12) (Luo et al., section 2.2)."""
     return math.sqrt(layers * (kernel**2 - 1) / 12)
 
 
 def gaussian_size(sigma: float) -> float:
-    """Return a Gaussian's `size`: the root of its disc's area above `THRESHOLD`, pixels."""
+    """A Gaussian's `size`: the root of its disc's area above `THRESHOLD`, pixels."""
     return sigma * math.sqrt(2 * math.pi * math.log(1 / THRESHOLD))

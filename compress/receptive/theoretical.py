@@ -108,7 +108,7 @@ class _Walker:
         self.macs = {layer.name: layer.macs for layer in layers(graph_module)}
 
     def walk(self) -> list[ReceptiveField]:
-        """Return the rows in the order of the graph."""
+        """The rows in the order of the graph."""
         rows = []
         users = Counter({node: len(node.users) for node in self.graph_module.graph.nodes})
         for node in self.graph_module.graph.nodes:

@@ -72,12 +72,12 @@ IDENTITY = Window((0,), (0,), 1)
 
 
 def sliding(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    """Return the window of a convolution or pool with `padding` in front."""
+    """The window of a convolution or pool with `padding` in front."""
     return Window((-padding,), (-padding + (kernel - 1) * dilation,), stride, dilation if kernel > 1 else 1)
 
 
 def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    """Return the window of a transposed convolution.
+    """The window of a transposed convolution.
 
     Unit u depends on the whole numbers (u + padding - j * dilation) / stride, 0 <= j < kernel.
     """
@@ -174,13 +174,13 @@ def _hull(left: tuple[int, int], right: tuple[int, int]) -> tuple[int, int]:
 
 
 def centre_distance(left: Window, right: Window) -> Fraction:
-    """Return the mean distance of two windows' centres over a period."""
+    """The mean distance of two windows' centres over a period."""
     period = lcm(left.period, right.period)
     return abs(sum((left.centre(u) - right.centre(u) for u in range(period)), Fraction(0))) / period
 
 
 def reduced(window: Window) -> Window:
-    """Return the same window with the shortest period."""
+    """The same window with the shortest period."""
     for period in range(1, window.period):
         if window.period % period or window.advance * period % window.period:
             continue

@@ -203,7 +203,7 @@ def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _joins_two(node: fx.Node) -> bool:
-    """Whether the node has two activations as inputs."""
+    """True if the node has two activations as inputs."""
     return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
 
 
@@ -300,7 +300,7 @@ def _inner_elements(head: fx.Node) -> list[int]:
 
 
 def _stays_float(node: fx.Node) -> bool:
-    """Whether a tensor is an output, or a consumer needs floating point."""
+    """True if a tensor is an output, or a consumer needs floating point."""
     return any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(node))
 
 

@@ -133,7 +133,7 @@ class Roofline:
         return sum(times) if times else None
 
     def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """Return the roofline with measured times, ms for the batch by node or module; a fused row takes the sum.
+        """The roofline with measured times, ms for the batch by node or module; a fused row takes the sum.
 
         Raises:
             RooflineError: a name is in no row, or a time is not positive.

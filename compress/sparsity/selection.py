@@ -21,7 +21,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-12
 
 
 def patterns(n: int, m: int, device: torch.device | None = None) -> Tensor:
-    """Return all masks that keep n of m, float (C(m, n), m).
+    """All masks that keep n of m, float (C(m, n), m).
 
     >>> patterns(1, 3)
     tensor([[1., 0., 0.],

@@ -43,7 +43,7 @@ def live_bins(counts: Tensor) -> Tensor:
 
 
 def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Tensor:
-    """Return the magnitude that `percentile` percent of the values lie below, to within a bin.
+    """The magnitude that `percentile` percent of the values lie below, to within a bin.
 
     It is the lower edge of the bin in which the cumulative count reaches that share, as in pytorch-quantization, but
     never less than one bin (a tensor that is 99.99 % zeros would get amax 0), and 100 clips nothing. Counts are
@@ -78,7 +78,7 @@ def mse_amax(
     stride: int = 1,
     tolerance: float = 0.0,
 ) -> Tensor:
-    """Return the `amax` at which quantizing changes the values least, in mean square.
+    """The `amax` at which quantizing changes the values least, in mean square.
 
     Every value counts as the centre of its bin, and the candidates are the centres of bins `start_bin`,
     start_bin + stride, ... and of the last bin in use. Of candidates whose error is within `tolerance`, a share of the

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import CalibrationError, CompressError, DeadTensorError
+from compress.errors import CalibrationError, DeadTensorError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import size_remark
 from compress.graph.isolation import alone
@@ -36,6 +36,7 @@ from compress.quantization.placement.values import always_zero
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.quantizer import Collector, Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
+from compress.support.imports import any_failure
 from compress.support.progress import NoProgress, Progress
 
 
@@ -245,17 +246,16 @@ def check_batches(batches: Batches) -> None:
 
 
 def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str) -> None:
-    try:
-        network(*inputs)
-    except CompressError:
-        raise
-    except Exception as error:  # a model can fail in any way
+    def refusal(error: Exception) -> CalibrationError:
         shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
         reason = str(error).strip().partition("\n")[0]
-        raise CalibrationError(
+        return CalibrationError(
             f"the model fails on a calibration batch of {shapes} ({reason}); give batches of the type and the channels "
             f"of example_inputs{remark}"
-        ) from error
+        )
+
+    with any_failure(refusal):
+        network(*inputs)
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def calibrating(qmodel: nn.Module, watching: Mapping[str, Collector]) -> Iterato
 
 
 def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the ranges of averages over an image that have to be larger, by quantizer.
+    """The ranges of averages over an image that have to be larger, by quantizer.
 
     A mean of n integers is a multiple of 1/n, so that a step below 1/n of the input's adds nothing. Such ranges come
     from tensors that are zero but for rounding; ONNX Runtime refuses files whose steps lie further apart, at their
@@ -300,7 +300,7 @@ def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tens
 
 
 def _values(node: Node, before: Node) -> int:
-    """Return how many values one element of an average is the mean of, at most."""
+    """How many values one element of an average is the mean of, at most."""
     whole, kept = math.prod(before.shape or ()), math.prod(node.shape or ())
     return max(1, whole // max(kept, 1)) if node.kind == "mean" else math.prod((before.shape or ())[2:])
 

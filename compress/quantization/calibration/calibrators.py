@@ -228,7 +228,7 @@ CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
 
 
 def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
-    """Return the calibrator of a tensor of this format."""
+    """The calibrator of a tensor of this format."""
     return make_calibrator(
         spec.calibrator,
         num_bits=quant_format.num_bits,

@@ -43,7 +43,7 @@ def entropy_amax(
     start_bin: int = START_BIN,
     stride: int = 1,
 ) -> Tensor:
-    """Return the `amax` that changes the distribution of magnitudes least.
+    """The `amax` that changes the distribution of magnitudes least.
 
     Counts are (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32; `start_bin` is the first
     threshold, in bins. If fewer are in use, nothing is clipped.

@@ -40,7 +40,7 @@ class Sample:
     every: int
 
     def copied(self) -> Sample:
-        """Return a copy, made by one thread: torch's own threads would wait for those that compute."""
+        """A copy, made by one thread: torch's own threads would wait for those that compute."""
         values, rest = (torch.from_numpy(part.numpy().copy()) for part in (self.values, self.rest))
         return replace(self, values=values, rest=rest)
 

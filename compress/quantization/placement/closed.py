@@ -97,7 +97,7 @@ def shared_tensors(placement: Placement) -> list[str]:
 
 
 def _concat_after(node: Node) -> Node:
-    """Return the concat that a tensor goes to through operations with one consumer, or the last operation."""
+    """The concat that a tensor goes to through operations with one consumer, or the last operation."""
     while node.kind != "concat" and node.traits.commutes_with_quantization and len(node.consumers) == 1:
         node = node.consumers[0]
     return node

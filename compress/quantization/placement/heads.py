@@ -42,7 +42,7 @@ class FloatPart:
 
 
 def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
-    """Return the operations of a detection head that stay float; see the head of this file and `QuantSpec.head`."""
+    """The operations of a detection head that stay float; see the head of this file and `QuantSpec.head`."""
     found = {node: FloatPart("NMS stays float", _NMS) for node in view.nodes if node.kind == "nms"}
     if head == "quantize":
         return found
@@ -69,7 +69,7 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
 
 
 def _has_trunk(view: GraphView, finals: list[Node]) -> bool:
-    """Return True if other layers come before the last ones."""
+    """True if other layers come before the last ones."""
     last, leads = set(finals), dict[Node, bool]()
     for node in view.nodes:
         leads[node] = any(leads.get(source, False) or source.kind in _LAYERS for source in node.inputs)
@@ -77,7 +77,7 @@ def _has_trunk(view: GraphView, finals: list[Node]) -> bool:
 
 
 def _is_expectation(node: Node) -> bool:
-    """Return True for a product of a softmax's result with constants: DFL."""
+    """True for a product of a softmax's result with constants: DFL."""
     if node.kind not in _LAYERS or not node.tensors:
         return False
     activations = [source for source in node.tensors if source.kind != "constant"]
@@ -90,7 +90,7 @@ def _is_expectation(node: Node) -> bool:
 
 
 def _tail(view: GraphView, means: set[Node]) -> set[Node]:
-    """Return the nodes that no layer follows, expectations aside."""
+    """The nodes that no layer follows, expectations aside."""
     leads: dict[Node, bool] = {}
     for node in reversed(view.nodes):
         leads[node] = any((user.kind in _LAYERS and user not in means) or leads[user] for user in node.consumers)
@@ -104,7 +104,7 @@ def _whole(finals: list[Node], view: GraphView, tail: set[Node]) -> list[Node]:
 
 
 def _sources(view: GraphView, finals: list[Node], tail: set[Node]) -> dict[Node, frozenset[str]]:
-    """Return the final layers that each node of the tail depends on; nodes that depend on none are left out."""
+    """The final layers that each node of the tail depends on; nodes that depend on none are left out."""
     sources = {node: frozenset({node.path}) for node in finals}
     for node in view.nodes:
         if node in tail and node not in sources:
@@ -115,7 +115,7 @@ def _sources(view: GraphView, finals: list[Node], tail: set[Node]) -> dict[Node,
 
 
 def _leads_apart(finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> bool:
-    """Return True if final layers at one resolution lead to different results."""
+    """True if final layers at one resolution lead to different results."""
     groups = DisjointSet({node.path for node in finals})
     for node in sources:
         if node.traits.category == "arithmetic":
@@ -130,7 +130,7 @@ def _leads_apart(finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> 
 
 
 def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> bool:
-    """Return True if results of final layers are computed with tensors that do not depend on the image."""
+    """True if results of final layers are computed with tensors that do not depend on the image."""
     of_image: set[Node] = set()
     for node in view.nodes:
         if node.kind == "input" or (node.traits.category != "shape" and of_image.intersection(node.inputs)):
@@ -144,13 +144,13 @@ def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, fr
 
 
 def _is_affine(constant: Node, node: Node) -> bool:
-    """Return True for one number a channel of an image, as a frozen BatchNorm has them; anchors differ by position."""
+    """True for one number a channel of an image, as a frozen BatchNorm has them; anchors differ by position."""
     rank, shape = len(node.shape or ()), constant.shape or ()
     return rank >= 4 and len(shape) in {rank - 1, rank} and math.prod(shape[2 - rank :]) == 1
 
 
 def _share(layers: list[Node], view: GraphView) -> float:
-    """Return the share of the multiply-accumulates of all convolutions and linear layers."""
+    """The share of the multiply-accumulates of all convolutions and linear layers."""
     total = sum(_macs(node) for node in view.nodes)
     return sum(map(_macs, layers)) / total if total else 0.0
 

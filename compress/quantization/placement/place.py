@@ -173,7 +173,7 @@ def _split_of(part: Node) -> Node | None:
 
 
 def _is_joined(tensor: Node, commutes: frozenset[str]) -> bool:
-    """Return True if a tensor is the result of a concat, through commuting operations."""
+    """True if a tensor is the result of a concat, through commuting operations."""
     while tensor.kind in commutes and tensor.tensors:
         tensor = tensor.tensors[0]
     return tensor.kind == "concat"

@@ -60,7 +60,7 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
 
 
 def _pads_convolutions(source: fx.Node, module: Any) -> bool:
-    """Return True if an operation pads images with zeros for convolutions alone: the export moves it into them."""
+    """True if an operation pads images with zeros for convolutions alone: the export moves it into them."""
     amounts = getattr(module, "padding", None) if module is not None else _argument(source, 1, "pad")
     mode = "constant" if module is not None else _argument(source, 2, "mode") or "constant"
     filling = getattr(module, "value", 0) if module is not None else _argument(source, 3, "value")

@@ -51,7 +51,7 @@ class Requests:
 
 
 def float_row(node: Node, rule: str, reason: str) -> Decision:
-    """Return the row that says why `node` stays float."""
+    """The row that says why `node` stays float."""
     return Decision(tensor=node.name, layer=node.layer, decision="float", rule=rule, reason=reason)
 
 
@@ -103,14 +103,14 @@ def _factors(node: Node) -> list[Node]:
 
 
 def _is_constant(node: Node) -> bool:
-    """Return True for a constant, also one that was moved about or repeated for each image."""
+    """True for a constant, also one that was moved about or repeated for each image."""
     moved = node.traits.category == "movement" and bool(node.inputs)
     fixed = node.kind == "constant" or node.traits.category == "shape"
     return fixed or (moved and all(map(_is_constant, node.inputs)))
 
 
 def _is_phase(node: Node) -> bool:
-    """Return True if nothing but sines and cosines consumes a tensor, times a constant or moved about."""
+    """True if nothing but sines and cosines consumes a tensor, times a constant or moved about."""
     found = [user for user in node.consumers if user.traits.category != "shape"]
     return bool(found) and all(
         user.kind in ("sin", "cos")
@@ -165,7 +165,7 @@ def _request_output(found: Requests, node: Node, table: TargetTable) -> None:
 
 
 def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
-    """Return the last operation that fuses with one; None if that is an add, which requests its own result.
+    """The last operation that fuses with one; None if that is an add, which requests its own result.
 
     A BatchNorm after an activation is not folded into the layer before, and does not fuse.
     """
@@ -183,12 +183,12 @@ def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
 
 
 def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> bool:
-    """Return True if `consumer` is the add that the layer `node` fuses with where only one branch is quantized."""
+    """True if `consumer` is the add that the layer `node` fuses with where only one branch is quantized."""
     return table.residual == "identity" and node is end and is_residual_add(consumer, table.residual_after)
 
 
 def _is_model_output(node: Node, table: TargetTable) -> bool:
-    """Return True if all consumers of a tensor, through operations that commute, are the graph's output."""
+    """True if all consumers of a tensor, through operations that commute, are the graph's output."""
     return all(
         consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
         for consumer in node.consumers
@@ -196,7 +196,7 @@ def _is_model_output(node: Node, table: TargetTable) -> bool:
 
 
 def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
-    """Return True if the model calls `.float()` on a tensor, or on one whose elements this one moves."""
+    """True if the model calls `.float()` on a tensor, or on one whose elements this one moves."""
     while tensor.cast != "float32":
         if tensor.kind not in table.commutes or not tensor.tensors:
             return False
@@ -205,7 +205,7 @@ def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
 
 
 def _is_spatial_mean(node: Node) -> bool:
-    """Return True if a mean is over the last two axes of an image: a global average pool by another name."""
+    """True if a mean is over the last two axes of an image: a global average pool by another name."""
     return bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
 
 
@@ -233,7 +233,7 @@ def depths(nodes: Iterable[Node]) -> dict[Node, int]:
 
 
 def is_residual_add(node: Node, kinds: frozenset[str]) -> bool:
-    """Return True if `node` adds two feature maps of one shape, one of which may come from a layer of `kinds`."""
+    """True if `node` adds two feature maps of one shape, one of which may come from a layer of `kinds`."""
     if node.kind != "add":
         return False
     sources = node.tensors

@@ -51,7 +51,7 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
 
 
 def _ends(nodes: list[Node]) -> set[Node]:
-    """Return the first and the last layer with weights."""
+    """The first and the last layer with weights."""
     weighted = [node for node in nodes if node.kind in WEIGHTED]
     return {weighted[0], weighted[-1]} if weighted else set()
 

@@ -40,7 +40,7 @@ _ROUNDS, _CONVERGED = 200, 1e-4
 
 
 def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
-    """Return the s that makes two ranges (C,) equal: s = sqrt(r1 / r2) (1906.04721, eq. 11); 1 where one is zero.
+    """The s that makes two ranges (C,) equal: s = sqrt(r1 / r2) (1906.04721, eq. 11); 1 where one is zero.
 
     >>> equalizing_scale(torch.tensor([4.0, 0.0]), torch.tensor([1.0, 1.0]))
     tensor([2., 1.])
@@ -51,7 +51,7 @@ def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
 
 
 def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str, str]]:
-    """Return the pairs of layers that can trade scale, and for each other layer the reason why it cannot."""
+    """The pairs of layers that can trade scale, and for each other layer the reason why it cannot."""
     calls: dict[str, int] = {}
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
@@ -165,7 +165,7 @@ def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
 
 
 def _on_axis_1(layer: fx.Node, tensor: fx.Node) -> bool:
-    """Return True if a tensor has the rank of a convolution's weight: its channels are on axis 1."""
+    """True if a tensor has the rank of a convolution's weight: its channels are on axis 1."""
     return len(tensor.meta["shape"]) == len(node_module(layer).weight.shape)  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def _fixed(node: fx.Node, fixed: Mapping[str, str]) -> str:
 
 
 def _spatial(mean: fx.Node, rank: int) -> bool:
-    """Return True if a mean is over axes after the channels only."""
+    """True if a mean is over axes after the channels only."""
     dims = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
     axes = (dims,) if isinstance(dims, int) else dims
     return isinstance(axes, (tuple, list)) and all(isinstance(d, int) and d % rank >= 2 for d in axes)

@@ -188,7 +188,7 @@ def compare_with_plain(
     all_reduce: bool,
     images: int = IMAGES,
 ) -> Comparison:
-    """Return the signal to noise of two quantized forms of a network, `simple` by plain PTQ, on calibration images."""
+    """The signal to noise of two quantized forms of a network, `simple` by plain PTQ, on calibration images."""
     training, totals = model.training, torch.zeros(3, dtype=torch.float64)
     model.eval()
     try:

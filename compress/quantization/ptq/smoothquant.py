@@ -44,7 +44,7 @@ def smoothing_scale(activations: Tensor, weights: Tensor, alpha: float) -> Tenso
 
 
 def find_norms(graph_module: fx.GraphModule) -> tuple[tuple[Norm, ...], dict[str, str]]:
-    """Return the norms that can be smoothed, and for each other norm the reason why it cannot."""
+    """The norms that can be smoothed, and for each other norm the reason why it cannot."""
     calls = Counter(
         str(node.target)
         for node in graph_module.graph.nodes

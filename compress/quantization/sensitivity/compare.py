@@ -50,7 +50,7 @@ class Noise:
 
 
 def sqnr(signal: Tensor, value: Tensor) -> float:
-    """Return the signal to quantization noise of `value` in dB: 10 log10(sum signal^2 / sum (signal - value)^2).
+    """The signal to quantization noise of `value` in dB: 10 log10(sum signal^2 / sum (signal - value)^2).
 
     Infinite when they are equal, -inf when the signal is zero and the value is not.
     """
