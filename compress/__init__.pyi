@@ -13,8 +13,8 @@ from compress.engines.tensorrt.build import build_tensorrt as build_tensorrt
 from compress.engines.torch import TorchEngine as TorchEngine
 from compress.errors import CompressError as CompressError
 from compress.errors import CompressWarning as CompressWarning
+from compress.export.onnx import ExportSpec as ExportSpec
 from compress.export.onnx import export_onnx as export_onnx
-from compress.export.spec import ExportSpec as ExportSpec
 from compress.graph.trace import trace as trace
 from compress.interop.pytorch_quantization import from_pytorch_quantization as from_pytorch_quantization
 from compress.measure import BenchSpec as BenchSpec

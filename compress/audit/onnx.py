@@ -13,7 +13,7 @@ import onnx.inliner
 
 from compress.errors import AuditError
 from compress.export.names import TARGET_KEY
-from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
+from compress.onnx_graph.graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})

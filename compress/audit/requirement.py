@@ -13,7 +13,7 @@ from compress.audit.layers import EIGHT_BITS
 from compress.engines.base import RuntimeLayer
 from compress.engines.onnx_file import load_onnx
 from compress.export.names import is_node
-from compress.export.onnx_graph import WEIGHTED_OPS, OnnxGraph
+from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph
 
 Require = Literal["int8", "fp16"]
 

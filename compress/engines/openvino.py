@@ -16,7 +16,7 @@ from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_
 from compress.engines.signal_stack import keep_signal_stack
 from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
-from compress.export.extremes import bare_extremes, extremes_apart
+from compress.export.openvino import bare_extremes, extremes_apart
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"

@@ -58,7 +58,7 @@ def quantized_tensor(quantizer: str, call: int = 0) -> str:
 
 
 def added_tensor(name: str, part: str) -> str:
-    """Return the name of a tensor that an export pass adds beside the node or tensor `name`."""
+    """Return the name of a tensor that is added beside the node or tensor `name`."""
     return f"{name}_{part}"
 
 
@@ -68,7 +68,7 @@ def shifted_tensor(name: str) -> str:
 
 
 def added_constant(node: str, part: str) -> str:
-    """Return the name of a constant that an export pass adds below a node."""
+    """Return the name of a constant that is added below a node."""
     return f"{node}/{part}"
 
 

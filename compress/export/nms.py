@@ -1,8 +1,7 @@
 """Puts decoding and non-maximum suppression after a detector in an ONNX file, for engines that run NonMaxSuppression.
 
-The network's own nodes stay as they are, with their Q/DQ; what is added is float32. The file's outputs have a fixed
-number of places for the boxes of a picture, by falling score, as TensorRT's EfficientNMS has them: places that are left
-over have the score 0 and the label -1.
+What is added is float32. The outputs have a fixed number of places for the boxes of an image, by falling score, as
+TensorRT's EfficientNMS has them: places that are left over have the score 0 and the label -1.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from onnx import TensorProto, compose, helper
 from compress.detection.boxes import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
-from compress.export.onnx_graph import OnnxGraph
 from compress.files import replacing
+from compress.onnx_graph.graph import OnnxGraph
 
 NMS_OUTPUTS = ("boxes", "scores", "labels")
 """(N, places, 4) in pixels of the input, (N, places), and (N, places) int64."""
@@ -67,8 +66,8 @@ def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str
 def _suppress(graph: onnx.GraphProto, decoding: BoxesAndScores) -> None:
     """Append non-maximum suppression to a graph whose outputs are boxes (N, A, 4) and scores (N, classes, A).
 
-    The scores of the boxes that remain are put back to their places, all others are 0, and the best of a picture are
-    chosen: so the result has one shape, whatever number of boxes there is.
+    The scores of the boxes that remain are put back to their places, all others are 0, and the best of an image are
+    chosen.
     """
     kept, anchors = decoding.suppression, len(decoding.centres)
     all_boxes, all_scores = (output.name for output in graph.output)

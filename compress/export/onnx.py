@@ -1,45 +1,72 @@
-"""Exports PyTorch models to ONNX with Q/DQ: torch's exporter, then passes over the file, metadata, and a check.
-
-torch.onnx.export does the translation. The passes name nodes by the module that they come from (`export.names`), turn
-spatial means into GlobalAveragePool, which engines fuse, remove stack traces, and work around faults of engines that
-the file is for. Preprocessing and labels are written into the metadata.
-"""
+"""Exports PyTorch models to ONNX with Q/DQ: torch's exporter, then passes over the file, metadata, and a check."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import onnx
 import torch
+from pydantic import Field
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
-from compress.export.channel_scales import scales_on_outputs
-from compress.export.cleanup import clean
+from compress.export.cleanup import clean, pads_into_convolutions
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
-from compress.export.onnx_graph import drop_unread
-from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
-from compress.export.spec import ExportSpec, check_export_spec
 from compress.export.targets import finish_for, shape_for
-from compress.export.torchlib import looked_up_once
+from compress.export.tensorrt import scales_on_outputs
 from compress.files import replacing
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.isolation import alone
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
+from compress.onnx_graph.graph import drop_unread
 from compress.quantization.report import QuantizationReport
+from compress.support.validation import validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSpec:
+    """Form of an ONNX file.
+
+    Attributes:
+        opset: from 19 on, Q/DQ have half-precision scales per channel; from 21 on, weights of 4 bits are INT4.
+        precision: type of everything that is not quantized; strongly typed engines run exactly that.
+        dynamic_batch: leave the batch size open.
+        channel_scales: place of the scales of a weight's channels: at the `weight`, or after the layer at its `output`,
+            with which TensorRT-RTX moves fewer bytes (see `compress.export.tensorrt`).
+        nms: for a detector of torchvision, write `<variant>.nms.onnx` too, which ends with boxes, scores and labels:
+            decoding and non-maximum suppression, in float32, are in the file.
+        require: fails the run if an engine does not compute so: `int8` (all that is INT8 in the file), `fp16` (no
+            product in FP32).
+
+    Examples:
+        >>> spec = compress.ExportSpec(precision="fp16")
+        >>> compress.load_recipe("quickstart", ["export.precision=fp16"]).export == spec
+        True
+    """
+
+    opset: Annotated[int, Field(ge=19)] = 19
+    precision: Literal["fp32", "fp16"] = "fp32"
+    dynamic_batch: bool = True
+    channel_scales: Literal["weight", "output"] = "weight"
+    nms: bool = False
+    require: Literal["int8", "fp16"] | None = None
+
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
@@ -61,9 +88,9 @@ def export_onnx(
 ) -> Path:
     """Write `model` as ONNX: weights INT8, activations as Q/DQ pairs, bias float, BatchNorm folded.
 
-    Inputs and outputs are named by `export.names`: `input`, `logits`. Weights of up to 4 bits are INT4 from opset 21 on
-    and INT8 of a narrower range before; other widths below 8 are INT8 of a narrower range, and activations below 8 bits
-    are Q/DQ after a Clip. E4M3 is FLOAT8E4M3FN throughout.
+    Inputs and outputs are named by `export.names`: `input`, `logits`. Weights of up to 4 bits are INT4 from opset 21
+    on; all others below 8 bits are INT8 of a narrower range, and activations below 8 bits are Q/DQ after a Clip. E4M3
+    is FLOAT8E4M3FN throughout.
 
     Args:
         model: quantized by compress, or float; not changed.
@@ -72,7 +99,7 @@ def export_onnx(
         precision: `fp32`, or `fp16` to write all that is not quantized in float16 (inputs and outputs stay float32).
         dynamic_batch: leave the first dimension of all inputs open (named `batch`).
         opset: 19 or later.
-        channel_scales: `weight`, or `output` for TensorRT-RTX (see `compress.export.channel_scales`).
+        channel_scales: `weight`, or `output` for TensorRT-RTX (see `compress.export.tensorrt`).
         preprocessing: of its input; written into the metadata.
         labels: names of the classes; written into the metadata.
         metadata: further entries, key to text.
@@ -141,7 +168,7 @@ def _check(proto: onnx.ModelProto) -> None:
         raise ExportError(f"the ONNX model has {proto.ByteSize()} bytes; files of one piece hold at most {_LARGEST}")
     try:
         onnx.checker.check_model(proto, full_check=True)
-    except Exception as error:
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
         raise ExportError(f"the exported model does not pass onnx.checker: {error}") from error
 
 
@@ -151,7 +178,7 @@ def check_export(spec: ExportSpec) -> None:
     Raises:
         ExportError: names each key, what was got and what is allowed.
     """
-    check_export_spec(spec)
+    validate(spec, ExportSpec, section="export", error=ExportError)
     newest = onnx.defs.onnx_opset_version()
     if spec.opset > newest:
         raise ExportError(f"export.opset is {spec.opset}: the installed onnx knows opsets from 19 to {newest}")
@@ -165,7 +192,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     try:
         with torch.no_grad():
             output = model(*inputs)
-    except Exception as error:
+    except Exception as error:  # the model is the user's code
         got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
         raise ExportError(
             f"the model fails on example_inputs of {got}: {_cause(error)}; export it in float32 (model.float(); "
@@ -192,7 +219,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
                 output_names=results,
                 verbose=False,
             )
-    except Exception as error:
+    except Exception as error:  # torch.onnx runs the user's code, and raises whatever its passes do
         raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
@@ -269,3 +296,65 @@ def metadata_entries(
     if labels:
         entries[LABELS_KEY] = json.dumps(list(labels), ensure_ascii=False)
     return entries
+
+
+_LOCK = threading.RLock()
+_BUILT: dict[int | None, Any] = {}
+
+
+@contextmanager
+def looked_up_once() -> Iterator[None]:
+    """Let one `torch.onnx.export` take tables from here that it builds in each export; one thread at a time.
+
+    They are most of the time that a small network's export takes: torch.onnx reads the source of some 500 functions for
+    its table, and torch.export asks for its composite operators 64 times (2.15). A torch that keeps them elsewhere is
+    left alone.
+    """
+    with _LOCK, table_built_once(), operators_named_once():
+        yield
+
+
+@contextmanager
+def operators_named_once() -> Iterator[None]:
+    """Let torch.export ask for its composite operators once while the context lasts."""
+    try:
+        from torch._export import utils  # optional: private, moves with torch
+
+        named = utils.__dict__["_materialize_cpp_cia_ops"]
+    except (ImportError, KeyError):
+        yield
+        return
+    module: Any = utils
+    module._materialize_cpp_cia_ops = functools.cache(named)
+    try:
+        yield
+    finally:
+        module._materialize_cpp_cia_ops = named
+
+
+@contextmanager
+def table_built_once() -> Iterator[None]:
+    """Let `torch.onnx.export` take its table of ONNX functions from here while the context lasts."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry  # optional: private, moves with torch
+
+        build = ONNXRegistry.__dict__["from_torchlib"]
+    except (ImportError, AttributeError, KeyError):
+        yield
+        return
+
+    def copied(**options: int) -> object:
+        key = options.get("opset_version")
+        if key not in _BUILT:
+            _BUILT[key] = build.__get__(None, ONNXRegistry)(**options)
+        table = ONNXRegistry()
+        table.__dict__.update(_BUILT[key].__dict__)
+        table.functions = {target: list(rows) for target, rows in _BUILT[key].functions.items()}
+        return table
+
+    registry: Any = ONNXRegistry
+    registry.from_torchlib = staticmethod(copied)
+    try:
+        yield
+    finally:
+        registry.from_torchlib = build

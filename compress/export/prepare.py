@@ -1,8 +1,7 @@
 """Prepares a model for the exporter: BatchNorm is folded, and quantizers become the nodes that ONNX will hold.
 
-Activation quantizers become QuantizeLinear / DequantizeLinear pairs; weights become INT8 constants with a
-DequantizeLinear. The integers are computed here, from the float32 weight and the very scale that is written, so that
-the file holds exactly what fake quantization computed. FP8 values are float8e4m3fn, in both places.
+Integers of weights are computed here, from the float32 weight and the very scale that is written, so that the file
+holds exactly what fake quantization computed.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _ByPosition(nn.Module):
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> object:
         return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.errors import ExportError
 from compress.graph.ops import node_kind
+from compress.onnx_graph.window import AVERAGE_POOLS, MAX_POOLS
 
-_MAX_POOLS: dict[int, tuple[type[nn.Module], Callable[..., Tensor]]] = {
-    1: (nn.MaxPool1d, F.max_pool1d),
-    2: (nn.MaxPool2d, F.max_pool2d),
-    3: (nn.MaxPool3d, F.max_pool3d),
+_MAX_POOLS: dict[int, type[nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d]] = {
+    1: nn.MaxPool1d,
+    2: nn.MaxPool2d,
+    3: nn.MaxPool3d,
 }
 _AVERAGES = (F.avg_pool2d, F.avg_pool3d)
 
@@ -43,28 +42,24 @@ def avg_pool(
 ) -> Tensor:
     """Return an average with a divisor of its own as a product: torch's exporter leaves `divisor_override` out.
 
-    Args:
-        x: (N, C, H, W) or (N, C, D, H, W).
-        kernel_size: of a window.
-        stride: None = `kernel_size`.
-        padding: zeros on both sides.
-        ceil_mode: windows may begin before the end.
-        count_include_pad: divide by the whole window; without effect where there is a divisor.
-        divisor_override: instead of the number of places of a window.
+    The arguments are those of `F.avg_pool2d` and `F.avg_pool3d`; `count_include_pad` has no effect where there is a
+    divisor.
 
     Raises:
         ExportError: `ceil_mode` with a divisor, because windows at the end have another size.
     """
-    pool = cast(Callable[..., Tensor], F.avg_pool2d if x.dim() == 4 else F.avg_pool3d)
+    pool = AVERAGE_POOLS[x.dim() - 2]
     stride = kernel_size if stride is None else stride
     if divisor_override is None:
-        return pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        averaged: Tensor = pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        return averaged
     if ceil_mode:
         raise ExportError(
             "an average pooling has divisor_override and ceil_mode: ONNX has no such form; pad it instead"
         )
     window = (kernel_size,) * (x.dim() - 2) if isinstance(kernel_size, int) else kernel_size
-    return pool(x, kernel_size, stride, padding) * (math.prod(window) / divisor_override)
+    averaged = pool(x, kernel_size, stride, padding)
+    return averaged * (math.prod(window) / divisor_override)
 
 
 class _AvgPool(nn.Module):
@@ -80,12 +75,10 @@ class _AvgPool(nn.Module):
 
 
 def spell_plainly(model: nn.Module) -> None:
-    """Replace RReLU, evaluated as LeakyReLU of the mean slope, LogSigmoid, and adaptive maxima over equal windows.
+    """Replace what an exporter does not know or an engine computes wrongly, in place.
 
-    Average pooling with a divisor of its own becomes an average and a product.
-
-    Args:
-        model: changed in place.
+    RReLU becomes LeakyReLU of the mean slope, adaptive maxima over equal windows become plain ones, average pooling
+    with a divisor of its own an average and a product, and LogSigmoid minus a Softplus.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.LogSigmoid):
@@ -116,10 +109,9 @@ def _spell_pool(model: fx.GraphModule, node: fx.Node) -> None:
     if any(size % windows for size, windows in sizes):
         return
     window = tuple(size // windows for size, windows in sizes)
-    layer, function = _MAX_POOLS[len(window)]
     users = [other for other in model.graph.nodes if other.op == "call_module" and other.target == node.target]
     if users == [node]:  # its name stays that of the file's node
-        model.set_submodule(str(node.target), layer(window))
+        model.set_submodule(str(node.target), _MAX_POOLS[len(window)](window))
     else:
-        node.op, node.target = "call_function", function
-        node.args, node.kwargs = (source, cast(fx.node.Argument, window)), {}
+        node.op, node.target = "call_function", MAX_POOLS[len(window)]
+        node.args, node.kwargs = (source, window), {}

@@ -1,30 +1,32 @@
-"""The passes over a quantized file that its target needs: one list for exported models and for users' files."""
+"""The passes over a quantized file that its target needs, in order: one list for exported models and users' files."""
 
 from __future__ import annotations
 
 import onnx
+from onnx import TensorProto, helper
 
-from compress.export.average_pools import float_averages
-from compress.export.batch_reshapes import batches_kept
-from compress.export.bias import integer_biases, room_for_biases
-from compress.export.biases_apart import biases_apart
-from compress.export.circular import concatenated_pads
-from compress.export.extremes import extremes_apart
-from compress.export.gathers import flat_gathers
-from compress.export.int4 import pack_int4
-from compress.export.names import added_tensor
-from compress.export.onnx_graph import OnnxGraph
-from compress.export.openvino_forms import bias_products, bias_shared_convolutions, strides_kept
-from compress.export.repeated_pairs import repeat_pairs
-from compress.export.softmax import bounded_softmaxes
-from compress.export.zero_points import zero_points_into_biases
+from compress.export.names import INT4_KEY, added_tensor
+from compress.export.onnxruntime import bounded_softmaxes, integer_biases, repeat_pairs, room_for_biases
+from compress.export.openvino import (
+    batches_kept,
+    bias_products,
+    bias_shared_convolutions,
+    biases_apart,
+    concatenated_pads,
+    extremes_apart,
+    flat_gathers,
+    float_averages,
+    strides_kept,
+    zero_points_into_biases,
+)
+from compress.onnx_graph.graph import OnnxGraph, opset_of
 
 
 def shape_for(proto: onnx.ModelProto, target: str) -> None:
     """Rewrite operations that a target's engine reads or computes otherwise, in place; before the graph is tidied.
 
     Args:
-        proto: quantized model.
+        proto: model.
         target: that its quantizers were placed for; "" for a float model.
     """
     room_for_biases(proto)
@@ -43,12 +45,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
 
 
 def finish_for(proto: onnx.ModelProto, target: str) -> None:
-    """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied.
-
-    Args:
-        proto: as for `shape_for`.
-        target: as for `shape_for`.
-    """
+    """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied."""
     if target == "openvino":
         zero_points_into_biases(proto)
         batches_kept(proto)
@@ -74,3 +71,27 @@ def _own_zero_points(proto: onnx.ModelProto) -> None:
             if node.input[2] in seen and value is not None:
                 node.input[2] = view.add_constant(added_tensor(node.output[0], "zero_point"), value)
             seen.add(node.input[2])
+
+
+OPSET = 21
+"""First opset whose QuantizeLinear and DequantizeLinear take INT4."""
+
+
+def pack_int4(proto: onnx.ModelProto) -> int:
+    """Write weights of 4 bits and fewer as INT4, in place; return their number, 0 below opset 21.
+
+    torch has no 4-bit tensor, so `prepare` writes INT8 constants and marks their DequantizeLinear.
+    """
+    if opset_of(proto) < OPSET:
+        return 0
+    view, dtype = OnnxGraph(proto.graph), helper.tensor_dtype_to_np_dtype(TensorProto.INT4)
+    marked = [node for node in proto.graph.node if any(prop.key == INT4_KEY for prop in node.metadata_props)]
+    packed: dict[str, str] = {}
+    for node in marked:
+        for i in (0, 2):
+            name = node.input[i]
+            values = view.array(name)
+            if name not in packed and values is not None:
+                packed[name] = view.add_constant(added_tensor(name, "int4"), values.astype(dtype))
+            node.input[i] = packed[name]
+    return len(marked)

@@ -17,8 +17,8 @@ from compress.engines import Engine, build_engine
 from compress.engines.base import Arrays
 from compress.engines.onnx_file import existing_file
 from compress.errors import EngineError
-from compress.export.onnx_graph import WEIGHTED_OPS
 from compress.measure.parity import sqnr_db
+from compress.onnx_graph.graph import WEIGHTED_OPS
 
 LEAST_DB = 25.0
 """Signal to noise below which a tensor differs; differences of rounding, single steps, stay above it."""

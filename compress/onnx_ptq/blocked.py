@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from compress.engines.arrays import import_library
 from compress.engines.base import Arrays
-from compress.export.onnx_graph import attribute
+from compress.onnx_graph.graph import attribute
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, results_of, session_options

@@ -19,7 +19,7 @@ from onnx import external_data_helper, numpy_helper
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.export.onnx_graph import subgraphs
+from compress.onnx_graph.graph import subgraphs
 from compress.onnx_ptq.load import SourceFile
 
 SECONDS, BYTES = 20, 8 << 30

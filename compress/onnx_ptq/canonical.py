@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from onnx import external_data_helper, helper, inliner, version_converter
 
 from compress.errors import QuantizationError
+from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import attribute, consumed_as, drop_unread, opset_of
-from compress.export.padding import pads_into_convolutions
 from compress.graph.fold import folded_parameters
+from compress.onnx_graph.graph import attribute, consumed_as, drop_unread, opset_of
 from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import tensor_names
+from compress.onnx_graph.graph import tensor_names
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile

@@ -17,7 +17,7 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
-from compress.export.onnx_graph import SMALL_CONSTANT, attribute, inputs_of, subgraphs, without_weights
+from compress.onnx_graph.graph import SMALL_CONSTANT, attribute, inputs_of, subgraphs, without_weights
 from compress.onnx_ptq.load import SourceFile
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})

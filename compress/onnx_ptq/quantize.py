@@ -22,8 +22,8 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.cleanup import averages_without_padding
 from compress.export.names import TARGET_KEY
-from compress.export.onnx_graph import drop_unread
 from compress.export.targets import finish_for, shape_for
+from compress.onnx_graph.graph import drop_unread
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from compress.export.onnx_graph import attribute, inputs_of, subgraphs
 from compress.graph.ops import ONNX_KINDS
 from compress.graph.traits import MANY, TRAITS, WEIGHTED
+from compress.onnx_graph.graph import attribute, inputs_of, subgraphs
 from compress.onnx_ptq.compounds import Compound, find_compounds
 from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
 from compress.onnx_ptq.parts import find_parts

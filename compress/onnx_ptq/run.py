@@ -16,8 +16,8 @@ from compress.engines.arrays import import_library, reason, shape_text
 from compress.engines.base import Arrays, TensorInfo
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
-from compress.export.onnx_graph import inputs_of, subgraphs
 from compress.graph.batches import batch_inputs
+from compress.onnx_graph.graph import inputs_of, subgraphs
 from compress.onnx_ptq.load import SourceFile
 
 _ERRORS_ONLY = 3

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.export.onnx_graph import attribute, tensor_names
+from compress.onnx_graph.graph import attribute, tensor_names
 from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import one_image

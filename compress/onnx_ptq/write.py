@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY, added_tensor
-from compress.export.onnx_graph import consumed_as, drop_unread
+from compress.onnx_graph.graph import consumed_as, drop_unread
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.index import Index, Types, constant_tensor, renamed
 from compress.onnx_ptq.read import Reading, Weight

@@ -18,7 +18,7 @@ import yaml
 
 from compress.data.spec import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError
-from compress.export.spec import ExportSpec
+from compress.export.onnx import ExportSpec
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models.by_name import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compress.export.batch_reshapes import batches_kept
+from compress.export.openvino import batches_kept
 from tests.exact import open_session
 
 

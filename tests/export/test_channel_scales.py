@@ -11,7 +11,7 @@ from torch import nn
 
 import compress
 from compress.errors import ExportError
-from compress.export.channel_scales import scales_on_outputs
+from compress.export.tensorrt import scales_on_outputs
 from tests.exact import open_session
 
 FLOAT = onnx.TensorProto.FLOAT

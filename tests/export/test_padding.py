@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress.export.padding import pads_into_convolutions
+from compress.export.cleanup import pads_into_convolutions
 from compress.quantization.spec import TARGETS
 from tests.onnx_ptq.files import batches, export, model_of, weights
 

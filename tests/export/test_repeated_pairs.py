@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress.export.repeated_pairs import repeat_pairs
+from compress.export.onnxruntime import repeat_pairs
 from compress.quantization.spec import QuantSpec
 from tests.networks import with_statistics
 from tests.onnx_ptq.files import export, run, sqnr

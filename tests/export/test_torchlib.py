@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.export.torchlib import looked_up_once, operators_named_once, table_built_once
+from compress.export.onnx import looked_up_once, operators_named_once, table_built_once
 
 registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import compress
 from analysis.engine_check.run import ask
-from compress.export.zero_points import zero_points_into_biases
+from compress.export.openvino import zero_points_into_biases
 from compress.measure.layer_parity import layer_parity
 from tests.exact import WEIGHTS
 from tests.onnx_ptq.files import model_of

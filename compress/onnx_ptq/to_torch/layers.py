@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compress.errors import QuantizationError
-from compress.export.onnx_graph import attribute
+from compress.onnx_graph.graph import attribute
 from compress.onnx_graph.window import Window, attributes_of, read_window
 from compress.onnx_ptq.compounds import Compound
 from compress.onnx_ptq.to_torch.builder import Builder, Place

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from onnx import TensorProto
 
 from compress.errors import QuantizationError
-from compress.export.onnx_graph import attribute
+from compress.onnx_graph.graph import attribute
 from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS
 from compress.onnx_ptq.parts import Span
 from compress.onnx_ptq.to_torch.builder import Builder, Size, axes_of

@@ -39,7 +39,7 @@ class TargetTable:
         offset: kinds of layer whose signed activations are stored as unsigned integers around 128, the same grid. ONNX
             Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a signed input of
             a convolution to it by itself, in many networks with a concat with 9 levels instead of 256, and refuses it
-            for matrix products after some concats. The file gives the zero point to the bias (`export.zero_points`).
+            for matrix products after some concats. The file gives the zero point to the bias (`export.openvino`).
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
         stays_float: kinds that stay float, each with the reason.

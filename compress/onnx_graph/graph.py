@@ -36,8 +36,8 @@ class OnnxGraph:
         graph: the graph itself.
         constants: initializers and results of Constant nodes, by name.
         producers: the node that writes each tensor, by name.
-        consumers: the nodes that read each tensor, by name; a node that reads it twice is there twice. Outputs of the
-            graph are not nodes and do not count.
+        consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
+            not.
 
     Args:
         graph: to look at.
@@ -170,7 +170,7 @@ def drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def inputs_of(node: onnx.NodeProto) -> list[str]:
-    """Return the tensors that a node reads, those that the graphs inside it take from around it included."""
+    """Return the tensors that a node reads, with those that the graphs inside it take from around it."""
     return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
 
 

@@ -1,15 +1,13 @@
-r"""Moves the scales of a weight's channels from its DequantizeLinear to a factor after the layer.
+r"""What happens to a file for TensorRT-RTX: the scales of a weight's channels become a factor after the layer.
 
 A convolution with integer weight q, activation scale s_x and one weight scale s_c for each output channel c is
 
     y_c = s_x s_c \sum q_w q_x + b_c  =  m_c (s_x s \sum q_w q_x) + b_c,   s = max_c s_c,  m_c = s_c / s
 
-so that a layer with one scale, followed by a product with m and a sum with b, computes the same. Engines that fuse
-per-channel scales into their INT8 kernels want the first form. TensorRT-RTX 1.7 does not fuse them: its convolution
-then writes FP32, whatever the precision of the rest, and another kernel scales, adds and quantizes. With one scale for
-the weight the convolution writes FP16, and the kernel that quantizes anyway multiplies by the factors: the accuracy of
-channel scales at two thirds of the traffic. In fp16 the unscaled sum must stay below 65504; a channel exceeds it only
-if its pre-activation does, measured in steps of the largest channel's weight scale.
+TensorRT-RTX 1.7 does not fuse channel scales: its convolution then writes FP32, whatever the precision of the rest, and
+another kernel scales, adds and quantizes. With one scale the convolution writes FP16, and the kernel that quantizes
+anyway multiplies by the factors: two thirds of the traffic. In fp16 the unscaled sum must stay below 65504; a channel
+exceeds it only if its pre-activation does, measured in steps of the largest channel's weight scale.
 """
 
 from __future__ import annotations
@@ -20,18 +18,15 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import OnnxGraph, attribute, drop_unread
+from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread
 
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 
 
 def scales_on_outputs(proto: onnx.ModelProto) -> int:
-    """Move the channel scales of quantized weights after their layers, in place.
+    """Move the channel scales of quantized weights after their layers, in place; return the number of layers.
 
     A layer is left alone if its bias is computed, if its weight has other consumers, or if it has one scale already.
-
-    Returns:
-        Number of layers that were changed.
     """
     view = OnnxGraph(proto.graph)
     nodes: list[onnx.NodeProto] = []
@@ -69,7 +64,6 @@ def _has_bias(node: onnx.NodeProto) -> bool:
 
 
 def _one_scale(view: OnnxGraph, weight: onnx.NodeProto, scales: NDArray[np.generic]) -> None:
-    """Give a DequantizeLinear the largest of its scales, and one zero point."""
     base = weight.input[1]
     weight.input[1] = view.add_constant(added_tensor(base, "largest"), np.asarray(scales.max(), scales.dtype))
     zero = view.array(weight.input[2]) if _has_bias(weight) else None

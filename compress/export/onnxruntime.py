@@ -1,0 +1,273 @@
+"""What happens to a file for ONNX Runtime: the forms that it computes in integers, without overflow (1.31).
+
+Every pass works on the model in place; `targets` has their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from compress.export.names import added_constant, added_tensor
+from compress.onnx_graph.graph import MOVES, PASSES, WEIGHTED_OPS, OnnxGraph, attribute, consumed_as
+
+_LARGEST = 2**31 - 1
+_ROOM = 2.0**30  # largest bias in steps: half of what INT32 holds, so that float32 scales may be inexact
+
+
+def room_for_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Raise scales of INT8 weights whose layer's bias would not fit into INT32; return the names of the nodes.
+
+    Biases are added as INT32 in steps of input scale * weight scale. A channel whose weights are close to zero
+    (training leaves such dead channels) has a tiny scale, and its bias may take more steps than INT32 holds: a wrong
+    number, without an error. A weight moves by at most half a new step, and all weights of the channel together by a
+    ten-millionth of the bias for each input.
+    """
+    view = OnnxGraph(proto.graph)
+    return tuple(node.name for node in proto.graph.node if _make_room(node, view))
+
+
+def _make_room(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    found = _bias(node, view)
+    if found is None:
+        return False
+    source, dequantize = _scale(node.input[0], view), view.dequantizer(node.input[1], MOVES)
+    if source is None or dequantize is None:
+        return False
+    bias = view.array(found[0].input[found[1]])
+    q, scale = (view.array(name) for name in dequantize.input[:2])
+    if bias is None or q is None or scale is None or q.dtype != np.int8 or scale.dtype != np.float32:
+        return False
+    if bias.ndim != 1 or scale.shape not in {(), bias.shape}:
+        return False
+    steps = np.maximum(np.abs(bias.astype(np.float64)) / _ROOM, np.finfo(np.float32).tiny) / source
+    needed = (steps if scale.ndim else steps.max()).astype(np.float32)
+    if (scale >= needed).all():
+        return False
+    wider = np.maximum(scale, needed)
+    axis = attribute(dequantize, "axis", 1)
+    ratio = (scale / wider).reshape([-1 if i == axis else 1 for i in range(q.ndim)] if scale.ndim else ())
+    values = {"q": np.round(q * ratio).astype(np.int8), "scale": wider}
+    for i, (part, value) in enumerate(values.items()):
+        dequantize.input[i] = view.add_constant(added_constant(dequantize.name, part), value)
+    return True
+
+
+def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Write as INT32 the bias of every Gemm, or MatMul and Add, whose input and weight are quantized; return names.
+
+    ONNX Runtime merges MatMul and Add into Gemm before it looks for Q/DQ, and runs a Gemm in 8 bits only if its bias is
+    an INT32 DequantizeLinear of scale input scale * weight scale; else it dequantizes the weights in every run. (It
+    rewrites the biases of convolutions itself.) A bias moves by at most half a step.
+    """
+    view = OnnxGraph(proto.graph)
+    done: dict[str, onnx.NodeProto] = {}
+    for node in proto.graph.node:
+        found = _bias(node, view) if node.op_type in {"Gemm", "MatMul"} else None
+        if found is None:
+            continue
+        holder, place = found
+        source, weight = (_scale(name, view) for name in node.input[:2])
+        bias = view.array(holder.input[place])
+        if bias is None or source is None or weight is None or {source.dtype, weight.dtype} != {np.dtype(np.float32)}:
+            continue
+        product = np.asarray(source * weight, np.float32)
+        if bias.ndim != 1 or product.shape not in {(), (1,), bias.shape}:
+            continue  # an added number or map, which is no bias for each output
+        scale = np.broadcast_to(product, bias.shape).copy()
+        steps = np.round(bias / scale)
+        if np.abs(steps).max() < _LARGEST:
+            done[holder.name] = _dequantize(view, holder, place, steps.astype(np.int32), scale)
+    view.replace_nodes(
+        part for node in list(proto.graph.node) for part in ((done[node.name], node) if node.name in done else (node,))
+    )
+    return tuple(done)
+
+
+def _bias(node: onnx.NodeProto, view: OnnxGraph) -> tuple[onnx.NodeProto, int] | None:
+    """Return (node that adds the constant bias of a convolution or matrix product, index of that input)."""
+    if node.op_type in {"Conv", "ConvTranspose", "Gemm"}:
+        constant = len(node.input) == 3 and node.input[2] in view.constants
+        plain = node.op_type != "Gemm" or all(attribute(node, name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        return (node, 2) if constant and plain else None
+    after = view.consumers.get(node.output[0], []) if node.op_type == "MatMul" else []
+    if len(after) != 1 or after[0].op_type != "Add":
+        return None
+    return next(((after[0], i) for i, name in enumerate(after[0].input) if name in view.constants), None)
+
+
+def _scale(name: str, view: OnnxGraph) -> NDArray[Any] | None:
+    """Return the scale of a tensor that comes from a DequantizeLinear, also through operations that move values."""
+    node = view.dequantizer(name, MOVES)
+    return None if node is None else view.array(node.input[1])
+
+
+def _dequantize(
+    view: OnnxGraph, holder: onnx.NodeProto, place: int, steps: NDArray[Any], scale: NDArray[Any]
+) -> onnx.NodeProto:
+    parts = {"bias_q": steps, "bias_scale": scale, "bias_zero_point": np.zeros_like(steps)}
+    names = [view.add_constant(added_constant(holder.name, part), value) for part, value in parts.items()]
+    holder.input[place] = added_constant(holder.name, "bias")
+    name = added_constant(holder.input[place], "DequantizeLinear")
+    return helper.make_node("DequantizeLinear", names, [holder.input[place]], name=name, axis=0)
+
+
+_MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
+"""Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
+_PASSES = PASSES | {"Pad"}
+_SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
+"""Operations that compute in integers if what they consume is quantized."""
+
+
+def repeat_pairs(proto: onnx.ModelProto) -> int:
+    """Add a pair after each concat, split or flattening of quantized tensors that a layer consumes; return the number.
+
+    A pair before such an operation also gives the range of its result, and TensorRT and OpenVINO use it so. ONNX
+    Runtime moves pairs through few operations; after all others it takes the tensor for float, and its consumer
+    computes in float: 8 of the 26 convolutions of a SqueezeNet. The second pair has the scale of the first, so that no
+    value changes. Results of other moves get one where they have several consumers.
+    """
+    view = OnnxGraph(proto.graph)
+    wanted = _wanted(view)
+    first: dict[str, onnx.NodeProto] = {}  # by tensor, the pair whose integers it holds
+    nodes: list[onnx.NodeProto] = []
+    added = 0
+    for node in proto.graph.node:
+        nodes.append(node)
+        if _dequantizes_activation(node, view):
+            first[node.output[0]] = node
+        pair = _common_pair(node, first, view)
+        if pair is not None and node.op_type == "Cast":
+            pair = _cast_pair(node, pair, view)
+        if pair is None:
+            continue
+        for name in node.output:
+            first[name] = pair
+            alone = len(view.consumers.get(name, ())) < 2
+            if (node.op_type in _MOVED_THROUGH and alone) or name not in wanted:
+                continue
+            again = _pair(name, pair, view)
+            nodes += again
+            first[again[1].output[0]] = pair
+            for consumer in view.consumers.get(name, ()):
+                consumed_as(consumer, name, again[1].output[0])
+            added += 1
+    _shapes_of_integers(nodes)
+    view.replace_nodes(nodes)
+    return added
+
+
+def _shapes_of_integers(nodes: list[onnx.NodeProto]) -> None:
+    """Take shapes of quantized tensors from their integers, so that nothing is computed in float for its shape."""
+    integers: dict[str, str] = {}
+    for node in nodes:
+        if node.op_type == "QuantizeLinear":
+            integers[node.input[0]] = node.output[0]
+        elif node.op_type == "DequantizeLinear":
+            integers[node.output[0]] = node.input[0]
+        elif node.op_type == "Shape":
+            node.input[0] = integers.get(node.input[0], node.input[0])
+
+
+def _wanted(view: OnnxGraph) -> set[str]:
+    """Return the tensors that reach an operation in integers through operations that pass pairs."""
+    found: set[str] = set()
+    for node in reversed(view.graph.node):
+        if node.op_type in _WANTED or (node.op_type in _PASSES and found.intersection(node.output)):
+            found.update(node.input)
+    return found
+
+
+def _dequantizes_activation(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    producer = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+    return producer is not None and producer.op_type == "QuantizeLinear"
+
+
+def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: OnnxGraph) -> onnx.NodeProto | None:
+    """Return the pair whose scale and zero point all tensors that a node moves have; None if they have no such."""
+    if node.op_type not in _PASSES or (node.op_type == "Pad" and not _pads_within_range(node, view)):
+        return None
+    pairs = [first.get(name) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
+    if not pairs or pairs[0] is None or not all(p is not None and _alike(p, pairs[0], view) for p in pairs):
+        return None
+    return pairs[0]
+
+
+def _pads_within_range(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    """Return True for a Pad with zeros, or with values of the tensor itself."""
+    if attribute(node, "mode", b"constant") != b"constant":
+        return True
+    value = view.array(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)
+    return value is not None and not value.any()
+
+
+def _cast_pair(node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph) -> onnx.NodeProto | None:
+    """Return a pair like that before a Cast, with a scale of the new type; None if the type has no such scale."""
+    scale, to = view.array(pair.input[1]), attribute(node, "to", 0)
+    if scale is None or to not in _SCALE_TYPES:
+        return None
+    made = scale.astype(helper.tensor_dtype_to_np_dtype(to))
+    if made.dtype == scale.dtype:
+        return pair
+    if not np.isfinite(made).all() or not made.all():
+        return None  # half precision does not hold it
+    like = onnx.NodeProto()
+    like.CopyFrom(pair)
+    like.input[1] = view.add_constant(added_tensor(node.output[0], "scale_again"), made)
+    return like
+
+
+def _alike(a: onnx.NodeProto, b: onnx.NodeProto, view: OnnxGraph) -> bool:
+    if list(a.input[1:]) == list(b.input[1:]):
+        return True
+    values = [(view.array(x), view.array(y)) for x, y in zip(a.input[1:], b.input[1:], strict=False)]
+    return len(a.input) == len(b.input) and all(
+        x is not None and y is not None and x.dtype == y.dtype and np.array_equal(x, y) for x, y in values
+    )
+
+
+def _pair(name: str, like: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]:
+    parts = ("quantized_again", "dequantized_again", "QuantizeLinear_again", "DequantizeLinear_again")
+    integers, result, quantize, dequantize = (view.free(added_tensor(name, part)) for part in parts)
+    return [
+        helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
+        helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),
+    ]
+
+
+def bounded_softmaxes(proto: onnx.ModelProto) -> int:
+    """Put a Min between every Softmax of a dequantized tensor and the QuantizeLinear to uint8 after it.
+
+    ONNX Runtime fuses the three into QLinearSoftmax, whose uint8 result wraps where a probability is larger than 255
+    steps: just above the calibrated range becomes 0 (5 dB). Where 255 steps reach 1 there is nothing to bound.
+    """
+    view = OnnxGraph(proto.graph)
+    nodes: list[onnx.NodeProto] = []
+    added = 0
+    for node in proto.graph.node:
+        source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
+        if source is not None and source.op_type == "Softmax" and view.dequantizer(source.input[0]) is not None:
+            scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
+            if scale is not None and scale.size == 1 and zero is not None and zero.dtype == np.uint8:
+                top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
+                if 255 * float(scale.reshape(())) < 1:
+                    nodes.append(_bound(view, node, top))
+                    added += 1
+        nodes.append(node)
+    view.replace_nodes(nodes)
+    return added
+
+
+def _bound(view: OnnxGraph, quantizer: onnx.NodeProto, top: NDArray[Any]) -> onnx.NodeProto:
+    """Make the Min before a quantizer; a Clip there is removed by ONNX Runtime."""
+    name = view.free(added_tensor(quantizer.output[0], "bounded"))
+    most = view.add_constant(added_tensor(quantizer.output[0], "most"), top)
+    node = helper.make_node("Min", [quantizer.input[0], most], [name])
+    node.metadata_props.extend(quantizer.metadata_props)
+    quantizer.input[0] = name
+    return node
