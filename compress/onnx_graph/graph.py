@@ -36,6 +36,7 @@ class OnnxGraph:
         graph: the graph itself.
         constants: initializers and results of Constant nodes, by name.
         producers: the node that writes each tensor, by name.
+        taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
         consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
             not.
 
@@ -50,7 +51,7 @@ class OnnxGraph:
         self.constants |= {tensor.name: tensor for tensor in graph.initializer}
         self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
-        self._taken = tensor_names(graph)
+        self.taken = tensor_names(graph)
         for node in graph.node:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
@@ -90,23 +91,38 @@ class OnnxGraph:
 
     def free(self, name: str) -> str:
         """Return a name that no tensor of the graph has, the one given if it is free; it is taken from now on."""
-        made = next(made for i in itertools.count() if (made := f"{name}_{i}" if i else name) not in self._taken)
-        self._taken.add(made)
-        return made
+        return free_name(name, self.taken)
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         """Add an initializer, and return its name, which another tensor may have made differ from the one given."""
         name = self.free(name)
-        tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+        tensor = constant_tensor(name, value)
         self.graph.initializer.append(tensor)
         self.constants[name] = tensor
         return name
 
     def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
         """Give the graph other nodes, in topological order."""
-        nodes = list(nodes)
-        del self.graph.node[:]
-        self.graph.node.extend(nodes)
+        replace_nodes(self.graph, nodes)
+
+
+def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give a graph other nodes, in topological order; an index of it is stale afterwards."""
+    nodes = list(nodes)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, the one given if it is free, and take it."""
+    made = next(made for i in itertools.count() if (made := f"{name}_{i}" if i else name) not in taken)
+    taken.add(made)
+    return made
+
+
+def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
+    """Return an initializer."""
+    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 
 def tensor_names(graph: onnx.GraphProto) -> set[str]:

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from compress.engines.arrays import import_library
 from compress.engines.base import Arrays
-from compress.onnx_graph.graph import attribute
-from compress.onnx_ptq.canonical import replace_nodes
+from compress.onnx_graph.graph import attribute, replace_nodes
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, results_of, session_options
 from compress.quantization.calibration.samples import LOOK, Sample, drawn_places, is_sampled, largest_magnitude

@@ -11,7 +11,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +23,17 @@ import torch
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, inliner, version_converter
 
+from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor
 from compress.graph.fold import folded_parameters
-from compress.onnx_graph.graph import attribute, consumed_as, drop_unread, opset_of
-from compress.onnx_ptq.index import Index, constant_tensor, renamed
+from compress.onnx_graph.graph import attribute, constant_tensor, consumed_as, drop_unread, free_name, opset_of
+from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
+from compress.onnx_ptq.passes import one_image
+from compress.onnx_ptq.run import FloatSession, known_results
+from compress.support.process import core_count
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
 _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity"})
@@ -99,7 +106,7 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
     seen: set[str] = set()
     for node in graph.node:
         wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
-        node.name = renamed([wanted], seen)[wanted]
+        node.name = free_name(wanted, seen)
 
 
 def fold_constants_after_layers(source: SourceFile) -> int:
@@ -122,7 +129,7 @@ def fold_constants_after_layers(source: SourceFile) -> int:
             node.output[0] = nodes[-1].output[0]
             index.producers[node.output[0]] = node
             gone.update(part.name for part in nodes)
-    replace_nodes(index.graph, [node for node in index.graph.node if node.name not in gone])
+    index.replace_nodes([node for node in index.graph.node if node.name not in gone])
     drop_unread(index.graph)
     return len(gone)
 
@@ -133,10 +140,10 @@ Folded = tuple[NDArray[Any], NDArray[Any], list[onnx.NodeProto]]
 def _folded(layer: onnx.NodeProto, kind: str, after: onnx.NodeProto, index: Index) -> Folded | None:
     """Return (weight, bias, the nodes that they replace) of a layer with what follows it; None if nothing folds."""
     names = [layer.input[1], *([layer.input[2]] if len(layer.input) > 2 else [])]
-    if after.op_type != "BatchNormalization" and index.constants.isdisjoint(after.input):
+    if after.op_type != "BatchNormalization" and index.unchanging.isdisjoint(after.input):
         return None
     plain = kind != "linear" or all(attribute(layer, key, 1.0) == 1.0 for key in ("alpha", "beta"))
-    if not plain or attribute(layer, "transA", 0) or not index.constants.issuperset(names):
+    if not plain or attribute(layer, "transA", 0) or not index.unchanging.issuperset(names):
         return None
     weight, bias = index.value(names[0]), index.value(names[1]) if len(names) > 1 else None
     if weight is None or weight.dtype.kind != "f" or weight.ndim < 2:
@@ -168,7 +175,7 @@ def _statistics(
     zero, one = np.zeros(channels, np.float32), np.ones(channels, np.float32)
     if node.op_type == "BatchNormalization":
         used = [output for output in node.output[1:] if output]
-        values = [index.value(key) if key in index.constants else None for key in node.input[1:5]]
+        values = [index.value(key) if key in index.unchanging else None for key in node.input[1:5]]
         if attribute(node, "training_mode", 0) or used or any(v is None or v.shape != (channels,) for v in values):
             return None
         scale, shift, mean, variance = values
@@ -190,7 +197,7 @@ def _statistics(
 def _channel_operand(node: onnx.NodeProto, name: str, rank: int, channels: int, index: Index) -> NDArray[Any] | None:
     """Return the constant that a node applies to the channels (axis 1) of a tensor, (C,); None if it is no such."""
     other = [key for key in node.input if key != name]
-    value = index.value(other[0]) if len(other) == 1 and other[0] in index.constants else None
+    value = index.value(other[0]) if len(other) == 1 and other[0] in index.unchanging else None
     if value is None or value.ndim > rank:
         return None
     sizes = [1] * (rank - value.ndim) + list(value.shape)
@@ -201,15 +208,9 @@ def _channel_operand(node: onnx.NodeProto, name: str, rank: int, channels: int, 
 
 def _set_parameters(layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], index: Index) -> None:
     """Give a layer a weight and a bias of its own; the old ones stay for other consumers."""
-    taken = {*index.initializers, *index.producers, *(value.name for value in index.graph.input)}
-    output = layer.output[0]
-    names = renamed([added_tensor(output, "folded_weight"), added_tensor(output, "folded_bias")], taken).values()
-    for i, (name, value) in enumerate(zip(names, (weight, bias), strict=True), start=1):
-        tensor = constant_tensor(name, value)
-        index.graph.initializer.append(tensor)
-        index.initializers[name] = tensor
-        index.constants.add(name)
-        index.fixed.add(name)
+    parts = {"folded_weight": weight, "folded_bias": bias}
+    for i, (part, value) in enumerate(parts.items(), start=1):
+        name = index.add_constant(added_tensor(layer.output[0], part), value)
         if i < len(layer.input):
             layer.input[i] = name
         else:
@@ -225,7 +226,6 @@ def move_attention_scales(source: SourceFile) -> int:
     index = Index(source)
     gone: set[str] = set()
     added: dict[str, list[onnx.NodeProto]] = {}
-    taken = {*index.initializers, *index.producers}
     for node in list(index.graph.node):
         if node.op_type != "MatMul" or not index.fixed.isdisjoint(node.input):
             continue
@@ -234,11 +234,10 @@ def move_attention_scales(source: SourceFile) -> int:
         if one or scaled == [None, None]:
             continue
         result = node.output[0]
-        node.output[0] = current = renamed([added_tensor(result, "unscaled")], taken)[added_tensor(result, "unscaled")]
+        node.output[0] = current = index.free(added_tensor(result, "unscaled"))
         factors = [s for s in scaled if s is not None]
         for i, (factor, value, number) in enumerate(factors):
-            wanted = added_tensor(result, "scaled")
-            after = result if i == len(factors) - 1 else renamed([wanted], taken)[wanted]
+            after = result if i == len(factors) - 1 else index.free(added_tensor(result, "scaled"))
             made = helper.make_node(
                 factor.op_type, [current, number], [after], name=added_tensor(node.name, f"scale_{i}")
             )
@@ -247,7 +246,7 @@ def move_attention_scales(source: SourceFile) -> int:
             gone.add(factor.name)
             current = after
     kept = [node for node in index.graph.node if node.name not in gone]
-    replace_nodes(index.graph, [part for node in kept for part in (node, *added.get(node.name, ()))])
+    index.replace_nodes(part for node in kept for part in (node, *added.get(node.name, ())))
     return len(added)
 
 
@@ -273,7 +272,7 @@ def _computed_scalar(name: str, index: Index) -> bool:
     scalar = {"Sqrt", "Div", "Cast", "Mul", "Reciprocal", "Pow"}
     node = index.producers.get(name) if name in index.fixed else None
     if node is None:
-        return name in index.constants and (value := index.value(name)) is not None and value.size == 1
+        return name in index.unchanging and (value := index.value(name)) is not None and value.size == 1
     if node.op_type in scalar:
         return all(_computed_scalar(key, index) for key in node.input)
     if node.op_type == "Slice":
@@ -296,7 +295,47 @@ def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
     return end - start == 1 or (start == -1 and end > 1 << 30)
 
 
-def replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
-    """Give a graph other nodes, in topological order; an index of it is stale afterwards."""
-    del graph.node[:]
-    graph.node.extend(nodes)
+_CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
+"""Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
+
+_ROUNDING = 1e-6
+"""Change that rounding alone may make, of probabilities near zero for example."""
+
+
+def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
+    """Return a function that refuses other results than the file's own, which are computed beside the caller's work.
+
+    Args:
+        original: the user's file.
+        feed: a batch; its second picture is computed, which shows a change as well as all of them.
+
+    Returns:
+        Function of the results of the rewritten graph for the same picture (`results_for_one`). It raises
+        QuantizationError, which names the output, for results that are not the same.
+    """
+    pool = ThreadPoolExecutor(1)
+    before = pool.submit(results_for_one, original, feed)
+    pool.shutdown(wait=False)
+    return partial(_check_same, original, before)
+
+
+def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
+    """Return the outputs of a graph for one picture of a batch, or for the batch where its size is fixed."""
+    alone, names = one_image(source.proto, feed), known_results(source.proto.graph)
+    return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
+
+
+def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:
+    for name, expected in before.result().items():
+        a, b = (np.asarray(value) for value in (expected, after[name]))
+        if a.dtype.kind != "f" or a.size == 0:
+            continue
+        largest = float(np.abs(a.astype(np.float64)).max())
+        change = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) if a.shape == b.shape else np.inf
+        limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
+        if not change <= limit * largest + _ROUNDING:
+            raise QuantizationError(
+                f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
+                f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "
+                "13 or later and BatchNorm folded"
+            )

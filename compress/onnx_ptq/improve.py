@@ -20,9 +20,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.export.names import added_tensor
-from compress.onnx_graph.graph import tensor_names
-from compress.onnx_ptq.canonical import replace_nodes
-from compress.onnx_ptq.index import Index, constant_tensor, renamed
+from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import inputs_of_file
 from compress.onnx_ptq.to_torch.builder import Place
@@ -134,14 +132,8 @@ def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
     array: NDArray[Any] = (value.T if place.transposed and value.dim() == 2 else value).contiguous().numpy()
     if reads and like is not None and like.size == array.size:
         array = array.reshape(like.shape)
-    taken = {*index.initializers, *index.producers, *(v.name for v in index.graph.input)}
     wanted = added_tensor(node.output[0], f"improved_{place.input}")
-    name = renamed([wanted], taken)[wanted]
-    tensor = constant_tensor(name, array.astype(np.float32 if like is None else like.dtype))
-    index.graph.initializer.append(tensor)
-    index.initializers[name] = tensor
-    index.constants.add(name)
-    index.fixed.add(name)
+    name = index.add_constant(wanted, array.astype(np.float32 if like is None else like.dtype))
     if place.input < len(node.input):
         node.input[place.input] = name
     elif node.op_type == "MatMul":
@@ -154,9 +146,9 @@ def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
 def _added_after(index: Index, node: onnx.NodeProto, bias: str) -> Place:
     """Add a constant to the result of a product that has no bias."""
     result = node.output[0]
-    (node.output[0],) = renamed([added_tensor(result, "product")], tensor_names(index.graph)).values()
+    node.output[0] = index.free(added_tensor(result, "product"))
     add = helper.make_node("Add", [node.output[0], bias], [result], name=added_tensor(node.name, "bias"))
-    replace_nodes(
-        index.graph, [part for old in index.graph.node for part in ((old, add) if old.name == node.name else (old,))]
+    index.replace_nodes(
+        part for old in list(index.graph.node) for part in ((old, add) if old.name == node.name else (old,))
     )
     return Place(node=add.name, input=1)

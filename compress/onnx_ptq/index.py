@@ -1,24 +1,29 @@
-"""An ONNX graph with its producers, consumers, values of constants, types and shapes.
-
-Consumers include the graphs inside nodes (branches of If, bodies of Loop), which may read any tensor around them.
-"""
+"""The graph of a float file, with values of constants, types and shapes; what inference leaves open is measured."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, external_data_helper, helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper
 from onnx.reference import ReferenceEvaluator
 
+from compress.engines.base import Arrays
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import SMALL_CONSTANT, attribute, inputs_of, subgraphs, without_weights
+from compress.onnx_graph.graph import (
+    SMALL_CONSTANT,
+    OnnxGraph,
+    attribute,
+    constant_tensor,
+    inputs_of,
+    subgraphs,
+    without_weights,
+)
 from compress.onnx_ptq.load import SourceFile
+from compress.onnx_ptq.run import FloatSession, unknown_to_runtime
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 """Types that QuantizeLinear takes."""
@@ -36,40 +41,35 @@ _COMPUTED = 1 << 22
 """Elements of the largest result of such an operator that is computed: its size is known before."""
 
 
-class Index:
-    """An index over the graph of a file; made anew after a change.
+class Index(OnnxGraph):
+    """An index over the graph of a file; made anew after a change, but for constants that are added through it.
 
     Attributes:
         source: the file.
-        graph: its graph.
         opset: of the standard operators.
-        initializers: by name.
-        producers: the node that writes each tensor.
-        consumers: the nodes that read each tensor, each once, in order, nodes with graphs inside included.
+        consumers: the nodes that read each tensor, each once, in order, with those whose graphs read it (branches of
+            If, bodies of Loop).
         outputs: names of the graph's outputs.
-        constants: tensors that follow from constants alone.
+        unchanging: tensors that follow from constants alone.
         fixed: the same and those that follow from the shapes of tensors.
     """
 
     def __init__(self, source: SourceFile, shapes: Shapes | None = None) -> None:
-        self.source, self.graph = source, source.proto.graph
+        super().__init__(source.proto.graph)
+        self.source = source
         self.opset = {entry.domain: entry.version for entry in source.proto.opset_import}
-        self.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
         self.outputs = {value.name for value in self.graph.output}
-        self.producers: dict[str, onnx.NodeProto] = {}
-        self.consumers: dict[str, list[onnx.NodeProto]] = {}
-        self.constants = set(self.initializers) | {""}
-        self.fixed = set(self.constants)
+        self.consumers = {}
+        self.unchanging = {tensor.name for tensor in self.graph.initializer} | {""}
+        self.fixed = set(self.unchanging)
         for node in self.graph.node:
             read = [name for name in dict.fromkeys(inputs_of(node)) if name]
             for name in read:
                 self.consumers.setdefault(name, []).append(node)
-            for name in node.output:
-                self.producers[name] = node
             if node.op_type in _RANDOM:
                 continue
-            if self.constants.issuperset(read):
-                self.constants.update(node.output)
+            if self.unchanging.issuperset(read):
+                self.unchanging.update(node.output)
             if node.op_type == "Shape" or self.fixed.issuperset(read):
                 self.fixed.update(node.output)
         self._shapes = shapes or {}
@@ -85,10 +85,17 @@ class Index:
             return None
         if name in self._values:
             return self._values[name]
-        value, tensor = self._compute(name), self.initializers.get(name)
+        value, tensor = self._compute(name), self.constants.get(name)
         if tensor is None or not external_data_helper.uses_external_data(tensor):
             self._values[name] = value  # weights in other files may be more than memory holds
         return value
+
+    def add_constant(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer, and return its name, which another tensor may have made differ from the one given."""
+        name = super().add_constant(name, value)
+        self.unchanging.add(name)
+        self.fixed.add(name)
+        return name
 
     def number(self, name: str) -> float | None:
         """Return the one number that a constant holds; None if it is no such constant."""
@@ -114,8 +121,8 @@ class Index:
         return found[0] if len(found) == 1 and name not in self.outputs else None
 
     def _compute(self, name: str) -> NDArray[Any] | None:
-        if name in self.initializers:
-            return self.source.array(self.initializers[name])
+        if name in self.constants:
+            return self.source.array(self.constants[name])
         node = self.producers.get(name)
         if node is None or name not in self.fixed or list(subgraphs([node])):
             return None
@@ -123,8 +130,6 @@ class Index:
             shape = self._shapes.get(node.input[0])
             part = slice(attribute(node, "start", 0), attribute(node, "end", None))
             return None if shape is None else np.asarray(shape[part], np.int64)
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
-            return self.source.array(node.attribute[0].t)
         feeds = {key: value for key in node.input if key and (value := self.value(key)) is not None}
         if not feeds.keys() >= {key for key in node.input if key}:
             return None
@@ -200,25 +205,55 @@ def infer(
     return shapes, types
 
 
-def renamed(names: Iterable[str], taken: set[str]) -> dict[str, str]:
-    """Return a free name for each name, which is added to those that are taken."""
-    found = {}
-    for name in names:
-        free = name
-        for i in itertools.count(1):
-            if free not in taken:
-                break
-            free = f"{name}_{i}"
-        taken.add(free)
-        found[name] = free
-    return found
-
-
 def elements(shape: tuple[int, ...] | None) -> int:
     """Return the number of elements of a shape; 0 if it is not known."""
     return 0 if shape is None else math.prod(shape)
 
 
-def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
-    """Return an initializer."""
-    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+_ROUNDS = 4
+"""Rounds of inference, each with the values that follow from the shapes of the round before."""
+
+_LARGE, _GROWTH = 1 << 28, 1 << 10
+"""Elements that every tensor may have, and elements for each element of the inputs."""
+
+
+def inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
+    """Return the index, shapes and types of a graph; what inference leaves open is measured on one batch."""
+    sizes = {name: value.shape for name, value in feed.items()}
+    shapes, types = infer(source, sizes)
+    _check_sizes(source, shapes, feed)
+    index = Index(source, shapes)
+    unknown = unknown_to_runtime(index.graph)
+    for _ in range(_ROUNDS):
+        known = {} if len(shapes) == len(types) else index.deciding()
+        before = len(shapes)
+        if known:
+            shapes, types = infer(source, sizes, known)
+            index = Index(source, shapes)
+        if len(shapes) == before:
+            break
+    open_ = [
+        name
+        for node in index.graph.node
+        for name in node.output
+        if name and name not in index.fixed and name not in unknown and not (name in shapes and name in types)
+    ]
+    if open_:
+        for name, value in FloatSession(source, open_).run(feed).items():
+            if isinstance(value, np.ndarray):
+                shapes[name] = value.shape
+                types.setdefault(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
+        index = Index(source, shapes)
+    return index, shapes, types
+
+
+def _check_sizes(source: SourceFile, shapes: Shapes, feed: Arrays) -> None:
+    """Refuse a tensor that is out of all proportion to the inputs, before anything is allocated."""
+    allowed = max(_LARGE, _GROWTH * sum(value.size for value in feed.values()))
+    given = {tensor.name for tensor in source.proto.graph.initializer}
+    name = max(shapes.keys() - given, key=lambda key: elements(shapes[key]), default="")
+    if name and elements(shapes[name]) > allowed:
+        raise QuantizationError(
+            f"{source.path}: tensor {name!r} has the shape {shapes[name]}, {elements(shapes[name])} elements; at most "
+            f"{allowed} are computed for inputs of this size. Give smaller batches, or export the file again"
+        )

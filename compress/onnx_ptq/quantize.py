@@ -26,15 +26,13 @@ from compress.export.targets import finish_for, shape_for
 from compress.onnx_graph.graph import drop_unread
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
-from compress.onnx_ptq.canonical import canonical
-from compress.onnx_ptq.compare import comparison, results_for_one
+from compress.onnx_ptq.canonical import canonical, comparison, results_for_one
 from compress.onnx_ptq.improve import Improved, improve_file
-from compress.onnx_ptq.index import Index, Types, infer
+from compress.onnx_ptq.index import Index, Types, infer, inferred
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
-from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.smooth import smooth_file
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained

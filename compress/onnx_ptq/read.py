@@ -21,9 +21,8 @@ from onnx import TensorProto
 from compress.graph.ops import ONNX_KINDS
 from compress.graph.traits import MANY, TRAITS, WEIGHTED
 from compress.onnx_graph.graph import attribute, inputs_of, subgraphs
-from compress.onnx_ptq.compounds import Compound, find_compounds
+from compress.onnx_ptq.compounds import Compound, find_compounds, find_parts
 from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
-from compress.onnx_ptq.parts import find_parts
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 
 OUTPUT = "the outputs of the graph"
@@ -73,7 +72,7 @@ def read_onnx_graph(index: Index, shapes: Shapes, types: Types, unknown: Mapping
     """
     reader = _Reader(index, shapes, types, unknown)
     for value in index.graph.input:
-        if value.name not in index.initializers:
+        if value.name not in index.constants:
             reader.add(Node(name=value.name, kind="input"))
     for node in index.graph.node:
         reader.read(node)
@@ -216,7 +215,7 @@ class _Reader:
     def _weighted(self, made: Node, node: onnx.NodeProto, *, bias: str, transposed: bool) -> None:
         """Fill in the parameters of a layer, or the reason why its weight cannot be quantized."""
         made.path, name = node.name, node.input[1]
-        value = self.index.value(name) if name in self.index.constants else None
+        value = self.index.value(name) if name in self.index.unchanging else None
         if value is None:
             given = any(value.name == name for value in self.index.graph.input)
             made.refusal = (
@@ -304,7 +303,7 @@ def weight_of(index: Index, name: str, transposed: bool) -> torch.Tensor:
 
 
 def _tensor(index: Index, name: str) -> torch.Tensor | None:
-    value = index.value(name) if name in index.constants else None
+    value = index.value(name) if name in index.unchanging else None
     return None if value is None else torch.from_numpy(np.array(value, np.float32))
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.onnx_graph.graph import attribute, tensor_names
-from compress.onnx_ptq.index import Index, constant_tensor, renamed
+from compress.onnx_graph.graph import attribute
+from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading
@@ -82,9 +82,9 @@ def smooth_file(
         scales, rules = choose(images_of(source, batches))
     except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
         scales, rules = choose(batches[:_BATCHES])
-    index, taken, used = Index(source), set(tensor_names(source.proto.graph)), list[ChannelScale]()
+    index, used = Index(source), list[ChannelScale]()
     for group, scale in scales:
-        if _write(index, reading, group, scale, taken, spec.only_target):
+        if _write(index, reading, group, scale, spec.only_target):
             used.append(scale)
             index = Index(source)
     return rules, scaling_note(used)
@@ -144,7 +144,7 @@ def _consumer(reading: Reading, layer: Node) -> Consumer | None:
     return Consumer(weight=weight, groups=groups, compute=convolve(strides, dilations, groups))
 
 
-def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, taken: set[str], target: str) -> bool:
+def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, target: str) -> bool:
     """Write a scale into the graph of an index; False if the target would compute a Mul before a convolution."""
     factor = (1 / scale.scale).numpy().astype(np.float32)
     nodes = [reading.weights[layer.path].node for layer in group.layers]
@@ -155,16 +155,14 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
     graph = index.graph
 
     def constant(node: onnx.NodeProto, place: int, value: NDArray[np.float32]) -> None:
-        name = renamed([f"{node.input[place]}_smooth"], taken)[f"{node.input[place]}_smooth"]
-        graph.initializer.append(constant_tensor(name, value.astype(np.float32)))
-        node.input[place] = name
+        node.input[place] = index.add_constant(f"{node.input[place]}_smooth", value.astype(np.float32))
 
     if plan is None:
-        name = renamed([f"{group.tensor}_smooth"], taken)[f"{group.tensor}_smooth"]
+        name = index.free(f"{group.tensor}_smooth")
         shape = (1, -1, *(1,) * (len(group.layers[0].inputs[0].shape or ()) - 2)) if group.convolution else (-1,)
         first = next(place for place, node in enumerate(graph.node) if group.tensor in node.output)
-        added = helper.make_node("Mul", [group.tensor, f"{name}_scale"], [name], name=name)
-        graph.initializer.append(constant_tensor(f"{name}_scale", factor.reshape(shape)))
+        constants = index.add_constant(f"{name}_scale", factor.reshape(shape))
+        added = helper.make_node("Mul", [group.tensor, constants], [name], name=name)
         graph.node.insert(first + 1, added)
         for node in nodes:
             node.input[0] = name
@@ -246,7 +244,7 @@ def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float
     """Return the constant inputs of a node in float32, by place."""
     found = {}
     for place, name in enumerate(node.input):
-        value = index.value(name) if name in index.constants and name else None
+        value = index.value(name) if name in index.unchanging and name else None
         if value is not None and value.dtype == np.float32:
             found[place] = value
     return found

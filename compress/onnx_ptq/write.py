@@ -22,9 +22,8 @@ from torch import Tensor
 
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY, added_tensor
-from compress.onnx_graph.graph import consumed_as, drop_unread
-from compress.onnx_ptq.canonical import replace_nodes
-from compress.onnx_ptq.index import Index, Types, constant_tensor, renamed
+from compress.onnx_graph.graph import constant_tensor, consumed_as, drop_unread
+from compress.onnx_ptq.index import Index, Types
 from compress.onnx_ptq.read import Reading, Weight
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
@@ -64,8 +63,7 @@ class _Writer:
     def __init__(self, index: Index, types: Types) -> None:
         self.index, self.types = index, types
         self.graph = index.graph
-        inputs = {value.name for value in self.graph.input}
-        self.taken = {*index.initializers, *index.producers, *inputs, *(node.name for node in self.graph.node)}
+        index.taken.update(node.name for node in self.graph.node)
         self.before: dict[str, list[onnx.NodeProto]] = {}
         self.after: dict[str, list[onnx.NodeProto]] = {}
         self.shared: dict[Any, str] = {}
@@ -86,8 +84,7 @@ class _Writer:
         scale = self._scale(scale_from_amax(amax, quant_format), old, site.path, of_weight=True)
         q = _quantized(real, scale.to(real.dtype), quant_format)
         q = q.T.contiguous() if weight.transposed else q
-        names = renamed([added_tensor(old, part) for part in ("quantized", "scale", "zero_point")], self.taken)
-        quantized, scales, points = names.values()
+        quantized, scales, points = self._free(*(added_tensor(old, p) for p in ("quantized", "scale", "zero_point")))
         self._constant(quantized, q, quant_format)
         self._constant(scales, scale)
         self._constant(points, torch.zeros(scale.shape, dtype=q.dtype), quant_format)
@@ -105,8 +102,7 @@ class _Writer:
         """Insert a pair after each tensor of a site; they share one scale."""
         first = site.edges[0][0]
         scale = self._scale(scale_from_amax(amax, site.format), first, site.name, of_weight=False)
-        names = renamed([added_tensor(first, part) for part in ("scale", "zero_point")], self.taken)
-        scales, points = names.values()
+        scales, points = self._free(added_tensor(first, "scale"), added_tensor(first, "zero_point"))
         self._constant(scales, scale)
         zero = torch.as_tensor(zero_of(scale.float(), site.format)).to(site.format.dtype)
         self._constant(points, zero, site.format)
@@ -141,19 +137,17 @@ class _Writer:
         for node in self.graph.node:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
-        replace_nodes(self.graph, nodes)
+        self.index.replace_nodes(nodes)
         drop_unread(self.graph)
 
     def _plain_bias(self, node: onnx.NodeProto) -> None:
         """Give a layer whose bias is computed from constants the value itself, as the passes of `export` expect it."""
         name = node.input[2] if len(node.input) > 2 else ""
-        if not name or name in self.index.initializers or name not in self.index.constants:
+        if not name or name in self.index.constants or name not in self.index.unchanging:
             return
         value = self.index.value(name)
         if value is not None and self.index.producers[name].op_type != "Constant":
-            (free,) = self._free(added_tensor(name, "value"))
-            self.graph.initializer.append(constant_tensor(free, value))
-            node.input[2] = free
+            node.input[2] = self.index.add_constant(added_tensor(name, "value"), value)
 
     def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool) -> Tensor:
         """Return a scale in the type of its tensor."""
@@ -175,7 +169,7 @@ class _Writer:
         self.graph.initializer.append(tensor)
 
     def _free(self, *names: str) -> list[str]:
-        return list(renamed(names, self.taken).values())
+        return [self.index.free(name) for name in names]
 
 
 def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:

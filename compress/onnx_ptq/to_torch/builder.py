@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import attribute
-from compress.onnx_ptq.index import Index, Shapes, Types, renamed
+from compress.onnx_graph.graph import attribute, free_name
+from compress.onnx_ptq.index import Index, Shapes, Types
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
 """What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
@@ -105,7 +105,7 @@ class Builder:
     def _fixed(self, name: str) -> NDArray[Any] | None:
         """Return the value of a tensor that depends on neither activations nor the batch size."""
         value = self.index.value(name) if name in self.index.fixed else None
-        if value is None or name in self.index.constants or self.wider is None:
+        if value is None or name in self.index.unchanging or self.wider is None:
             return value
         after = self.wider.value(name)
         return value if after is not None and np.array_equal(value, after) else None
@@ -117,7 +117,7 @@ class Builder:
     def constant(self, name: str, value: NDArray[Any]) -> fx.Node:
         """Add a constant tensor, which training leaves as it is."""
         key = _identifier(name)
-        key = renamed([key], self._names)[key]
+        key = free_name(key, self._names)
         tensor = torch.from_numpy(np.array(value))
         self.root.register_buffer(key, tensor.float() if tensor.is_floating_point() else tensor)
         return self.graph.get_attr(key)
@@ -138,7 +138,7 @@ class Builder:
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
-        path = renamed([path], self._paths)[path]
+        path = free_name(path, self._paths)
         self.path[node.name] = path
         *parents, last = path.split(".")
         holder = self.root

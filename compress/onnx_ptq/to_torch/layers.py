@@ -67,7 +67,7 @@ def product(b: Builder, node: onnx.NodeProto) -> Any:
     gemm = node.op_type == "Gemm"
     if gemm and (attribute(node, "transA", 0) or any(attribute(node, key, 1.0) != 1.0 for key in ("alpha", "beta"))):
         raise QuantizationError("it transposes its first input, or has a factor")
-    matrix = w in b.index.constants and x not in b.index.constants and len(b.shapes.get(w, ())) == 2
+    matrix = w in b.index.unchanging and x not in b.index.unchanging and len(b.shapes.get(w, ())) == 2
     if matrix:
         weight, flipped = constant(b, w), not (gemm and attribute(node, "transB", 0))
         module = linear(weight.T if flipped else weight, _optional(b, node, 2))
@@ -136,7 +136,7 @@ def written_layer_norm(b: Builder, found: Compound) -> Any:
     after = found.nodes[[part.op_type for part in found.nodes].index("Sqrt") + 2 :]
     places = {}
     for part in after:
-        place = next(i for i, name in enumerate(part.input) if name in b.index.constants)
+        place = next(i for i, name in enumerate(part.input) if name in b.index.unchanging)
         places["weight" if part.op_type == "Mul" else "bias"] = Place(node=part.name, input=place)
     values = {name: constant(b, after[i].input[place.input]) for i, (name, place) in enumerate(places.items())}
     root = next(part for part in found.nodes if part.op_type == "Add" and part not in after)
@@ -191,7 +191,7 @@ def constant(b: Builder, name: str) -> Tensor:
     Raises:
         QuantizationError: the file computes it when it runs.
     """
-    value: NDArray[Any] | None = b.index.value(name) if name in b.index.constants else None
+    value: NDArray[Any] | None = b.index.value(name) if name in b.index.unchanging else None
     if value is None:
         raise QuantizationError(f"its parameter {name!r} is computed when the file runs")
     return torch.from_numpy(np.array(value, np.float32))

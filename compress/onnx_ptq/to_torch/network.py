@@ -19,13 +19,11 @@ from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import canonical
-from compress.onnx_ptq.compounds import Compound, find_compounds
-from compress.onnx_ptq.index import Index, Shapes, Types
+from compress.onnx_ptq.compounds import Compound, find_compounds, find_parts
+from compress.onnx_ptq.index import Index, Shapes, Types, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
-from compress.onnx_ptq.parts import find_parts
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
-from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.to_torch.builder import Builder, Place
 from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
 from compress.onnx_ptq.to_torch.operators import OPERATORS, part
@@ -108,7 +106,7 @@ def _wider(source: SourceFile, feed: Arrays) -> Index | None:
 def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> Builder:
     builder = Builder(index, shapes, types, wider)
     for value in index.graph.input:
-        if value.name not in index.initializers:
+        if value.name not in index.constants:
             builder.input(value.name)
     compounds = [
         found for found in find_compounds(index) if found.kind != "layer_norm" or plain_layer_norm(builder, found)

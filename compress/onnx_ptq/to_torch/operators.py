@@ -16,7 +16,7 @@ from onnx import TensorProto
 from compress.errors import QuantizationError
 from compress.onnx_graph.graph import attribute
 from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS
-from compress.onnx_ptq.parts import Span
+from compress.onnx_ptq.compounds import Span
 from compress.onnx_ptq.to_torch.builder import Builder, Size, axes_of
 from compress.onnx_ptq.to_torch.layers import window
 
@@ -234,7 +234,7 @@ def _slice(b: Builder, node: onnx.NodeProto) -> Any:
 
 def _gather(b: Builder, node: onnx.NodeProto) -> Any:
     axis = attribute(node, "axis", 0)
-    value = b.index.value(node.input[1]) if node.input[1] in b.index.constants else None
+    value = b.index.value(node.input[1]) if node.input[1] in b.index.unchanging else None
     if value is None:
         raise QuantizationError("its indices are computed when the file runs")
     x = b.tensor(node.input[0])
