@@ -6,14 +6,15 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compress.engines.base import Arrays, TensorInfo
-from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
 
 
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
@@ -91,6 +92,15 @@ def import_library(module: str, install: str) -> Any:
     finally:
         if silenced:
             sys.modules.pop("openvino_telemetry", None)
+
+
+@contextmanager
+def library_errors(error: type[CompressError], before: str, after: str = "") -> Iterator[None]:
+    """Raise `error` for whatever is raised in the context, its reason between two texts."""
+    try:
+        yield
+    except Exception as found:  # libraries, and the user's own modules, raise classes of their own
+        raise error(f"{before}{reason(found)}{after}") from found
 
 
 _TELLING = re.compile(r"no conversion rule|not supported|unsupported|not implemented|no op registered|unknown op", re.I)

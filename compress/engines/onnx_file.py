@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.engines.arrays import library_errors
 from compress.engines.base import TensorInfo
 from compress.errors import EngineError
 
@@ -64,10 +65,8 @@ def load_onnx(path: Path | str, *, weights: bool = False) -> Any:
     path = existing_file(path)
     if path.suffix in ENGINE_SUFFIXES:
         raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
-    try:
+    with library_errors(EngineError, f"{path}: not an ONNX model, or a truncated one (", "); export it again"):
         return _onnx().load(str(path), load_external_data=weights)
-    except Exception as error:  # protobuf raises classes of its own
-        raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error}); export it again") from error
 
 
 def read_onnx(path: Path | str) -> OnnxFile:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.engines.arrays import check_inputs, import_library, reason, with_batch
+from compress.engines.arrays import check_inputs, import_library, library_errors, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, load_onnx, read_onnx
 from compress.engines.unsigned import weights_to_unsigned
@@ -146,15 +146,13 @@ class ONNXRuntimeEngine(Engine):
         if self._folder is not None:
             session_options.enable_profiling = True
             session_options.profile_file_prefix = str(Path(self._folder.name) / "profile")
-        try:
+        with library_errors(EngineError, f"onnxruntime cannot load {file.path}: "):
             self._session = ort.InferenceSession(
                 form,
                 session_options,
                 providers=[provider],
                 disabled_optimizers=None if file.float_types <= {"f32"} else _HARMFUL_IN_HALF,
             )
-        except Exception as error:  # the library raises classes of its own
-            raise EngineError(f"onnxruntime cannot load {file.path}: {reason(error)}") from error
         used = self._session.get_providers()[0]
         if used != provider:
             raise EngineError(f"onnxruntime: {provider} was asked of {file.path}, but it fell back to {used}")
@@ -174,10 +172,8 @@ class ONNXRuntimeEngine(Engine):
         if self._session is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         checked, self._ran = check_inputs(inputs, self.inputs, label=self.info.label), True
-        try:
+        with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
             results = self._session.run([tensor.name for tensor in self.outputs], checked)
-        except Exception as error:  # the library raises classes of its own
-            raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.engines.arrays import check_inputs, import_library, reason, with_batch
+from compress.engines.arrays import check_inputs, import_library, library_errors, reason, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
 from compress.engines.signal_stack import keep_signal_stack
@@ -81,13 +81,11 @@ class OpenVINOEngine(Engine):
         found = _tensors(model.inputs, file.inputs if file else None, where=str(path))
         self.inputs = with_batch(found, build.batch_size, where=str(path))
         options = _options(build)
-        try:
+        with library_errors(EngineError, f"openvino cannot compile {path}: "):
             if build.batch_size is not None:
                 model.reshape({tensor.name: list(tensor.shape) for tensor in self.inputs})
             self._compiled = core.compile_model(model, device, options)
             self._request = self._compiled.create_infer_request()
-        except Exception as error:  # the library raises classes of its own
-            raise EngineError(f"openvino cannot compile {path}: {reason(error)}") from error
         self.outputs = _tensors(self._compiled.outputs, file.outputs if file else None, where=str(path))
         precision = _float_precision(self._compiled)
         if build.precision not in (None, precision):
@@ -111,10 +109,8 @@ class OpenVINOEngine(Engine):
         if self._request is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
-        try:
+        with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
             results = self._request.infer(checked, share_inputs=True)
-        except Exception as error:  # the library raises classes of its own
-            raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
         return {tensor.name: np.asarray(results[tensor.name]) for tensor in self.outputs}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
@@ -166,7 +162,7 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     """Return the model, and the interface of its file; None for an `.xml` file."""
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
-    try:
+    with library_errors(EngineError, f"openvino cannot read {path}: "):
         if file is not None and file.quantized_types:
             form = load_onnx(path)
             signed = "i8" in file.quantized_types and joins_signed(form)
@@ -177,8 +173,6 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
                 extremes_apart(model)
                 changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
-    except Exception as error:  # the library raises classes of its own
-        raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error
 
 
 def _may_saturate(path: Path) -> bool:

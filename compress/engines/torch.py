@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.engines.arrays import check_inputs, reason
+from compress.engines.arrays import check_inputs, library_errors, reason
 from compress.engines.base import Arrays, Availability, Engine, EngineInfo, TensorInfo
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
@@ -90,14 +90,10 @@ class TorchEngine(Engine):
         if self._module is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         (array,) = check_inputs(inputs, self.inputs, label=self.info.label).values()
-        try:
-            with _threads(self._threads), _precision(self._device, self._precision), torch.inference_mode():
+        with _threads(self._threads), _precision(self._device, self._precision), torch.inference_mode():
+            with library_errors(EngineError, f"{self.info.label} failed to run the module: "):
                 output = self._module(torch.from_numpy(array).to(self._device))
-                return {name: _array(tensor) for name, tensor in _named(output)}
-        except EngineError:
-            raise
-        except Exception as error:  # the module is the user's and can fail in any way
-            raise EngineError(f"{self.info.label} failed to run the module: {reason(error)}") from error
+            return {name: _array(tensor) for name, tensor in _named(output)}
 
     def close(self) -> None:
         """Free the copy of the module."""

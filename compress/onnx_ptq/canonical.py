@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, inliner, version_converter
 
+from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.cleanup import pads_into_convolutions
@@ -30,7 +31,7 @@ from compress.export.names import added_tensor
 from compress.graph.fold import folded_parameters
 from compress.onnx_graph.graph import attribute, constant_tensor, consumed_as, drop_unread, free_name, opset_of
 from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
+from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.run import FloatSession, known_results
 from compress.support.process import core_count
@@ -87,13 +88,12 @@ def _read_small(source: SourceFile) -> None:
 
 
 def _raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    try:
+    with library_errors(
+        QuantizationError,
+        f"{source.path} has opset {opset_of(proto)}, and its Q/DQ form needs {opset}; it cannot be raised: ",
+        f". Export it again with opset {opset} or later",
+    ):
         raised = version_converter.convert_version(proto, opset)
-    except Exception as error:
-        raise QuantizationError(
-            f"{source.path} has opset {opset_of(proto)}, and its Q/DQ form needs {opset}; it cannot be raised: "
-            f"{one_line(error)}. Export it again with opset {opset} or later"
-        ) from error
     for entry in proto.opset_import:
         if entry.domain not in {e.domain for e in raised.opset_import}:
             raised.opset_import.append(entry)

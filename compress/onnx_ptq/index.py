@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper
 from onnx.reference import ReferenceEvaluator
 
+from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.onnx_graph.graph import (
@@ -160,7 +161,7 @@ def _evaluated(
     try:
         results: Any = ReferenceEvaluator(helper.make_model(graph, opset_imports=imports)).run([name], feeds)
         return np.asarray(results[0])
-    except Exception:
+    except Exception:  # the reference evaluator raises whatever the numpy code of an operator does
         return None
 
 
@@ -190,10 +191,8 @@ def infer(
         del model.graph.node[:]
         model.graph.node.extend(kept)
         model.graph.initializer.extend(constant_tensor(name, value) for name, value in known.items())
-    try:
+    with library_errors(QuantizationError, f"{source.path}: its shapes cannot be inferred (", ")"):
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    except Exception as error:
-        raise QuantizationError(f"{source.path}: its shapes cannot be inferred ({error})") from error
     values = [*graph.value_info, *graph.output, *graph.input]
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for value in values:

@@ -17,6 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper, version_converter
 
+from compress.engines.arrays import library_errors
 from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.onnx_graph.graph import opset_of, subgraphs
@@ -30,12 +31,30 @@ MOST_ELEMENTS = 1 << 31
 MOST_OPERATIONS = 1 << 20
 """Operations of a graph whose functions are inlined."""
 
-_QUANTIZED = frozenset({
-    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger",
-    "MatMulInteger", "QLinearAdd", "QLinearMul", "QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearConcat",
-    "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QGemm", "MatMulNBits", "DynamicQuantizeMatMul",
-    "MatMulIntegerToFloat", "QAttention",
-})  # fmt: skip
+_QUANTIZED = frozenset(
+    {
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "QLinearConv",
+        "QLinearMatMul",
+        "ConvInteger",
+        "MatMulInteger",
+        "QLinearAdd",
+        "QLinearMul",
+        "QLinearGlobalAveragePool",
+        "QLinearAveragePool",
+        "QLinearConcat",
+        "QLinearSigmoid",
+        "QLinearLeakyRelu",
+        "QLinearSoftmax",
+        "QGemm",
+        "MatMulNBits",
+        "DynamicQuantizeMatMul",
+        "MatMulIntegerToFloat",
+        "QAttention",
+    }
+)
 """Operators of files that are quantized already."""
 
 
@@ -70,18 +89,17 @@ class SourceFile:
         Raises:
             QuantizationError: the data are missing, too short, or outside the model's folder.
         """
-        try:
+        with library_errors(
+            QuantizationError,
+            f"{self.path}: the data of {tensor.name!r} cannot be read (",
+            "); weights in other files must be whole and in the model's folder",
+        ):
             if not external_data_helper.uses_external_data(tensor):
                 return numpy_helper.to_array(tensor)
             whole = onnx.TensorProto()
             whole.CopyFrom(tensor)
             external_data_helper.load_external_data_for_tensor(whole, str(self.folder))
             return numpy_helper.to_array(whole)
-        except Exception as error:
-            raise QuantizationError(
-                f"{self.path}: the data of {tensor.name!r} cannot be read ({one_line(error)}); weights in other files "
-                "must be whole and in the model's folder"
-            ) from error
 
 
 def load_source(path: Path | str) -> SourceFile:
@@ -185,13 +203,13 @@ def _raise_around(path: Path, proto: onnx.ModelProto, newer: dict[str, int]) -> 
     for node in moved:
         node.domain = _ASIDE
     proto.opset_import.add(domain=_ASIDE, version=1)
-    try:
+    with library_errors(
+        QuantizationError,
+        f"{path} has opset {opset_of(proto)}, and {', '.join(newer)} need {max(newer.values())}, to which it cannot be "
+        "raised: ",
+        ". Export it again with that opset, or optimize it after quantization",
+    ):
         raised = version_converter.convert_version(proto, max(newer.values()))
-    except Exception as error:
-        raise QuantizationError(
-            f"{path} has opset {opset_of(proto)}, and {', '.join(newer)} need {max(newer.values())}, to which it "
-            f"cannot be raised: {one_line(error)}. Export it again with that opset, or optimize it after quantization"
-        ) from error
     for node in raised.graph.node:
         if node.domain == _ASIDE:
             node.domain = ""
@@ -247,7 +265,7 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
         return
     try:
         bits = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize * 8
-    except Exception:
+    except (KeyError, ValueError, TypeError):
         raise QuantizationError(f"{path}: tensor {tensor.name!r} is of an unknown type {tensor.data_type}") from None
     packed = tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
     if not packed and math.prod(tensor.dims) * bits // 8 != len(tensor.raw_data):
@@ -259,12 +277,10 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 
 def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: bool) -> None:
     """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
-    try:
+    with library_errors(AuditError, f"{path} is not a valid ONNX file: "):
         binary = path.suffix == ".onnx"  # its bytes are the model, which need not be made once more
         whole = proto if mended or not binary else path.read_bytes()
         onnx.checker.check_model(str(path) if external and not mended else whole)
-    except Exception as error:
-        raise AuditError(f"{path} is not a valid ONNX file: {one_line(error)}") from error
 
 
 def _check_functions(path: Path, proto: onnx.ModelProto) -> None:

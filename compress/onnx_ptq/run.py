@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from compress.engines.arrays import import_library, reason, shape_text
+from compress.engines.arrays import import_library, library_errors, shape_text
 from compress.engines.base import Arrays, TensorInfo
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
@@ -106,10 +106,8 @@ class FloatSession:
             options.add_session_config_entry(f"{apart}_min_size_in_bytes", str(_SMALL))
         self._weights = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
         options.add_external_initializers(list(self._weights), list(self._weights.values()))
-        try:
+        with library_errors(CalibrationError, f"ONNX Runtime cannot load {source.path}: "):
             self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise CalibrationError(f"ONNX Runtime cannot load {source.path}: {reason(error)}") from error
 
     def run(self, feeds: Arrays) -> Arrays:
         """Return the tensors by name.
@@ -129,12 +127,9 @@ def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
     Raises:
         CalibrationError: it fails.
     """
-    try:
-        results = session.run(names, feeds)
-    except Exception as error:
-        shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
-        raise CalibrationError(f"the network fails on a calibration batch of {shapes}: {reason(error)}") from error
-    return dict(zip(names, results, strict=True))
+    shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
+    with library_errors(CalibrationError, f"the network fails on a calibration batch of {shapes}: "):
+        return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, external_data_helper
 
-from compress.engines.arrays import import_library
+from compress.engines.arrays import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
 from compress.files import replacing
-from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
+from compress.onnx_ptq.load import SourceFile, tensors_of
 
 _LARGEST = (1 << 31) - (1 << 20)
 """Bytes of a file of one piece, less than protobuf's limit of 2 GiB."""
@@ -115,7 +115,7 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
 
 def _check(model: bytes, path: Path, target: str) -> None:
     """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
-    try:
+    with library_errors(AuditError, f"the quantized form of {path.name} is not valid (", "); report it, please"):
         onnx.checker.check_model(model, full_check=True)
         if target == "onnxruntime":
             onnxruntime = import_library("onnxruntime", "pip install onnxruntime")
@@ -123,7 +123,3 @@ def _check(model: bytes, path: Path, target: str) -> None:
             options.log_severity_level = 4
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise AuditError(
-            f"the quantized form of {path.name} is not valid ({one_line(error)}); report it, please"
-        ) from error

@@ -24,6 +24,8 @@ _UNSAFE = r"[^A-Za-z0-9_./:+-]"
 _TAKEN = frozenset(dir(nn.Module()))
 Size = int | fx.Node
 """A size: a number, or the batch times a number."""
+Value = fx.Node | float | list[fx.Node]
+"""What computes a tensor of the file: an operation or a number; for several outputs a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Builder:
         convert: returns the value of a node of the file.
     """
 
-    convert: Callable[[onnx.NodeProto], Any]
+    convert: Callable[[onnx.NodeProto], Value]
 
     def __init__(self, index: Index, shapes: Shapes, types: Types, wider: Index | None) -> None:
         self.index, self.shapes, self.types, self.wider = index, shapes, types, wider
@@ -67,7 +69,7 @@ class Builder:
         self.origin: dict[str, str] = {}
         self.path: dict[str, str] = {}
         self.places: dict[str, dict[str, Place]] = {}
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, Value] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._paths: set[str] = set()
         self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
@@ -80,13 +82,13 @@ class Builder:
         self._inputs.append(node)
         self.set(name, node)
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Value) -> None:
         """Name the value that computes a tensor of the file; an identity gives one value several names."""
         self._made[name] = value
         if isinstance(value, fx.Node):
             self.origin.setdefault(value.name, name)
 
-    def tensor(self, name: str) -> Any:
+    def tensor(self, name: str) -> Value:
         """Return the node that computes a tensor; what follows from constants and sizes is made when it is asked for.
 
         Raises:
@@ -122,7 +124,7 @@ class Builder:
         self.root.register_buffer(key, tensor.float() if tensor.is_floating_point() else tensor)
         return self.graph.get_attr(key)
 
-    def operand(self, name: str) -> Any:
+    def operand(self, name: str) -> Value:
         """Return a tensor, or the number that a constant of one element is."""
         value = None if self.known(name) else self._fixed(name)
         number = float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
@@ -130,7 +132,7 @@ class Builder:
             return self.tensor(name)
         return number
 
-    def layer(self, node: onnx.NodeProto, module: nn.Module, x: Any, **places: Place) -> fx.Node:
+    def layer(self, node: onnx.NodeProto, module: nn.Module, x: Value, **places: Place) -> fx.Node:
         """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
         name = _safe(node.name)
         parts = [part for part in name.split(".") if part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -16,7 +16,9 @@ from compress.errors import QuantizationError
 from compress.onnx_graph.graph import attribute
 from compress.onnx_graph.window import Window, attributes_of, read_window
 from compress.onnx_ptq.compounds import Compound
-from compress.onnx_ptq.to_torch.builder import Builder, Place
+from compress.onnx_ptq.to_torch.builder import Builder, Place, Value
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 _CONVOLUTIONS: dict[int, Callable[..., Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED: dict[int, Callable[..., Any]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -24,7 +26,7 @@ _NORMS: dict[int, Callable[..., Any]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4
 _INSTANCE: dict[int, Callable[..., Any]] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
-def convolution(b: Builder, node: onnx.NodeProto) -> Any:
+def convolution(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert Conv, with a padding of its own where its sides differ."""
     weight, x = constant(b, node.input[1]), b.tensor(node.input[0])
     form, groups = window(b, node, weight.shape[2:]), attribute(node, "group", 1)
@@ -44,7 +46,7 @@ def convolution(b: Builder, node: onnx.NodeProto) -> Any:
     return b.layer(node, _filled(module, weight, _optional(b, node, 2)), x)
 
 
-def transposed(b: Builder, node: onnx.NodeProto) -> Any:
+def transposed(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert ConvTranspose."""
     weight = constant(b, node.input[1])
     mode = attribute(node, "auto_pad", b"NOTSET").decode()
@@ -55,13 +57,20 @@ def transposed(b: Builder, node: onnx.NodeProto) -> Any:
         raise QuantizationError("its padding differs from side to side")
     extra = attribute(node, "output_padding", [0] * len(form.kernel))
     module = _TRANSPOSED[len(form.kernel)](
-        weight.shape[0], weight.shape[1] * groups, form.kernel, form.strides, form.padding, tuple(extra), groups,
-        bias=_has(node, 2), dilation=form.dilations,
-    )  # fmt: skip
+        weight.shape[0],
+        weight.shape[1] * groups,
+        form.kernel,
+        form.strides,
+        form.padding,
+        tuple(extra),
+        groups,
+        bias=_has(node, 2),
+        dilation=form.dilations,
+    )
     return b.layer(node, _filled(module, weight, _optional(b, node, 2)), b.tensor(node.input[0]))
 
 
-def product(b: Builder, node: onnx.NodeProto) -> Any:
+def product(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert Gemm and MatMul: a linear layer if one side is a matrix of constants, else a product of activations."""
     x, w = node.input[0], node.input[1]
     gemm = node.op_type == "Gemm"
@@ -87,17 +96,20 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return _filled(module, weight, None if bias is None else bias.reshape(-1).expand(out))
 
 
-def linear_with_sum(b: Builder, found: Compound) -> Any:
+def linear_with_sum(b: Builder, found: Compound) -> Value:
     """Convert MatMul and the Add of its bias."""
     node, add = found.nodes[:2]
     place = 1 - list(add.input).index(node.output[0])
     return b.layer(
-        node, linear(constant(b, node.input[1]).T, constant(b, add.input[place])), b.tensor(found.input),
-        weight=Place(node=node.name, input=1, transposed=True), bias=Place(node=add.name, input=place),
-    )  # fmt: skip
+        node,
+        linear(constant(b, node.input[1]).T, constant(b, add.input[place])),
+        b.tensor(found.input),
+        weight=Place(node=node.name, input=1, transposed=True),
+        bias=Place(node=add.name, input=place),
+    )
 
 
-def batch_norm(b: Builder, node: onnx.NodeProto) -> Any:
+def batch_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert a BatchNormalization that was not folded."""
     scale, shift, mean, variance = (constant(b, name) for name in node.input[1:5])
     module = _NORMS[len(b.shapes[node.input[0]])](len(scale), eps=attribute(node, "epsilon", 1e-5))
@@ -106,7 +118,7 @@ def batch_norm(b: Builder, node: onnx.NodeProto) -> Any:
     return b.layer(node, module, b.tensor(node.input[0]))
 
 
-def instance_norm(b: Builder, node: onnx.NodeProto) -> Any:
+def instance_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert InstanceNormalization."""
     scale, shift = (constant(b, name) for name in node.input[1:3])
     kind = _INSTANCE[len(b.shapes[node.input[0]])]
@@ -114,7 +126,7 @@ def instance_norm(b: Builder, node: onnx.NodeProto) -> Any:
     return b.layer(node, _filled(module, scale, shift), b.tensor(node.input[0]))
 
 
-def group_norm(b: Builder, node: onnx.NodeProto) -> Any:
+def group_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert GroupNormalization, whose factors are of channels from opset 21 on."""
     scale, shift = (constant(b, name) for name in node.input[1:3])
     groups = attribute(node, "num_groups", 1)
@@ -124,14 +136,14 @@ def group_norm(b: Builder, node: onnx.NodeProto) -> Any:
     return b.layer(node, _filled(module, scale, shift), b.tensor(node.input[0]))
 
 
-def layer_norm(b: Builder, node: onnx.NodeProto) -> Any:
+def layer_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert LayerNormalization."""
     weight, bias = constant(b, node.input[1]), _optional(b, node, 2)
     axis, rank = attribute(node, "axis", -1), len(b.shapes[node.input[0]])
     return _layer_norm(b, node, node.input[0], rank - axis % rank, weight, bias, attribute(node, "epsilon", 1e-5))
 
 
-def written_layer_norm(b: Builder, found: Compound) -> Any:
+def written_layer_norm(b: Builder, found: Compound) -> Value:
     """Convert a LayerNorm that is written as means, a root and a quotient."""
     after = found.nodes[[part.op_type for part in found.nodes].index("Sqrt") + 2 :]
     places = {}
@@ -163,7 +175,7 @@ def _layer_norm(
     bias: Tensor | None,
     epsilon: float,
     places: Mapping[str, Place] | None = None,
-) -> Any:
+) -> Value:
     shape = b.shapes[x][-axes:]
     module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
     if weight is not None:
@@ -171,7 +183,7 @@ def _layer_norm(
     return b.layer(node, module, b.tensor(x), **(places or {}))
 
 
-def prelu(b: Builder, node: onnx.NodeProto) -> Any:
+def prelu(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert PRelu, whose slope is one number or one of each channel."""
     slope = constant(b, node.input[1]).reshape(-1)
     module = nn.PReLU(len(slope))
@@ -205,15 +217,16 @@ def _has(node: onnx.NodeProto, place: int) -> bool:
     return len(node.input) > place and bool(node.input[place])
 
 
-def _filled(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+def _filled(module: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
     with torch.no_grad():
-        module.weight.copy_(weight)
+        module.get_parameter("weight").copy_(weight)
         if bias is not None:
-            module.bias.copy_(bias.reshape(module.bias.shape))
+            own = module.get_parameter("bias")
+            own.copy_(bias.reshape(own.shape))
     return module
 
 
-LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Any]] = {
+LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Value]] = {
     "Conv": convolution,
     "ConvTranspose": transposed,
     "Gemm": product,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
@@ -24,7 +25,7 @@ from compress.onnx_ptq.index import Index, Shapes, Types, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
-from compress.onnx_ptq.to_torch.builder import Builder, Place
+from compress.onnx_ptq.to_torch.builder import Builder, Place, Value
 from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
 from compress.onnx_ptq.to_torch.operators import OPERATORS, part
 
@@ -131,7 +132,7 @@ def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> B
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"silu": F.silu, "hardswish": F.hardswish, "mish": F.mish}
 
 
-def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Any:
+def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Value:
     """Return the value of an operator, or a list of the values of its outputs.
 
     Raises:
@@ -152,7 +153,7 @@ def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) 
         ) from error
 
 
-def _compound(builder: Builder, found: Compound) -> Any:
+def _compound(builder: Builder, found: Compound) -> Value:
     if found.kind == "linear":
         return linear_with_sum(builder, found)
     if found.kind == "layer_norm":
@@ -172,11 +173,8 @@ def compare_network(source: SourceFile, network: fx.GraphModule, feed: Arrays) -
     names = [value.name for value in source.proto.graph.output]
     expected = FloatSession(source, names).run(feed)
     inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]
-    try:
-        with torch.no_grad():
-            got = flat_tensors(network(*(x.float() if x.dtype == torch.float16 else x for x in inputs)))
-    except Exception as error:
-        raise ModelError(f"{source.path} as a torch network does not run: {error}") from error
+    with library_errors(ModelError, f"{source.path} as a torch network does not run: "), torch.no_grad():
+        got = flat_tensors(network(*(x.float() if x.dtype == torch.float16 else x for x in inputs)))
     limit = 20 * _CHANGED if any(expected[name].dtype == np.float16 for name in names) else _CHANGED
     for name, value in zip(names, got, strict=True):
         wanted = np.asarray(expected[name], np.float64)

@@ -17,10 +17,10 @@ from compress.errors import QuantizationError
 from compress.onnx_graph.graph import attribute
 from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS
 from compress.onnx_ptq.compounds import Span
-from compress.onnx_ptq.to_torch.builder import Builder, Size, axes_of
+from compress.onnx_ptq.to_torch.builder import Builder, Size, Value, axes_of
 from compress.onnx_ptq.to_torch.layers import window
 
-Converter = Callable[[Builder, onnx.NodeProto], Any]
+Converter = Callable[[Builder, onnx.NodeProto], Value]
 
 _TYPES = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32, TensorProto.BOOL: torch.bool}
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
@@ -33,7 +33,7 @@ _GLOBAL: dict[str, dict[int, Callable[..., Any]]] = {
 def _one(function: Any, **attributes: tuple[str, float]) -> Converter:
     """Return the converter of a function of one tensor; `attributes` are (ONNX name, default) by torch's name."""
 
-    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
         named = {key: float(attribute(node, name, value)) for key, (name, value) in attributes.items()}
         return b.call(function, b.tensor(node.input[0]), **named)
 
@@ -43,7 +43,7 @@ def _one(function: Any, **attributes: tuple[str, float]) -> Converter:
 def _many(function: Any) -> Converter:
     """Return the converter of a function of two tensors or numbers, applied in turn to more."""
 
-    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
         operands = [b.operand(name) for name in node.input if name]
         if function in {torch.maximum, torch.minimum}:
             operands = [b.tensor(name) for name in node.input if name]
@@ -53,7 +53,7 @@ def _many(function: Any) -> Converter:
 
 
 def _reduction(function: Any) -> Converter:
-    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
         x, axes = b.tensor(node.input[0]), axes_of(b, node)
         axes = list(range(len(b.shapes[node.input[0]]))) if axes is None else axes
         return b.call(function, x, dim=axes, keepdim=bool(attribute(node, "keepdims", 1)))
@@ -62,17 +62,17 @@ def _reduction(function: Any) -> Converter:
 
 
 def _softmax(function: Any) -> Converter:
-    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
         return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", -1)))
 
     return convert
 
 
-def _global(b: Builder, node: onnx.NodeProto) -> Any:
+def _global(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(_GLOBAL[node.op_type][len(b.shapes[node.input[0]]) - 2], b.tensor(node.input[0]), 1)
 
 
-def _clip(b: Builder, node: onnx.NodeProto) -> Any:
+def _clip(b: Builder, node: onnx.NodeProto) -> Value:
     low, high = (
         b.index.number(node.input[i]) if len(node.input) > i and node.input[i] else attribute(node, key, None)
         for i, key in ((1, "min"), (2, "max"))
@@ -83,11 +83,11 @@ def _clip(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call(F.relu, x) if low == 0 and high is None else b.call(torch.clamp, x, min=low, max=high)
 
 
-def _gelu(b: Builder, node: onnx.NodeProto) -> Any:
+def _gelu(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(F.gelu, b.tensor(node.input[0]), approximate=attribute(node, "approximate", b"none").decode())
 
 
-def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Any:
+def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Value:
     alpha, beta = attribute(node, "alpha", 0.2), attribute(node, "beta", 0.5)
     x = b.tensor(node.input[0])
     if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
@@ -97,7 +97,7 @@ def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Any:
     )
 
 
-def _pool(b: Builder, node: onnx.NodeProto) -> Any:
+def _pool(b: Builder, node: onnx.NodeProto) -> Value:
     form, x = window(b, node), b.tensor(node.input[0])
     padding, counted = form.pool_padding, bool(attribute(node, "count_include_pad", 0))
     highest = node.op_type == "MaxPool"
@@ -112,7 +112,7 @@ def _pool(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call(AVERAGE_POOLS[len(form.kernel)], x, form.kernel, form.strides, padding, form.ceil, counted)
 
 
-def _resize(b: Builder, node: onnx.NodeProto) -> Any:
+def _resize(b: Builder, node: onnx.NodeProto) -> Value:
     shape, after = b.shapes[node.input[0]], b.shapes[node.output[0]]
     mode = attribute(node, "mode", b"nearest").decode()
     where = attribute(node, "coordinate_transformation_mode", b"half_pixel").decode()
@@ -132,7 +132,7 @@ def _resize(b: Builder, node: onnx.NodeProto) -> Any:
     raise QuantizationError(f"it has mode {mode}, {where}, {rounded}")
 
 
-def _pad(b: Builder, node: onnx.NodeProto) -> Any:
+def _pad(b: Builder, node: onnx.NodeProto) -> Value:
     pads = b.whole(node.input[1]) if len(node.input) > 1 else [int(p) for p in attribute(node, "pads", [])]
     if len(node.input) > 3 and node.input[3]:
         raise QuantizationError("it pads some axes only")
@@ -145,7 +145,7 @@ def _pad(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call(F.pad, b.tensor(node.input[0]), sides, mode, *([value] if mode == "constant" and value else []))
 
 
-def _reshape(b: Builder, node: onnx.NodeProto) -> Any:
+def _reshape(b: Builder, node: onnx.NodeProto) -> Value:
     sizes = b.integers(node.input[1])
     if not attribute(node, "allowzero", 0):
         shape = b.shapes[node.input[0]]
@@ -160,19 +160,19 @@ def _kept(b: Builder, name: str, axis: int, size: int) -> Size:
     return b.call("size", b.tensor(name), 0) if axis == 0 else size
 
 
-def _flatten(b: Builder, node: onnx.NodeProto) -> Any:
+def _flatten(b: Builder, node: onnx.NodeProto) -> Value:
     axis, rank = attribute(node, "axis", 1), len(b.shapes[node.input[0]])
     if axis % max(rank, 1) != 1:
         raise QuantizationError(f"its axis is {axis}")
     return b.call(torch.flatten, b.tensor(node.input[0]), 1)
 
 
-def _transpose(b: Builder, node: onnx.NodeProto) -> Any:
+def _transpose(b: Builder, node: onnx.NodeProto) -> Value:
     default = list(reversed(range(len(b.shapes[node.input[0]]))))
     return b.call("permute", b.tensor(node.input[0]), *(int(axis) for axis in attribute(node, "perm", default)))
 
 
-def _squeeze(b: Builder, node: onnx.NodeProto) -> Any:
+def _squeeze(b: Builder, node: onnx.NodeProto) -> Value:
     axes, shape = axes_of(b, node), b.shapes[node.input[0]]
     axes = [i for i, size in enumerate(shape) if size == 1] if axes is None else [axis % len(shape) for axis in axes]
     return functools.reduce(
@@ -180,13 +180,13 @@ def _squeeze(b: Builder, node: onnx.NodeProto) -> Any:
     )
 
 
-def _unsqueeze(b: Builder, node: onnx.NodeProto) -> Any:
+def _unsqueeze(b: Builder, node: onnx.NodeProto) -> Value:
     axes, rank = axes_of(b, node) or [], len(b.shapes[node.output[0]])
     ordered = sorted(axis % rank for axis in axes)
     return functools.reduce(lambda x, axis: b.call("unsqueeze", x, axis), ordered, b.tensor(node.input[0]))
 
 
-def _expand(b: Builder, node: onnx.NodeProto) -> Any:
+def _expand(b: Builder, node: onnx.NodeProto) -> Value:
     sizes, shape = b.integers(node.input[1]), b.shapes[node.input[0]]
     new = len(sizes) - len(shape)
     wanted: list[Size] = [-1] * max(-new, 0)
@@ -195,14 +195,14 @@ def _expand(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call("expand", b.tensor(node.input[0]), *wanted)
 
 
-def _split(b: Builder, node: onnx.NodeProto) -> Any:
+def _split(b: Builder, node: onnx.NodeProto) -> Value:
     axis = attribute(node, "axis", 0)
     sizes = [b.shapes[name][axis] for name in node.output]
     whole = b.call(torch.split, b.tensor(node.input[0]), sizes, dim=axis)
     return [b.call(operator.getitem, whole, i) for i in range(len(sizes))]
 
 
-def part(b: Builder, node: onnx.NodeProto, parts: Mapping[str, Span]) -> Any:
+def part(b: Builder, node: onnx.NodeProto, parts: Mapping[str, Span]) -> Value:
     """Convert one of several slices or gathers that take a tensor apart to an item of `split` or `unbind`."""
     axis, start, _ = parts[node.output[0]]
     siblings = {other.output[0] for other in b.index.consumers[node.input[0]]}
@@ -218,7 +218,7 @@ def part(b: Builder, node: onnx.NodeProto, parts: Mapping[str, Span]) -> Any:
     return b.call("unsqueeze", item, axis) if indices is not None and indices.ndim == 1 else item
 
 
-def _slice(b: Builder, node: onnx.NodeProto) -> Any:
+def _slice(b: Builder, node: onnx.NodeProto) -> Value:
     rank = len(b.shapes[node.input[0]])
     starts, ends = (b.whole(node.input[i]) for i in (1, 2))
     axes = b.whole(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(len(starts)))
@@ -232,7 +232,7 @@ def _slice(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call(operator.getitem, b.tensor(node.input[0]), tuple(cut))
 
 
-def _gather(b: Builder, node: onnx.NodeProto) -> Any:
+def _gather(b: Builder, node: onnx.NodeProto) -> Value:
     axis = attribute(node, "axis", 0)
     value = b.index.value(node.input[1]) if node.input[1] in b.index.unchanging else None
     if value is None:
@@ -247,21 +247,21 @@ def _gather(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call(torch.index_select, x, axis, b.constant(f"{node.output[0]}_indices", positive.astype(np.int64)))
 
 
-def _concat(b: Builder, node: onnx.NodeProto) -> Any:
+def _concat(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(torch.cat, [b.tensor(name) for name in node.input], dim=int(attribute(node, "axis", 0)))
 
 
-def _tile(b: Builder, node: onnx.NodeProto) -> Any:
+def _tile(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call("repeat", b.tensor(node.input[0]), *b.integers(node.input[1]))
 
 
-def _shuffle(b: Builder, node: onnx.NodeProto) -> Any:
+def _shuffle(b: Builder, node: onnx.NodeProto) -> Value:
     if attribute(node, "mode", b"DCR") != b"CRD":
         raise QuantizationError("its mode is DCR, which torch does not have")
     return b.call(F.pixel_shuffle, b.tensor(node.input[0]), int(attribute(node, "blocksize", 1)))
 
 
-def _cast(b: Builder, node: onnx.NodeProto) -> Any:
+def _cast(b: Builder, node: onnx.NodeProto) -> Value:
     to, x = attribute(node, "to", 0), b.tensor(node.input[0])
     if to in _FLOATS:
         return x if b.types.get(node.input[0]) in _FLOATS else b.call("to", x, torch.float32)
@@ -270,53 +270,116 @@ def _cast(b: Builder, node: onnx.NodeProto) -> Any:
     return b.call("to", x, _TYPES[to])
 
 
-def _where(b: Builder, node: onnx.NodeProto) -> Any:
+def _where(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(torch.where, b.tensor(node.input[0]), b.operand(node.input[1]), b.operand(node.input[2]))
 
 
-def _einsum(b: Builder, node: onnx.NodeProto) -> Any:
+def _einsum(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(torch.einsum, attribute(node, "equation", b"").decode(), *(b.tensor(name) for name in node.input))
 
 
 def _arg(function: Any) -> Converter:
-    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
         axis, keep = int(attribute(node, "axis", 0)), bool(attribute(node, "keepdims", 1))
         return b.call(function, b.tensor(node.input[0]), dim=axis, keepdim=keep)
 
     return convert
 
 
-def _passed(b: Builder, node: onnx.NodeProto) -> Any:
+def _passed(b: Builder, node: onnx.NodeProto) -> Value:
     return b.tensor(node.input[0])
 
 
-def _reciprocal(b: Builder, node: onnx.NodeProto) -> Any:
+def _reciprocal(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(operator.truediv, 1.0, b.tensor(node.input[0]))
 
 
 OPERATORS: dict[str, Converter] = {
-    **{name: _many(getattr(operator, function)) for name, function in (
-        ("Add", "add"), ("Sum", "add"), ("Sub", "sub"), ("Mul", "mul"), ("Div", "truediv"), ("Equal", "eq"),
-        ("Less", "lt"), ("LessOrEqual", "le"), ("Greater", "gt"), ("GreaterOrEqual", "ge"),
-    )},
-    **{name: _one(function) for name, function in (
-        ("Relu", F.relu), ("Sigmoid", torch.sigmoid), ("Tanh", torch.tanh), ("HardSwish", F.hardswish),
-        ("Mish", F.mish), ("Softplus", F.softplus), ("Selu", F.selu), ("Erf", torch.erf), ("Exp", torch.exp),
-        ("Log", torch.log), ("Sqrt", torch.sqrt), ("Neg", torch.neg), ("Abs", torch.abs), ("Floor", torch.floor),
-        ("Sin", torch.sin), ("Cos", torch.cos), ("Not", torch.logical_not), ("Sign", torch.sign),
-    )},
-    **{name: _reduction(function) for name, function in (
-        ("ReduceMean", torch.mean), ("ReduceSum", torch.sum), ("ReduceMax", torch.amax), ("ReduceMin", torch.amin),
-        ("ReduceL2", torch.linalg.vector_norm),
-    )},
-    "LeakyRelu": _one(F.leaky_relu, negative_slope=("alpha", 0.01)), "Elu": _one(F.elu, alpha=("alpha", 1.0)),
-    "Celu": _one(F.celu, alpha=("alpha", 1.0)), "Gelu": _gelu, "HardSigmoid": _hard_sigmoid, "Clip": _clip,
-    "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(F.log_softmax), "Pow": _many(torch.pow),
-    "Max": _many(torch.maximum), "Min": _many(torch.minimum), "Where": _where, "Einsum": _einsum,
-    "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin), "GlobalAveragePool": _global, "GlobalMaxPool": _global,
-    "MaxPool": _pool, "AveragePool": _pool, "Resize": _resize, "Upsample": _resize, "Pad": _pad, "Reshape": _reshape,
-    "Flatten": _flatten, "Transpose": _transpose, "Squeeze": _squeeze, "Unsqueeze": _unsqueeze, "Expand": _expand,
-    "Split": _split, "Slice": _slice, "Gather": _gather, "Concat": _concat, "Tile": _tile, "DepthToSpace": _shuffle,
-    "Cast": _cast, "Identity": _passed, "Dropout": _passed, "Reciprocal": _reciprocal,
-}  # fmt: skip
+    **{
+        name: _many(getattr(operator, function))
+        for name, function in (
+            ("Add", "add"),
+            ("Sum", "add"),
+            ("Sub", "sub"),
+            ("Mul", "mul"),
+            ("Div", "truediv"),
+            ("Equal", "eq"),
+            ("Less", "lt"),
+            ("LessOrEqual", "le"),
+            ("Greater", "gt"),
+            ("GreaterOrEqual", "ge"),
+        )
+    },
+    **{
+        name: _one(function)
+        for name, function in (
+            ("Relu", F.relu),
+            ("Sigmoid", torch.sigmoid),
+            ("Tanh", torch.tanh),
+            ("HardSwish", F.hardswish),
+            ("Mish", F.mish),
+            ("Softplus", F.softplus),
+            ("Selu", F.selu),
+            ("Erf", torch.erf),
+            ("Exp", torch.exp),
+            ("Log", torch.log),
+            ("Sqrt", torch.sqrt),
+            ("Neg", torch.neg),
+            ("Abs", torch.abs),
+            ("Floor", torch.floor),
+            ("Sin", torch.sin),
+            ("Cos", torch.cos),
+            ("Not", torch.logical_not),
+            ("Sign", torch.sign),
+        )
+    },
+    **{
+        name: _reduction(function)
+        for name, function in (
+            ("ReduceMean", torch.mean),
+            ("ReduceSum", torch.sum),
+            ("ReduceMax", torch.amax),
+            ("ReduceMin", torch.amin),
+            ("ReduceL2", torch.linalg.vector_norm),
+        )
+    },
+    "LeakyRelu": _one(F.leaky_relu, negative_slope=("alpha", 0.01)),
+    "Elu": _one(F.elu, alpha=("alpha", 1.0)),
+    "Celu": _one(F.celu, alpha=("alpha", 1.0)),
+    "Gelu": _gelu,
+    "HardSigmoid": _hard_sigmoid,
+    "Clip": _clip,
+    "Softmax": _softmax(torch.softmax),
+    "LogSoftmax": _softmax(F.log_softmax),
+    "Pow": _many(torch.pow),
+    "Max": _many(torch.maximum),
+    "Min": _many(torch.minimum),
+    "Where": _where,
+    "Einsum": _einsum,
+    "ArgMax": _arg(torch.argmax),
+    "ArgMin": _arg(torch.argmin),
+    "GlobalAveragePool": _global,
+    "GlobalMaxPool": _global,
+    "MaxPool": _pool,
+    "AveragePool": _pool,
+    "Resize": _resize,
+    "Upsample": _resize,
+    "Pad": _pad,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": _transpose,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Expand": _expand,
+    "Split": _split,
+    "Slice": _slice,
+    "Gather": _gather,
+    "Concat": _concat,
+    "Tile": _tile,
+    "DepthToSpace": _shuffle,
+    "Cast": _cast,
+    "Identity": _passed,
+    "Dropout": _passed,
+    "Reciprocal": _reciprocal,
+}
 """Converters of operators without parameters."""

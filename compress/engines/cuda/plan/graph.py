@@ -13,7 +13,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from compress.engines.arrays import shape_text
+from compress.engines.arrays import library_errors, shape_text
 from compress.engines.base import TensorInfo
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
 from compress.engines.cuda.onnx_ops.shapes import pads_of
@@ -90,10 +90,8 @@ def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = Non
         EngineError: the file is missing or broken, an operator is not supported, or a shape is not known.
     """
     outside = read_onnx(path)
-    try:
+    with library_errors(EngineError, f"{path}: its weights cannot be read (", ")"):
         proto = onnx.load(str(outside.path))
-    except Exception as error:  # protobuf and torch raise classes of their own
-        raise EngineError(f"{path}: its weights cannot be read ({type(error).__name__}: {error})") from error
     shapes = _input_shapes(outside, sizes or {}, batch_size)
     nodes = tuple(_nodes(proto, path))
     known: dict[str, Tensor] = {}
