@@ -1,11 +1,9 @@
 """Tensors in the layout in which ONNX Runtime computes convolutions, and the samples that calibration draws of them.
 
-On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each tensor that
-is a result into the file's order, which takes up to a fourth of a pass. Its optimized graph, which it can write to a
-file, has these copies as nodes; without them the results are the blocked tensors. The sample of a tensor consists of
-the same values, read at other places.
-
-The layout is ONNX Runtime's own affair, so that it is not believed: the caller compares a picture in both orders.
+On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result into
+the file's order, which takes up to a fourth of a pass. Its optimized graph, which it can write to a file, has these
+copies as nodes; without them the results are the blocked tensors. The sample of a tensor consists of the same values,
+read at other places. The layout is ONNX Runtime's own affair: the caller compares an image in both orders.
 """
 
 from __future__ import annotations
@@ -72,13 +70,7 @@ class Blocked:
 def blocked_session(
     source: SourceFile, tensors: Iterable[str], blocked: Set[str], *, threads: int
 ) -> tuple[FloatSession, BlockedSession]:
-    """Return two sessions of a graph: one whose results are in the file's order, and one where some are blocked.
-
-    Args:
-        source: the file.
-        tensors: names of the results.
-        blocked: the results that may be.
-        threads: of one run.
+    """Return two sessions of a graph: one whose results are in the file's order, and one where `blocked` ones may be.
 
     Raises:
         Exception: ONNX Runtime's own; it refuses the graph, or to write and read its optimized form.
@@ -90,18 +82,9 @@ def blocked_session(
 
 
 class BlockedSession:
-    """A session whose optimized graph returns tensors as they are computed.
-
-    Attributes:
-        block: channels of a block, which the caller has to find out.
-    """
+    """A session whose optimized graph returns tensors as they are computed; the caller finds out `block`."""
 
     def __init__(self, plain: FloatSession, path: Path, blocked: Set[str], *, threads: int) -> None:
-        """Read the optimized graph of a session from the file that it wrote; see `blocked_session`.
-
-        Raises:
-            Exception: ONNX Runtime's, or onnx's.
-        """
         ort = import_library("onnxruntime", "pip install onnxruntime")
         proto = onnx.load(path, load_external_data=False)
         makers = {name: node for node in proto.graph.node for name in node.output}
@@ -124,11 +107,7 @@ class BlockedSession:
         self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def run(self, feeds: Arrays) -> dict[str, Any]:
-        """Return the tensors by name: arrays, and `Blocked` ones.
-
-        Raises:
-            CalibrationError: ONNX Runtime fails.
-        """
+        """Return the tensors by name: arrays, and `Blocked` ones."""
         by_name = results_of(self._session, self._results, {k: v for k, v in feeds.items() if k in self._reads})
         results: dict[str, Any] = {name: feeds[name] for name in self._given}
         for name, result in self._names.items():
@@ -139,7 +118,7 @@ class BlockedSession:
 
 
 def with_block(values: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """Return results as they are if a block has so many channels."""
+    """Return results with another number of channels in a block."""
     return {k: replace(v, block=block) if isinstance(v, Blocked) else v for k, v in values.items()}
 
 

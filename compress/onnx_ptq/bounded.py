@@ -1,7 +1,6 @@
-"""A trial, within bounds of time and memory, of files whose graphs decide by values how much they compute.
+"""A trial of files whose graphs decide by values how much they compute: loops, and sizes that are computed.
 
-A loop has as many rounds as a value says, and a tensor may be as large as one: neither is known before the graph runs.
-Files that have such operations run once in a process of their own, before anything else is computed of them.
+They run once, within bounds of time and memory, in a process of their own, before anything else is computed of them.
 """
 
 from __future__ import annotations

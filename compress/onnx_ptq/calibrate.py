@@ -1,7 +1,7 @@
 """Calibration of an ONNX graph: one pass over the user's batches, with the calibrators that torch models use.
 
-The tensors that are to be quantized are results of the float graph on ONNX Runtime. Those of a few pictures are in
-memory at a time (`passes`); what remains of them are histograms. Ranges of weights follow from the weights.
+The tensors that are to be quantized are results of the float graph on ONNX Runtime; those of a few images are in memory
+at a time (`passes`), and what remains of them are histograms. Ranges of weights follow from the weights.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def calibrate_graph(
     check: Callable[[Arrays], None] | None = None,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Measure the range of every quantizer of a placement.
+    """Measure the range of every quantizer of a placement; all `batches` (inputs by name) are used.
 
     Args:
         source: the float graph.
         reading: the graph that the placement is for.
         placement: the quantizers.
-        batches: inputs by name; all of them are used.
+        batches: inputs by name.
         total: number of batches, for `progress`; 0 = unknown.
-        check: is shown the results of the graph for one picture of the first batch, or for all where their number is
-            fixed, before all others are computed; may refuse them.
+        check: is shown the results for one image of the first batch (for all where their number is fixed) before the
+            others are computed; may refuse them.
         progress: is informed of each batch.
 
     Raises:
@@ -114,7 +114,6 @@ def _batch_statistics(
     batches: Iterable[Arrays],
     check: Callable[[Arrays], None] | None,
 ) -> Iterator[tuple[int, list[Parts]]]:
-    """Yield the number of pictures of each batch, and the statistics of its pieces."""
     results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
     given = iter(batches)
     first = next(given, None)
@@ -158,7 +157,7 @@ def _batch_statistics(
 def _sessions(
     source: SourceFile, tensors: Iterable[str], plan: Plan, sampled: Set[str]
 ) -> tuple[FloatSession, BlockedSession | None]:
-    """Return a session, and one that is faster where samples are all that is drawn of some of its results."""
+    """Return a session, and a faster one where nothing but samples is drawn of some of its results."""
     weights = sum(len(tensor.raw_data) for tensor in source.proto.graph.initializer)
     if plan.images and sampled and not source.external and weights < _MOST_WEIGHTS:
         try:
@@ -169,7 +168,6 @@ def _sessions(
 
 
 def _sampled_only(placement: Placement, watching: Mapping[str, Calibrator]) -> Set[str]:
-    """Return the tensors of which calibration draws nothing but samples."""
     sites = [(isinstance(watching[site.name], HistogramCalibrator), site.edges) for site in placement.activations]
     sampled = {tensor for counted, edges in sites if counted for tensor, _ in edges}
     return sampled - {tensor for counted, edges in sites if not counted for tensor, _ in edges}
@@ -178,10 +176,7 @@ def _sampled_only(placement: Placement, watching: Mapping[str, Calibrator]) -> S
 def _same_alone(
     alone: Arrays, beside: Mapping[str, Any], images: int, watched: Iterable[str], blocked: BlockedSession | None
 ) -> Mapping[str, Any] | None:
-    """Return the results for a few pictures if those of the second are the ones that it has alone; else None.
-
-    The number of channels in a block is the one with which they are the same.
-    """
+    """Return the results for a few images if the second has them alone too, with the right block; else None."""
     for block in BLOCKS if blocked is not None else BLOCKS[:1]:
         read = with_block(beside, block)
         if independent(alone, read, images, watched):
@@ -204,7 +199,6 @@ def _computed_parts(
     samples: BlockedSamples,
     job: tuple[Piece, Mapping[str, Any] | None],
 ) -> tuple[Piece, Parts]:
-    """Return the statistics of a piece, of which the tensors may be known already."""
     piece, known = job
     return piece, _parts(placement, watching, piece, session.run(piece.feed) if known is None else known, samples)
 
@@ -216,10 +210,7 @@ def _parts(
     values: Mapping[str, Any],
     samples: BlockedSamples,
 ) -> Parts:
-    """Return the statistics of the tensors of a piece.
-
-    They are read from the last to the first, because the last ones are still in the cache.
-    """
+    """Return the statistics of the tensors of a piece, the last ones first: they are still in the cache."""
     found: Parts = {}
     for site in reversed(placement.activations):
         watch = watching[site.name]
@@ -241,13 +232,11 @@ def _parts(
 
 
 def _bytes(reading: Reading, tensors: Iterable[str]) -> int:
-    """Return the bytes of tensors of the first batch, those of unknown shape left out."""
     sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
     return 4 * sum(sizes.get(name, 0) for name in tensors)
 
 
 def _weight_ranges(reading: Reading, placement: Placement) -> dict[str, Tensor]:
-    """Return the range of each weight, by quantizer."""
     parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
     found = {}
     for weight in placement.weights:
@@ -264,7 +253,6 @@ def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Place
 
 
 def _watched_tensors(placement: Placement) -> list[str]:
-    """Return the tensors that calibration collects."""
     return list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
 
 

@@ -43,11 +43,7 @@ _SMALL = 1 << 20
 
 
 def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]:
-    """Return a rewritten copy of a file, and a sentence for each kind of change that a user should know.
-
-    Args:
-        source: the file as it was read.
-        opset: the lowest that the result may have.
+    """Return a rewritten copy of a file whose opset is at least `opset`, and a sentence for each kind of change.
 
     Raises:
         QuantizationError: the opset cannot be raised.
@@ -110,11 +106,7 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def fold_constants_after_layers(source: SourceFile) -> int:
-    """Fold into each layer the BatchNorm, or the constant factor and sum, that alone reads its result; in place.
-
-    Returns:
-        Number of operations that are no longer there.
-    """
+    """Fold into each layer the BatchNorm, or the constant factor and sum, that alone reads it; return their number."""
     index = Index(source)
     gone: set[str] = set()
     for node in list(index.graph.node):
@@ -207,7 +199,6 @@ def _channel_operand(node: onnx.NodeProto, name: str, rank: int, channels: int, 
 
 
 def _set_parameters(layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], index: Index) -> None:
-    """Give a layer a weight and a bias of its own; the old ones stay for other consumers."""
     parts = {"folded_weight": weight, "folded_bias": bias}
     for i, (part, value) in enumerate(parts.items(), start=1):
         name = index.add_constant(added_tensor(layer.output[0], part), value)
@@ -218,11 +209,7 @@ def _set_parameters(layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[A
 
 
 def move_attention_scales(source: SourceFile) -> int:
-    """Apply the factors of the inputs of a product of activations to the product instead; in place.
-
-    Returns:
-        Number of products.
-    """
+    """Apply the factors of the inputs of products of activations to the products; return the number of products."""
     index = Index(source)
     gone: set[str] = set()
     added: dict[str, list[onnx.NodeProto]] = {}
@@ -305,13 +292,8 @@ _ROUNDING = 1e-6
 def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
     """Return a function that refuses other results than the file's own, which are computed beside the caller's work.
 
-    Args:
-        original: the user's file.
-        feed: a batch; its second picture is computed, which shows a change as well as all of them.
-
-    Returns:
-        Function of the results of the rewritten graph for the same picture (`results_for_one`). It raises
-        QuantizationError, which names the output, for results that are not the same.
+    The second image of the batch `feed` is computed, which shows a change as well as all of them (`results_for_one`).
+    The function raises QuantizationError, which names the output.
     """
     pool = ThreadPoolExecutor(1)
     before = pool.submit(results_for_one, original, feed)
@@ -320,7 +302,7 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
 
 
 def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
-    """Return the outputs of a graph for one picture of a batch, or for the batch where its size is fixed."""
+    """Return the outputs of a graph for one image of a batch, or for the batch where its size is fixed."""
     alone, names = one_image(source.proto, feed), known_results(source.proto.graph)
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
 

@@ -30,7 +30,7 @@ class Compound:
 
     Attributes:
         kind: row of `graph.traits`.
-        nodes: its nodes, in graph order; the last one writes its result.
+        nodes: in graph order; the last one writes the result.
         input: the activation that it reads.
     """
 
@@ -63,7 +63,7 @@ def find_compounds(index: Index) -> list[Compound]:
 
 
 def _closed(compound: Compound, index: Index) -> bool:
-    """Return True if nothing outside reads what is inside, and the inside reads nothing but its input and constants."""
+    """Return True if nothing outside reads what is inside, and the inside reads its input and constants alone."""
     names = [part.output[0] for part in compound.nodes]
     for part in compound.nodes:
         allowed = index.fixed | {compound.input} | set(names)
@@ -170,7 +170,11 @@ Span = tuple[int, int, int]
 
 
 def find_parts(index: Index, shapes: Shapes) -> dict[str, Span]:
-    """Return where each part lies in its tensor, by name."""
+    """Return where each part of a tensor lies, by name: slices and gathers along one axis, without gap or overlap.
+
+    Exporters write `chunk`, `unbind` and `split` so when they do not know the sizes. torch.fx sees one operation, and
+    each part is quantized with a range of its own; a single slice is a view of the whole tensor.
+    """
     found: dict[str, Span] = {}
     for name, readers in index.consumers.items():
         shape = shapes.get(name)

@@ -1,7 +1,6 @@
 """Methods beyond calibration on files: they work on the file as a torch network, and its parameters come back.
 
-Equalization, SmoothQuant, AdaRound and bias correction change weights, biases and factors of norms, and nothing else;
-ReLU instead of ReLU6 changes a node. So the file keeps its own graph, and each method exists once.
+They change weights, biases, factors of norms, and ReLU6 to ReLU, so that the file keeps its own graph.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Improved:
     notes: tuple[str, ...] = ()
 
     def finish(self, index: Index) -> None:
-        """Write these parameters into the graph of an index; in place."""
+        """Write the later parameters into a graph."""
         for place, value in self.later:
             write_parameter(index, place, value)
 
@@ -55,16 +54,10 @@ class Improved:
 def improve_file(
     source: SourceFile, batches: list[Arrays], spec: QuantSpec, *, progress: Progress | None = None
 ) -> Improved:
-    """Apply the methods of a specification to the parameters of a float file; in place.
+    """Apply the methods of a specification to the parameters of a float file in canonical form; in place.
 
-    Equalization, smoothing and ReLU instead of ReLU6 are written at once. AdaRound and bias correction belong to
-    the quantized network: the caller writes them when the ranges are calibrated.
-
-    Args:
-        source: in canonical form.
-        batches: calibration data, inputs by name.
-        spec: names the methods.
-        progress: is informed of each batch and layer.
+    Equalization, smoothing and ReLU instead of ReLU6 are written at once. AdaRound and bias correction belong to the
+    quantized network: the caller writes them when the ranges are calibrated.
 
     Raises:
         ModelError: the file cannot become a torch network; names the operator.
@@ -115,7 +108,7 @@ def for_network(spec: QuantSpec, made: Converted, index: Index) -> QuantSpec:
 
 
 def file_names(made: Converted, index: Index) -> dict[str, str]:
-    """Return the name of the file's node by the name of the network's operation: a layer's path, or a node's name."""
+    """Return the name of the file's node by that of the network's operation: a layer's path, or a node's name."""
     found = {path: name for name, path in made.path.items()}
     for node in made.network.graph.nodes:
         producer = index.producers.get(made.origin.get(node.name, ""))
@@ -144,7 +137,6 @@ def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
 
 
 def _added_after(index: Index, node: onnx.NodeProto, bias: str) -> Place:
-    """Add a constant to the result of a product that has no bias."""
     result = node.output[0]
     node.output[0] = index.free(added_tensor(result, "product"))
     add = helper.make_node("Add", [node.output[0], bias], [result], name=added_tensor(node.name, "bias"))

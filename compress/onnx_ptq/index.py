@@ -92,7 +92,7 @@ class Index(OnnxGraph):
         return value
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
-        """Add an initializer, and return its name, which another tensor may have made differ from the one given."""
+        """Add an initializer, and return its name; see `OnnxGraph`."""
         name = super().add_constant(name, value)
         self.unchanging.add(name)
         self.fixed.add(name)
@@ -168,11 +168,11 @@ def _evaluated(
 def infer(
     source: SourceFile, sizes: dict[str, tuple[int, ...]], known: dict[str, NDArray[Any]] | None = None
 ) -> tuple[Shapes, Types]:
-    """Infer shapes and types of the tensors of a graph whose inputs have given shapes; what is not known is left out.
+    """Infer shapes and types of the tensors of a graph whose inputs have given shapes; unknown ones are left out.
 
     Args:
         source: the file.
-        sizes: shapes of its inputs.
+        sizes: by input.
         known: values of tensors that decide about shapes, such as computed pads, which inference does not compute.
 
     Raises:

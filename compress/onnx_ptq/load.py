@@ -1,7 +1,7 @@
 """Reads the ONNX file that is to be quantized, within limits, and refuses what cannot be, before anything is written.
 
-The file may come from anywhere, so nothing in it is believed: sizes are compared with the bytes that hold them, weights
-in other files are read only from the model's folder, and a size that the file merely states allocates nothing.
+The file may come from anywhere: sizes are compared with the bytes that hold them, weights in other files are read only
+from the model's folder, and a size that the file merely states allocates nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SourceFile:
 
     @property
     def folder(self) -> Path:
-        """Folder that its external data are in."""
+        """Folder of its external data."""
         return self.path.parent
 
     def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:
@@ -255,7 +255,6 @@ def _check_float(path: Path, proto: onnx.ModelProto) -> None:
 
 
 def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
-    """Refuse a tensor that states another size than it has."""
     if any(size < 0 for size in tensor.dims) or math.prod(tensor.dims) > MOST_ELEMENTS:
         raise QuantizationError(
             f"{path}: tensor {tensor.name!r} has the shape {tuple(tensor.dims)}; at most {MOST_ELEMENTS} elements are "
@@ -299,7 +298,6 @@ def _check_functions(path: Path, proto: onnx.ModelProto) -> None:
 
 
 def _all_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
-    """Yield nodes and those of the graphs in them."""
     yield from nodes
     for graph in subgraphs(nodes):
         yield from _all_nodes(graph.node)

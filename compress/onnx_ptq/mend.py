@@ -1,7 +1,4 @@
-"""The accuracy debugger for ONNX files: the same tool as for torch models, on the file as a torch network.
-
-What it returns names the file's own nodes, so that the specification works with `quantize_onnx`.
-"""
+"""`compress.mend` for ONNX files, on the file as a torch network; what it returns names the file's own nodes."""
 
 from __future__ import annotations
 
@@ -38,17 +35,17 @@ def mend_onnx(
     metric: Any = None,
     progress: Progress | None = None,
 ) -> Mended:
-    """Find the smallest set of changes with which the quantized form of a file meets a goal.
+    """Find the smallest set of changes with which the quantized form of a file meets a goal; see `compress.mend`.
 
     Args:
         path: float ONNX file.
         batches: calibration data, as for `quantize_onnx`.
         images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
         spec: target, rules and methods to begin with; rules match the names of nodes.
-        drop: as for `compress.mend`.
-        sqnr_db: as for `compress.mend`.
-        metric: as for `compress.mend`.
-        progress: as for `compress.mend`.
+        drop: as there.
+        sqnr_db: as there.
+        metric: as there.
+        progress: as there.
 
     Returns:
         The diagnosis, and a specification for `quantize_onnx`.
@@ -90,7 +87,6 @@ def mend_onnx(
 def _network(
     original: SourceFile, first: Arrays, data: list[Any], spec: QuantSpec
 ) -> tuple[Converted, Index, QuantSpec]:
-    """Return a file as a torch network, its channels scaled as `quantize_onnx` does, and the specification for it."""
     source, _ = canonical(original, opset=OPSET)
     rules: tuple[Rule, ...] = ()
     if scaled := looks_at_layers(spec):

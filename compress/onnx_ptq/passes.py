@@ -1,13 +1,11 @@
-"""Passes over batches in pieces: a few pictures of a batch at a time, several pieces beside each other.
+"""Passes over batches in pieces: a few images of a batch at a time, several pieces beside each other.
 
-What a session returns of a piece is in memory until its statistics are drawn, so that memory does not grow with the
-batch, and the pages of one piece serve the next: new pages cost as much as a tenth of the network's run. A piece is
-computed by one thread where memory allows one for each core, because threads of one run wait at each layer for the
-slowest.
+What a session returns of a piece is in memory until its statistics are drawn, and the pages of one piece serve the
+next: new pages cost as much as a tenth of the network's run. A piece is computed by one thread where memory allows one
+for each core, because threads of one run wait at each layer for the slowest.
 
-A batch is taken apart only if that changes no result. Whether a picture's tensors depend on those beside it, as where
-the first dimension is time, is found out by computing the second picture twice: alone, and in the first piece, where
-there is one before it and one after it.
+A batch is taken apart only if that changes no result: the second image is computed twice, alone, and in the first piece
+between two others. It differs where the first dimension is time, for example.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from compress.onnx_ptq.blocked import Blocked
 from compress.support.process import core_count
 
 _PIECE, _LEAST = 1 << 26, 3
-"""Bytes of results that a piece has at most, and the pictures that it has in any case."""
+"""Bytes of results that a piece has at most, and the images that it has in any case."""
 _MEMORY = 1 << 30
 """Bytes of results up to which several pieces are computed at a time."""
 _AT_ONCE = 8
 """Pieces that are computed at a time at most: their statistics are drawn by one interpreter."""
 _SAME = 1e-4
-"""Change that other pictures beside it may make in a picture's tensors, relative to their largest value: rounding."""
+"""Change that other images beside it may make in an image's tensors, relative to their largest value: rounding."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,14 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Some pictures of a batch.
-
-    Attributes:
-        feed: their inputs.
-        start: the first of them.
-        images: their number.
-        whole: number of pictures of the batch.
-    """
+    """Some images of a batch of `whole` images, from number `start` on."""
 
     feed: Arrays
     start: int
@@ -67,7 +58,7 @@ class Plan:
     """How batches are computed.
 
     Attributes:
-        images: pictures of a piece at least, as long as a batch has them; 0 = whole batches.
+        images: images of a piece at least, as long as a batch has them; 0 = whole batches.
         at_once: pieces that are computed at a time.
         threads: of each; 0 = one for each core.
     """
@@ -78,26 +69,20 @@ class Plan:
 
 
 def plan_for(feed: Arrays, size: int, *, apart: bool) -> Plan:
-    """Return how batches like one are computed.
-
-    Args:
-        feed: a batch.
-        size: bytes of the results that are wanted of it.
-        apart: it may be taken apart.
-    """
-    pictures = images_of(feed)
-    images = max(_LEAST, _PIECE * pictures // size) if apart and size else pictures
-    piece = size * min(images, pictures) // max(pictures, 1)
+    """Return how batches like one are computed, of which `size` bytes are wanted, and which may be taken `apart`."""
+    whole = images_of(feed)
+    images = max(_LEAST, _PIECE * whole // size) if apart and size else whole
+    piece = size * min(images, whole) // max(whole, 1)
     at_once = min(core_count(), _AT_ONCE, max(1, _MEMORY // max(piece, 1)))
     return Plan(
-        images=images if images < pictures else 0,
+        images=images if images < whole else 0,
         at_once=at_once,
         threads=core_count() // at_once if at_once > 1 else 0,
     )
 
 
 def images_of(feed: Arrays) -> int:
-    """Return the number of pictures of a batch."""
+    """Return the number of images of a batch."""
     return next((len(value) for value in feed.values() if value.ndim), 1)
 
 
@@ -122,10 +107,7 @@ def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
 
 
 def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
-    """Yield the pieces of batches, of so many pictures each or a few more; 0 = whole batches.
-
-    They are nearly alike, and the first is the largest: the others fit in its memory.
-    """
+    """Yield pieces of batches, of `images` each or a few more (0 = whole batches); the first is the largest."""
     for feed in feeds:
         whole = images_of(feed)
         number = max(1, whole // images) if images else 1
@@ -135,10 +117,10 @@ def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
 
 
 def independent(alone: Arrays, beside: Mapping[str, Any], images: int, tensors: Iterable[str]) -> bool:
-    """Return True if tensors of a picture are the same alone and as the second of several pictures.
+    """Return True if tensors of an image are the same alone and as the second of several images.
 
     Args:
-        alone: results for one picture.
+        alone: results for one image.
         beside: results for several, of which it is the second; they may be `Blocked`.
         images: their number.
         tensors: names of the results that are compared.
@@ -160,13 +142,7 @@ def _is_second(alone: NDArray[Any], beside: NDArray[Any] | Blocked, images: int)
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> Iterator[Result]:
-    """Yield the results of a function for items, in order, several at a time.
-
-    Args:
-        work: is called by `at_once` threads.
-        items: the next ones are read while others are worked on.
-        at_once: number of threads; as many results again may wait until they are asked for.
-    """
+    """Yield the results of a function for items, in order, of `at_once` threads; as many results may wait."""
     source = iter(items)
     with ThreadPoolExecutor(at_once) as pool:
         started = deque(pool.submit(work, item) for item in itertools.islice(source, 2 * at_once))

@@ -1,8 +1,7 @@
 """Quantizes an ONNX file without its source: Q/DQ pairs are inserted into the user's own graph.
 
-Read, bring the float graph to a form that placement knows, place by the same rules as for torch models, calibrate on
-ONNX Runtime, insert, write. Names, inputs, outputs, open dimensions, metadata and all nodes that no quantizer and no
-folding touches stay as they are.
+Names, inputs, outputs, open dimensions, metadata and all nodes that no quantizer and no folding touches stay as they
+are. Quantizers are placed by the same rules as for torch models, and calibrated on ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -182,7 +181,6 @@ def _quantized(
 
 
 def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
-    """Return the index, the types and the view of a graph, whose shapes are those for one batch."""
     index, shapes, types = inferred(source, feed)
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index.graph))
 
@@ -212,7 +210,6 @@ def _some_of(
 
 
 def _apart(source: SourceFile, reading: Reading, placement: Placement, feed: Arrays) -> tuple[Rule, ...]:
-    """Return rules for concats whose inputs' ranges are far apart on a batch."""
     shared = shared_tensors(placement)
     found = FloatSession(source, dict.fromkeys(shared)).run(feed) if shared else {}
     ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
@@ -237,7 +234,6 @@ def _first(pieces: Iterator[Arrays]) -> Arrays:
 
 
 def _check_methods(spec: QuantSpec) -> None:
-    """Refuse what only torch models have."""
     if spec.batchnorm == "keep":
         raise QuantizationError(
             "quantization.batchnorm is keep, which is for training: in a file it is folded; set batchnorm: fold"

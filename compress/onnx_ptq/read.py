@@ -1,8 +1,8 @@
-"""Reads an ONNX graph into the view that placement works on: the same engine decides as for torch models.
+"""Reads an ONNX graph into the view that placement works on: the same rules decide as for torch models.
 
 A node of the view is one operation of the file, or several that spell one (`compounds`). It is named after the tensor
-that it writes, and its path is the name of the node in the file, which rules match. Constants that are weights, biases,
-bounds or indices belong to their operation; what is computed from the sizes of tensors is left out.
+that it writes, and its path is the name of the node in the file, which rules match. What is computed from the sizes of
+tensors is left out.
 """
 
 from __future__ import annotations
@@ -63,12 +63,8 @@ class Reading:
 def read_onnx_graph(index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str]) -> Reading:
     """Return the view of a graph.
 
-    Args:
-        index: of the graph.
-        shapes: of its tensors, for the inputs that it is calibrated with.
-        types: of its tensors.
-        unknown: reasons why tensors cannot be measured, by name: they come from or after operators that no engine here
-            knows.
+    `shapes` are those of the inputs that it is calibrated with. `unknown` has the reasons why tensors cannot be
+    measured, by name: they come from or after operators that no engine here knows.
     """
     reader = _Reader(index, shapes, types, unknown)
     for value in index.graph.input:
@@ -86,8 +82,6 @@ def read_onnx_graph(index: Index, shapes: Shapes, types: Types, unknown: Mapping
 
 
 class _Reader:
-    """Builds the view, node by node, in graph order."""
-
     def __init__(self, index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str]) -> None:
         self.index, self.shapes, self.types, self.unknown = index, shapes, types, unknown
         self.view: list[Node] = []
@@ -101,7 +95,6 @@ class _Reader:
         self.inside = {part.output[0] for compound in compounds for part in compound.nodes[:-1]}
 
     def add(self, node: Node, *members: onnx.NodeProto) -> None:
-        """Take a node into the view, with the shape and type of its tensor."""
         node.shape = self.shapes.get(node.name, node.shape)
         node.floating = self.types.get(node.name) in FLOATS
         self.view.append(node)
@@ -115,7 +108,6 @@ class _Reader:
         return self.made[name]
 
     def read(self, node: onnx.NodeProto) -> None:
-        """Take an operation of the file into the view."""
         results = [name for name in node.output if name]
         if not results or self.index.fixed.issuperset(results) or results[0] in self.inside:
             return
@@ -237,7 +229,6 @@ class _Reader:
         )
 
     def _arguments(self, made: Node, node: onnx.NodeProto) -> None:
-        """Read the arguments that placement asks for."""
         if made.traits.category == "arithmetic":
             numbers = [self.index.number(name) for name in node.input]
             made.numbers = tuple(number for number in numbers if number is not None)

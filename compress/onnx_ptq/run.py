@@ -110,11 +110,7 @@ class FloatSession:
             self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def run(self, feeds: Arrays) -> Arrays:
-        """Return the tensors by name.
-
-        Raises:
-            CalibrationError: ONNX Runtime fails.
-        """
+        """Return the tensors by name; CalibrationError if ONNX Runtime fails."""
         found: Arrays = {name: feeds[name] for name in self.given}
         if self._session is None:
             return found
@@ -122,11 +118,7 @@ class FloatSession:
 
 
 def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
-    """Run an ONNX Runtime session and return its results by name.
-
-    Raises:
-        CalibrationError: it fails.
-    """
+    """Run an ONNX Runtime session and return its results by name; CalibrationError if it fails."""
     shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
     with library_errors(CalibrationError, f"the network fails on a calibration batch of {shapes}: "):
         return dict(zip(names, session.run(names, feeds), strict=True))
@@ -135,8 +127,7 @@ def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
 def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
     """Return a copy whose results are other tensors, with only the nodes that they depend on, and its weights.
 
-    The session reads large weights where they are: to write them into the model and to read it takes longer than to
-    make a session.
+    The session reads large weights where they are: to write and read them takes longer than to make a session.
     """
     wanted, kept = set(names), []
     for node in reversed(proto.graph.node):

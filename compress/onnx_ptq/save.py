@@ -27,11 +27,11 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     """Write a model; it has external data if it is too large without, or if the file that it comes from had them.
 
     Args:
-        source: the model, and the folder that its external data are in. Tensors that are written to another file are
-            taken out of it, so that large models are not in memory twice.
+        source: the model, and the folder of its external data. Tensors that go to another file are taken out of it, so
+            that large models are not in memory twice.
+        path: external data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so that no model
+            loses its weights; those of a model that was at `path` are removed afterwards.
         target: that the model is for; ONNX Runtime loads its files once.
-        path: file to write; external data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so
-            that no model loses its weights; those of a model that was at `path` go afterwards.
 
     Raises:
         AuditError: the model is not valid; nothing is written.
@@ -64,7 +64,6 @@ def _is_data_of(place: Path, path: Path) -> bool:
 
 
 def _weights_of_others(path: Path) -> set[Path]:
-    """Return the files that the other models of a folder read their weights from."""
     found: set[Path] = set()
     for other in path.parent.glob("*.onnx"):
         if other != path:
@@ -103,7 +102,6 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
 
 
 def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
-    """The bytes of a tensor, also of one whose data are in another file."""
     if not external_data_helper.uses_external_data(tensor):
         return tensor.raw_data
     source.array(tensor)  # refuses data that are missing

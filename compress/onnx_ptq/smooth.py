@@ -1,8 +1,7 @@
 """Keeps a file accurate in 8 bits: channels with outliers are scaled, poor products of activations stay float.
 
-The choice is `quantization.ptq.channel_scales`; here the tensors are computed and the scales go into the file. A scale
-goes into the operation that makes the tensor where that is linear in it (a layer, a normalization, a product with a
-constant, through activations without bounds), and is a Mul of its own elsewhere.
+`quantization.ptq.channel_scales` chooses. A scale goes into the operation that makes the tensor where that is linear in
+it (a layer, a normalization, a product with a constant, through activations without bounds), and is a Mul elsewhere.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
 def smooth_file(
     source: SourceFile, reading: Reading, placement: Placement, batches: Sequence[Arrays], spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Scale channels of a float file, in place, and choose products that stay float.
+    """Scale channels of a float file in canonical form, in place, and choose products that stay float.
 
     Args:
-        source: in canonical form.
+        source: the file.
         reading: its graph.
         placement: what would be quantized.
         batches: some of the calibration data.
@@ -98,8 +97,6 @@ def _chosen(
     spec: QuantSpec,
     images: Sequence[Arrays],
 ) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
-    """Return the scales of groups of layers, and rules for products that stay float."""
-
     def watch(names: Sequence[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
         session = FloatSession(source, names)
         return lambda feed: {
@@ -241,7 +238,6 @@ def _scaled(
 
 
 def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float32]]:
-    """Return the constant inputs of a node in float32, by place."""
     found = {}
     for place, name in enumerate(node.input):
         value = index.value(name) if name in index.unchanging and name else None
@@ -251,6 +247,5 @@ def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float
 
 
 def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDArray[np.float32]:
-    """Return a constant of an elementwise operation times the factor of each channel."""
     rank = len(group.layers[0].inputs[0].shape or ())
     return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)

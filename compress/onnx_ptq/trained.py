@@ -1,17 +1,12 @@
-"""A network that was fine-tuned with quantizers, back in the ONNX file that it came from.
-
-`from_onnx` makes a file a torch network whose layers have the names of the file's nodes; `quantize` and a training give
-it new parameters and ranges. Here both return to the file's own graph: its nodes, names, inputs and outputs stay.
-"""
+"""A network that was fine-tuned with quantizers (`quantize(from_onnx(file), ...)`), back in the file's own graph."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compress.engines.base import Arrays
 from compress.errors import ModelError, QuantizationError
@@ -26,12 +21,7 @@ from compress.quantization.report import CalibrationReport, placement_of, quanti
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A fine-tuned network beside the file that holds its parameters now.
-
-    Attributes:
-        network: with quantizers.
-        made: the file as a torch network.
-    """
+    """A fine-tuned network with quantizers, and `made`, the file that holds its parameters now as a torch network."""
 
     network: nn.Module
     made: Converted
@@ -66,21 +56,20 @@ class Trained:
         return self._quantizer(path).amax.detach().float().cpu()
 
     def _quantizer(self, path: str) -> Quantizer:
-        return cast(Quantizer, self.network.get_submodule(path))
+        found = self.network.get_submodule(path)
+        if not isinstance(found, Quantizer):
+            raise _other_placement(path)
+        return found
 
 
 def write_trained(source: SourceFile, network: nn.Module, feed: Arrays) -> Trained:
     """Write the parameters of a fine-tuned network into the file that it came from; in place.
 
-    Args:
-        source: the float file in canonical form.
-        network: `quantize(from_onnx(file), ...)` after training; not changed.
-        feed: a batch, with which file and network are compared.
+    The float file is in canonical form, and is compared with the network on a batch, `feed`.
 
     Raises:
         ModelError: the file cannot become a torch network.
-        QuantizationError: the network was not quantized, is not of this file, or holds changes that the file has no
-            place for.
+        QuantizationError: the network was not quantized, is not of this file, or has changes that the file cannot hold.
     """
     placement_of(network)
     network = copy.deepcopy(network).cpu().eval()
@@ -111,7 +100,7 @@ def _compare_float(source: SourceFile, network: nn.Module, feed: Arrays) -> None
     for _, quantizer in quantizers(plain):
         quantizer.enabled = False
     try:
-        compare_network(source, cast(fx.GraphModule, plain), feed)
+        compare_network(source, plain, feed)
     except ModelError as error:
         raise _not_of(
             source, f"its parameters in the file do not compute what it does without quantizers: {error}"

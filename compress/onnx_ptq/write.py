@@ -37,14 +37,7 @@ then computes; `torch.round` alone has a smaller one."""
 def insert_pairs(
     index: Index, types: Types, reading: Reading, placement: Placement, amax: Mapping[str, Tensor]
 ) -> None:
-    """Insert all quantizers of a placement.
-
-    Args:
-        index: of the graph that is changed; stale afterwards.
-        types: of its tensors.
-        reading: the graph as placement saw it.
-        placement: the quantizers.
-        amax: range by quantizer path.
+    """Insert all quantizers of a placement, with ranges by path, into the graph of `index`, which is stale afterwards.
 
     Raises:
         ExportError: a scale is zero or infinite in the file's half-precision type.
@@ -132,7 +125,6 @@ class _Writer:
         return result, nodes
 
     def finish(self) -> None:
-        """Write the new list of nodes, without those that only fed replaced weights."""
         nodes = [node for value in self.graph.input for node in self.after.get(value.name, ())]
         for node in self.graph.node:
             nodes += [*self.before.get(node.name, ()), node]
@@ -150,7 +142,6 @@ class _Writer:
             node.input[2] = self.index.add_constant(added_tensor(name, "value"), value)
 
     def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool) -> Tensor:
-        """Return a scale in the type of its tensor."""
         dtype = self.types.get(tensor)
         if dtype == TensorProto.FLOAT16:
             return half_scale(half_or_more(scale) if of_weight else scale, name)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
@@ -38,10 +38,10 @@ _CHANGED = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A file as a torch network.
+    """A file as a torch network that computes its outputs, in order, in evaluation mode.
 
     Attributes:
-        network: computes the file's outputs, in order; in evaluation mode.
+        network: the network.
         origin: name of the file's tensor by name of the fx node that computes it.
         path: path of each layer in the network by name of the file's node; the same but for names that torch refuses.
         places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
@@ -133,10 +133,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"silu": F.silu, "hardswish": F.hard
 
 
 def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Value:
-    """Return the value of an operator, or a list of the values of its outputs.
+    """Return the value of an operator, or a list of those of its outputs.
 
     Raises:
-        ModelError: names the operator.
+        ModelError: it has no counterpart.
     """
     try:
         if compound is not None:
@@ -164,7 +164,7 @@ def _compound(builder: Builder, found: Compound) -> Value:
     return builder.call(_FUNCTIONS[found.kind], builder.tensor(found.input))
 
 
-def compare_network(source: SourceFile, network: fx.GraphModule, feed: Arrays) -> None:
+def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> None:
     """Refuse a network that computes something else than its file.
 
     Raises:
@@ -197,7 +197,7 @@ def _random(source: SourceFile, size: tuple[int, int] | None) -> Arrays:
         if min(shape, default=1) < 1:
             raise ModelError(
                 f"{source.path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a height and a "
-                "width for pictures (size=; in a recipe model.options: {size: [224, 224]})"
+                "width for images (size=; in a recipe model.options: {size: [224, 224]})"
             )
         found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
     return found
