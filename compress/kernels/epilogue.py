@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.bitmask import unpack
-from compress.kernels.memory_format import along_axis
+from compress.kernels.memory_format import along_axis, unpack
 
 LARGEST_WINDOW = 255
 """Largest pooling window whose argmax fits a uint8; 255 itself means that no gradient passes."""

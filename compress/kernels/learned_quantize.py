@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import Kernels, refuse_second_derivative, use_triton_eager
 from compress.kernels.epilogue import Epilogue, activated_torch
 from compress.kernels.fake_quantize import in_type
 from compress.kernels.memory_format import along_axis, dense, like
+from compress.kernels.triton.launch import Kernels, refuse_second_derivative, use_triton_eager
 from compress.kernels.triton.learned_quantize import LEAST_RANGE, LearnedPlan, learned_plan_of
 
 

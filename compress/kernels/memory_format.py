@@ -1,4 +1,4 @@
-"""Memory formats: tensors without gaps, in the usual order or with channels last."""
+"""Memory formats: tensors without gaps, in the usual order or with channels last, and booleans packed in bytes."""
 
 from __future__ import annotations
 
@@ -61,3 +61,27 @@ def empty_as(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return empty_channels_last(y.shape, dtype, y.device)
     made = torch.empty(y.shape, dtype=dtype, device=y.device)
     return made, made
+
+
+BITS_PER_BYTE = 8
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Pack the booleans of a dense tensor, lowest bit first, padded with zeros; uint8, (ceil(elements / 8),)."""
+    flat = memory_order(bits).reshape(-1)
+    missing = -flat.numel() % BITS_PER_BYTE
+    flat = torch.nn.functional.pad(flat.to(torch.uint8), (0, missing)) if missing else flat.to(torch.uint8)
+    return (flat.view(-1, BITS_PER_BYTE) << _shifts(flat)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, like: Tensor) -> Tensor:
+    """The booleans that `pack` packed, in the shape and memory format of `like`."""
+    flat = ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[: like.numel()].bool()
+    shape = memory_order(like).shape
+    if is_channels_last(like):
+        return flat.view(shape).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(BITS_PER_BYTE, dtype=torch.uint8, device=like.device)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.dispatch import Kernels, use_triton
 from compress.kernels.triton import attention_launch
 from compress.kernels.triton.attention_launch import WIDEST
 from compress.kernels.triton.attention_packed import packed_attention, packed_fits
+from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.chain import called_module, quantizer_of
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.triton.batch_norm import Running, batch_norm_again, batch_norm_quantize, fits
+from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.qat_fusion.chain import called_module
 from compress.qat_fusion.recompute import Recipe, uses_recipes
 from compress.qat_fusion.weights import is_live

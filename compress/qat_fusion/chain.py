@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.activation import SMOOTH_ACTIVATIONS
-from compress.kernels.dispatch import Kernels, use_triton
 from compress.kernels.epilogue import Epilogue
+from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS
 from compress.kernels.memory_format import is_channels_last
 from compress.kernels.triton.depthwise import depthwise, fits
+from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.weights import weight_dtype
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
 from compress.quantization.quantizer import Quantizer

@@ -13,12 +13,11 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.graph.report import GraphReport, ReportedModule, attach_report, leaves_of
-from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
-from compress.kernels.dispatch import Kernels
 from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
-from compress.kernels.fake_quantize import fused_quantize, pooled_quantize
+from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS, fused_quantize, pooled_quantize, smooth_quantize
 from compress.kernels.learned_quantize import learned_quantize
 from compress.kernels.triton.language import HAS_TRITON
+from compress.kernels.triton.launch import Kernels
 from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
 from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, called_module, epilogue_of, product

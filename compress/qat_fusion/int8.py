@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
-from compress.kernels.stem import stem_fits
 from compress.kernels.triton.conv_int8 import Geometry
-from compress.kernels.triton.conv_int8_training import Layer, codes_of, convolve
+from compress.kernels.triton.conv_int8_training import Layer, codes_of, convolve, stem_fits
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
 from compress.quantization.modules import QuantConv2d

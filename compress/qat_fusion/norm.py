@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.dispatch import Kernels, use_triton
+from compress.kernels.triton.launch import Kernels, use_triton
 from compress.kernels.triton.layer_norm import WIDEST, norm_again, norm_quantize
 from compress.qat_fusion.chain import adds_alike, called_module, quantizer_of
 from compress.qat_fusion.recompute import Recipe, uses_recipes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
-from compress.kernels.dispatch import Kernels, use_triton_eager
+from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.qat_fusion.chain import called_module
 
 

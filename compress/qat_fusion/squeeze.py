@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
 from compress.graph.traits import AVERAGES
-from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.memory_format import along_axis
+from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze
 from compress.qat_fusion.chain import ACTIVATIONS, activation_of, called_module, has_one_consumer, product, quantizer_of
 from compress.qat_fusion.recompute import Recipe

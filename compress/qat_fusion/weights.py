@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import tensor_of
-from compress.kernels.dispatch import Kernels, use_triton_eager
 from compress.kernels.epilogue import IntegerGrid
+from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.kernels.triton.weights import quantize_weights
 from compress.quantization.quantizer import Quantizer
 

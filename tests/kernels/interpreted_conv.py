@@ -8,11 +8,11 @@ import os
 import torch
 import torch.nn.functional as F
 
-from compress.kernels.bitmask import unpack
 from compress.kernels.epilogue import Epilogue
-from compress.kernels.stem import stem_filter, stem_image
+from compress.kernels.memory_format import unpack
 from compress.kernels.triton import depthwise as triton_depthwise
 from compress.kernels.triton.conv_int8 import Codes, ConvTile, Geometry, conv_codes, output_size
+from compress.kernels.triton.conv_int8_training import stem_filter, stem_image
 from tests.kernels.depthwise import CASES as DEPTHWISE
 from tests.kernels.depthwise import check_depthwise
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import compress
-from compress.kernels.bitmask import pack
 from compress.kernels.epilogue import Epilogue, Window, backward_torch, forward_torch, max_pool
 from compress.kernels.fake_quantize import fused_quantize
+from compress.kernels.memory_format import pack
 from compress.kernels.triton import fake_quantize as triton_fake_quantize
 from compress.kernels.triton import pool as triton_pool
 from compress.kernels.triton import weights as triton_weights

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import compress
-from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_fits, smooth_quantize
 from compress.kernels.epilogue import Epilogue
+from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS, smooth_fits, smooth_quantize
 from compress.kernels.triton import activation as triton_activation
 from compress.kernels.triton import layer_norm
 from compress.qat_fusion.norm import FusedNormModule

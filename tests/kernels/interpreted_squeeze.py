@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import compress
-from compress.kernels.activation import SMOOTH_ACTIVATIONS
 from compress.kernels.epilogue import IntegerGrid
+from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS
 from compress.kernels.triton import squeeze as triton_squeeze
 from compress.kernels.triton.squeeze import excite, excite_again, fits, squeeze
 from compress.qat_fusion.squeeze import FusedSqueezeModule

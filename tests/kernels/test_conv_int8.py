@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.kernels.stem import stem_filter, stem_fits, stem_image
+from compress.kernels.triton.conv_int8_training import stem_filter, stem_fits, stem_image
 from tests.kernels.interpreter import interpreted
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.kernels.bitmask import pack, unpack
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import fused_quantize
+from compress.kernels.memory_format import pack, unpack
 from compress.kernels.triton.weights import written_on_device
 from tests.kernels.interpreter import interpreted
 

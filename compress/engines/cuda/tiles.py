@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
 from compress.kernels.triton.int8_depthwise_rows import RowsTile
-from compress.kernels.triton.int8_pointwise import PointwiseTile
+from compress.kernels.triton.int8_descriptors import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
 from compress.kernels.triton.int8_wide import WideTile
 from compress.kernels.triton.int8_window import WindowTile

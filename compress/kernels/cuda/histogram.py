@@ -2,14 +2,119 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cuda.nvrtc import Kernel, available, compile_cuda
 from compress.kernels.triton.launch import BoundedCache
+
+
+@functools.cache
+def available(device: int) -> bool:
+    """Whether kernels can be compiled for the GPU of this index, and know what began with compute capability 8.0."""
+    try:
+        compiler(), _driver()
+    except OSError:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def compiler() -> ctypes.CDLL:
+    """NVRTC.
+
+    Raises:
+        OSError: there is none, or torch was built without CUDA.
+    """
+    name = f"libnvrtc.so.{(torch.version.cuda or 'none').partition('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:  # beside torch, in a package that the loader does not search
+        spec = importlib.util.find_spec("nvidia")
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for found in Path(folder).glob(f"*/lib/{name}"):
+                return ctypes.CDLL(str(found))
+        raise
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def compile_cuda(source: str, capability: tuple[int, int], **macros: int) -> bytes:
+    """Return machine code.
+
+    - `source`: CUDA C++ 17 without headers; products and sums are joined only where it says so.
+    - `capability`: such as (9, 0).
+
+    Raises:
+        OSError: there is no compiler.
+        RuntimeError: the compiler reports an error.
+    """
+    nvrtc, program, size = compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    arch = "{}{}".format(*capability)
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "--fmad=false"]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    pointers = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None):
+        raise RuntimeError("NVRTC takes no program")
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), pointers)
+        what = "ProgramLog" if failed else "CUBIN"
+        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        result = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, result)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"NVRTC cannot compile for sm_{arch}: {result.value.decode()}")
+    return result.raw
+
+
+class Kernel:
+    """A function of compiled code on the current device, on a grid that fills it.
+
+    Args:
+        name: of an `extern "C"` function.
+        together: its blocks wait for each other, so all must run at the same time.
+    """
+
+    def __init__(self, code: bytes, name: str, *, threads: int, together: bool = False) -> None:
+        module, self._function, blocks = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        _call("cuModuleLoadData", ctypes.byref(module), code)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        function, size = self._function, ctypes.c_size_t(0)
+        _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, size)
+        processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._shape = (blocks.value * processors, 1, 1, threads, 1, 1, 0)
+        self._together = together
+
+    def __call__(self, device: int, values: Tensor, tables: Sequence[Tensor]) -> None:
+        """Run on the current stream of `device`, which is the current one."""
+        sizes = ctypes.c_uint64(values.numel())
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, *tables)]
+        addresses = [ctypes.addressof(argument) for argument in (pointers[0], sizes, *pointers[1:])]
+        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        if self._together:
+            _call("cuLaunchCooperativeKernel", self._function, *self._shape, stream, arguments)
+        else:
+            _call("cuLaunchKernel", self._function, *self._shape, stream, arguments, None)
+
+
+def _call(name: str, *arguments: object) -> None:
+    error = getattr(_driver(), name)(*arguments)
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'error ' + str(error).encode()).decode()}")
+
 
 SOURCE = Path(__file__).with_name("histogram.cu")
 

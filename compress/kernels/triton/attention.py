@@ -4,8 +4,8 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from compress.kernels.triton.fake_quantize import below, on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.rounding import below, on_grid, step_of, steps_of
 
 
 @triton.jit

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import rounding_threshold
 from compress.kernels.triton.attention import forward_kernel, keys_kernel, queries_kernel
-from compress.kernels.triton.launch import launch
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 WIDEST = 256
 """Largest width of a query or of a value."""

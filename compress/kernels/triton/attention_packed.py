@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.bitmask import BITS_PER_BYTE
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import IntegerGrid, rounding_threshold
+from compress.kernels.memory_format import BITS_PER_BYTE
 from compress.kernels.triton.attention import round_kernel
 from compress.kernels.triton.attention_launch import (
     LARGEST,
@@ -23,7 +22,7 @@ from compress.kernels.triton.attention_launch import (
     run_backward,
     run_forward,
 )
-from compress.kernels.triton.launch import launch
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 _TILE = (16, 16)  # rows, and groups of eight columns, of `round_kernel`
 _TILES = 8  # of a program of it

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.memory_format import empty_as, is_channels_last, like
-from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, strip
+from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, on_grid, step_of, steps_of, strip
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 _FORWARD = (2048, 2112)  # elements of a tile, and programs in all, about
 _BACKWARD = (2048, 1056)

@@ -63,7 +63,7 @@ class ConvResult(NamedTuple):
 
     Attributes:
         codes: (N, O, OH, OW) int8, channels_last.
-        bits: where the gradient passes, packed (`compress.kernels.bitmask`).
+        bits: where the gradient passes, packed (`compress.kernels.memory_format`).
         value: the quantized values, shape and layout of `codes`.
     """
 

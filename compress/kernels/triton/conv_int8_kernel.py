@@ -4,8 +4,8 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from compress.kernels.triton.fake_quantize import step_of
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.rounding import step_of
 
 
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width"])

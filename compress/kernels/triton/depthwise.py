@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.memory_format import empty_channels_last, is_channels_last
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 _LAST = torch.channels_last
 _LEAST_TAPS, _MOST_TAPS = 7, 9  # for fewer cuDNN has kernels of its own

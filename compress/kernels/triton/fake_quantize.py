@@ -10,12 +10,60 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.bitmask import BITS_PER_BYTE
 from compress.kernels.epilogue import Epilogue, rounding_threshold
-from compress.kernels.memory_format import empty_as, inner_size
+from compress.kernels.memory_format import BITS_PER_BYTE, empty_as, inner_size
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import BoundedCache, Launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+
+_FAR = tl.constexpr(4096.0)  # steps: beyond every grid of at most 12 bits
+_ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction bits, so it rounds half to even
+
+
+@triton.jit
+def divide(x, by, reciprocal):
+    """The quotient, rounded correctly where it is finite and not subnormal (Markstein, IBM J. Res. Dev. 34, 1990).
+
+    - `reciprocal`: 1 / by, rounded correctly.
+    """
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, by, x), reciprocal, quotient)
+
+
+@triton.jit
+def step_of(amax, high):
+    """(one step of a grid, its reciprocal), of a range that ends at the integer `high`, each rounded correctly."""
+    scale = tl.div_rn(amax.to(tl.float32), high)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def steps_of(x, lower, upper, scale, reciprocal):
+    """Clip `x` to the bounds of an activation and divide it by the scale; far values are clipped too. Keeps NaN.
+
+    - `x`: float32.
+    - `scale`: one step; positive.
+    - `reciprocal`: of `scale`, rounded correctly.
+    """
+    most = tl.minimum(upper, _FAR * scale)
+    least = tl.maximum(lower, -_FAR * scale)
+    x = tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+    return divide(x, scale, reciprocal)
+
+
+@triton.jit
+def on_grid(steps, low, high):
+    """The nearest integers from `low` to `high`, half to even, as float32. Keeps NaN."""
+    steps = tl.minimum(steps, high, propagate_nan=tl.PropagateNan.ALL)
+    steps = tl.maximum(steps, low, propagate_nan=tl.PropagateNan.ALL)
+    return (steps + _ROUNDS) - _ROUNDS
+
+
+@triton.jit
+def below(steps, high):
+    """`on_grid` of values that are never below the smallest integer."""
+    return (tl.minimum(steps, high, propagate_nan=tl.PropagateNan.ALL) + _ROUNDS) - _ROUNDS
+
 
 GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue, IntegerGrid, forward_torch, rounding_threshold
-from compress.kernels.triton.fake_quantize import bounds_of
+from compress.kernels.triton.fake_quantize import bounds_of, on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 WIDEST = 2048
 """Largest number of elements of a row."""

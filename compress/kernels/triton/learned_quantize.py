@@ -9,9 +9,9 @@ from torch import Tensor
 
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.memory_format import inner_size
+from compress.kernels.triton.fake_quantize import on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import BoundedCache, Launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
 LEAST_RANGE = 2.0**-100
 """Lower bound of ranges: one that training has driven below it counts as this, until it grows again."""

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue, Window
 from compress.kernels.memory_format import empty_channels_last
-from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive
+from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 _LAST = torch.channels_last
 _PROGRAMS = 2112  # of the backward kernel: 16 on each of 132 multiprocessors
@@ -253,7 +251,7 @@ def pool(
     - `amax`: (), the range.
     - `epilogue`: one range, and the bias along axis 1.
     - `bias`: (C,).
-    - `bits`: of the codes, packed (`compress.kernels.bitmask`).
+    - `bits`: of the codes, packed (`compress.kernels.memory_format`).
     - `emits`: write codes too, of at most 8 bits and a sign.
     """
     images, channels, height, width = y.shape

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.bitmask import BITS_PER_BYTE
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import IntegerGrid, rounding_threshold
-from compress.kernels.memory_format import is_channels_last, like
+from compress.kernels.memory_format import BITS_PER_BYTE, is_channels_last, like
 from compress.kernels.triton.activation import bias_of, smooth_factor, with_bias
+from compress.kernels.triton.fake_quantize import on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch
-from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+from compress.kernels.triton.launch import launch, refuse_second_derivative
 
 _FORWARD = (1024, 4, 4224)  # elements of a tile, warps of a program, and programs for parts of images, about:
 _BACKWARD = (1024, 4, 2112)  # the best of four on an H200

@@ -11,12 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from compress.kernels.bitmask import BITS_PER_BYTE
-from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import IntegerGrid
-from compress.kernels.memory_format import is_channels_last
+from compress.kernels.memory_format import BITS_PER_BYTE, is_channels_last
 from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import BoundedCache, Launch
+from compress.kernels.triton.launch import BoundedCache, Launch, refuse_second_derivative
 
 _GROUPS = 256  # of eight elements, in a tile
 _ALIGNMENT = 256  # elements: offsets in the buffer are its multiples

@@ -29,11 +29,10 @@ from compress.engines.cuda.tiles import (
     wide_tiles,
     window_tiles,
 )
-from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
 from compress.kernels.triton.int8_depthwise_rows import WORD, RowsTile, depthwise_rows, pack_dots
+from compress.kernels.triton.int8_descriptors import LEAST_CAPABILITY, PointwiseTile, deep, pointwise
 from compress.kernels.triton.int8_epilogue import Finish, Outputs
-from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
     ALIGNED,
     Geometry,
