@@ -86,7 +86,6 @@ class _FusedQuantize(torch.autograd.Function):
         dtype: torch.dtype,
         recompute_mask: bool,
     ) -> Tensor:
-        """Triton's kernel by its plan; or in a compiled graph, which knows none; or torch's operations."""
         if residual is not None:
             residual = like(residual, y)
         epilogue = Epilogue(low, high, lower, upper, axis, bias_dim)
@@ -133,7 +132,7 @@ def masked_gradients(
 
 
 def in_type(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """A gradient in the type of its tensor; None if there is no gradient or no tensor."""
+    """Return a gradient in the type of its tensor; None if there is none of either."""
     if grad is None or dtype is None:
         return None
     return grad if grad.dtype == dtype else grad.to(dtype)
@@ -150,10 +149,7 @@ def pooled_quantize(
 ) -> Tensor:
     """Max pooling of `fused_quantize`; one kernel, also in a compiled graph, on a GPU where layout and type fit.
 
-    - `y`: (N, C, H, W), the result of a convolution without its bias.
-    - `amax`: (), the largest magnitude kept.
-    - `bias`: (C,).
-    - `kernels`: as of `fused_quantize`.
+    - `y`: (N, C, H, W), the result of a convolution without its bias; the bias is (C,), the range ().
     """
     if use_triton(y, kernels) and pool.fits(y) and epilogue.axis is None:
         return pool.pooled_quantize(y, amax, epilogue, window, bias, y.dtype)
@@ -180,17 +176,8 @@ def smooth_quantize(
 ) -> Tensor:
     """Compute the fake quantization of activation(y + bias), in float32 (float64 for float64).
 
-    In half precision GELU uses Abramowitz and Stegun, formula 7.1.26 (error at most 7.5e-8).
-
-    - `y`: any shape, floating point: the result of a layer without its bias.
-    - `amax`: () or (C,): the largest magnitudes kept.
-    - `epilogue`: integers; its bounds are infinite.
-    - `activation`: a key of `SMOOTH_ACTIVATIONS`.
-    - `bias`: (C,), C the size of `y` along `epilogue.bias_dim`.
-    - `kernels`: None = Triton on a GPU, where layout and type fit.
-
-    Raises:
-        QuantizationError: a second derivative is asked of Triton kernels.
+    In half precision GELU uses Abramowitz and Stegun, formula 7.1.26 (error at most 7.5e-8). Arguments and errors are
+    those of `fused_quantize`; the bounds of `epilogue` are infinite, and `activation` is a key of `SMOOTH_ACTIVATIONS`.
     """
     if use_triton(y, kernels):
         y = dense(y)

@@ -27,16 +27,10 @@ def learned_quantize(
     """Compute the fake quantization of activation(y + bias + residual) with a learned range, in float32 or float64.
 
     The gradient of the range is LSQ's (Esser et al., arXiv 1902.08153, equation 3), for `amax` in place of the step.
+    `y` may be a weight; other arguments and errors are those of `fused_quantize`.
 
-    - `y`: any shape, floating point: the result of a layer without its bias, or a weight.
     - `amax`: () or (C,): the range; below `LEAST_RANGE` it counts as that, with its whole gradient.
     - `factor`: of the range's gradient.
-    - `bias`: (C,), C the size of `y` along `epilogue.bias_dim`.
-    - `residual`: shape of `y`.
-    - `kernels`: None = Triton on a GPU, where layout and type fit.
-
-    Raises:
-        QuantizationError: a second derivative is asked of Triton kernels.
     """
     y = dense(y)
     plan = learned_plan_of(y, bias, residual, amax, epilogue) if use_triton_eager(y, kernels) else None
@@ -44,8 +38,6 @@ def learned_quantize(
 
 
 class _LearnedQuantize(torch.autograd.Function):
-    """Keeps its inputs."""
-
     @staticmethod
     def forward(
         ctx: Any,

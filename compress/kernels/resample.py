@@ -19,7 +19,7 @@ _NUMBERS = tl.constexpr(11)  # of an image: a window's nine, its rows and its co
 
 @triton.jit
 def resample_kernel(addresses_ptr, numbers_ptr, out_ptr, out_height, out_width, BLOCK: tl.constexpr):
-    """Compute BLOCK pixels of one picture."""
+    """Compute BLOCK pixels of one image."""
     picture = tl.program_id(1)
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pixel < out_height * out_width
@@ -88,12 +88,12 @@ def _by_triton(images: Sequence[Tensor], windows: Sequence[tuple[int, ...]], siz
 
 
 class Window(NamedTuple):
-    """The part of an image that becomes a picture, in whole pixels.
+    """The part of an image that becomes a resized one, in whole pixels.
 
     Attributes:
         top, height: rows of the image that are resized.
-        above: rows of the result above the picture, which are left out.
-        mirrored: 1 = the picture is mirrored left to right, 0 = it is not.
+        above: rows of the result above, which are left out.
+        mirrored: 1 = the result is mirrored left to right.
     """
 
     top: int

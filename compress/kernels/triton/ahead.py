@@ -75,7 +75,7 @@ class Compiled:
 
 @dataclass
 class Recording:
-    """The launches that were made while nothing was launched."""
+    """Launches that were noted."""
 
     requests: dict[Request, None] = field(default_factory=dict)
 
@@ -205,7 +205,6 @@ def serve() -> None:
 
 
 def _next(waiting: list[tuple[int, Request]], connection: Connection) -> int:
-    """Give a process the next request; its index."""
     index, request = waiting.pop()
     connection.send(request)
     return index

@@ -146,8 +146,6 @@ def conv_codes(
 
 
 class _Call(NamedTuple):
-    """A launch, as far as shapes determine it."""
-
     shape: tuple[int, int, int, int]
     bytes: int
     grid: tuple[int]
@@ -212,8 +210,6 @@ def _call_of(
 
 
 class _Plan:
-    """A call that is repeated."""
-
     def __init__(self, call: _Call, device: int) -> None:
         t = call.tile
         self.call, self.device = call, device

@@ -100,7 +100,6 @@ def _epilogue(
     x_high, weight_high, residual_high, least, low, high, lower, upper,
     ADDED_CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Finish the sums, PART columns at a time."""
     if COLUMNS > PART:
         left, right = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
         _epilogue(

@@ -214,8 +214,6 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Depthwise(torch.autograd.Function):
-    """Keeps input and filter."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -34,11 +34,7 @@ class ProductTile(Protocol):
 def describe_operands(
     x: Tensor, weight: Weight, columns: int, tile: ProductTile
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the descriptors of the pixels and of the filters.
-
-    - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
-    - `weight`: of one tap and one group.
-    """
+    """Return the descriptors of the pixels and of the filters, of operands as `pointwise` takes them."""
     rows, channels = x.shape[0], weight.codes.shape[-1]
     return (
         TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth]),
@@ -91,7 +87,7 @@ def pointwise(
     *,
     zero: int = 0,
 ) -> None:
-    """Launch the product of `x` and the weight.
+    """Launch the product of `x` and the weight, limited by memory: programs that go over many tiles.
 
     - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
     - `weight`: of one tap and one group.
@@ -171,11 +167,9 @@ def _pointwise_kernel(
 def deep(
     x: Tensor, weight: Weight, finish: Finish, outputs: Outputs, columns: int, tile: Tile, *, zero: int = 0
 ) -> None:
-    """Launch the product of `x` and the weight.
+    """Launch the product of `x` and a weight of many input channels, a program for each tile.
 
-    - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
-    - `weight`: of one tap and one group.
-    - `zero`: the input's code of 0.
+    - `x`, `weight`, `zero`: as of `pointwise`.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
     pixels, filters = describe_operands(x, weight, columns, tile)

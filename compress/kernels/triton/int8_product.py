@@ -203,7 +203,6 @@ def product(
 
 
 def _reaches_out(size: tuple[int, int], taps: tuple[int, int], geometry: Geometry, out_size: tuple[int, int]) -> bool:
-    """True if a filter reads outside of the image."""
     pairs = zip(*[iter(geometry)] * 2, strict=True)
     for n, k, s, p, d, o in zip(size, taps, *pairs, out_size, strict=True):
         if p > 0 or (o - 1) * s + d * (k - 1) >= n + p:

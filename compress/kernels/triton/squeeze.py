@@ -318,15 +318,7 @@ def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
 def excite_again(
     kept: Tensor, gate: Tensor, amax: Tensor, bias: Tensor | None = None, *, low: int, high: int, activation: str
 ) -> Tensor:
-    """The result of `excite`, to the last bit, without gradients.
-
-    - `kept`: from `squeeze`.
-    - `gate`: as of `excite`.
-    - `bias`: as of `squeeze`.
-    - `low`: smallest integer.
-    - `high`: largest integer.
-    - `activation`: as of `squeeze`.
-    """
+    """The result of `excite`, to the last bit, without gradients; arguments as of `excite` and `squeeze`."""
     out = torch.empty_like(kept, dtype=torch.promote_types(kept.dtype, gate.dtype))
     tensors = (kept, kept if bias is None else bias, _rows(gate, kept), amax, out)
     constants = (float(low), float(high), activation, bias is not None)
@@ -335,7 +327,6 @@ def excite_again(
 
 
 def _rows(gate: Tensor, y: Tensor) -> Tensor:
-    """The gate of each image and channel, (N, C)."""
     return gate.reshape(gate.shape[:2]).expand(y.shape[:2]).contiguous()
 
 
