@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from compress.engines.arrays import library_errors
 from compress.engines.base import TensorInfo
 from compress.errors import EngineError
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ def existing_file(path: Path | str) -> Path:
     return path
 
 
-def load_onnx(path: Path | str, *, weights: bool = False) -> Any:
+def load_onnx(path: Path | str, *, weights: bool = False) -> onnx.ModelProto:
     """Load an `onnx.ModelProto`.
 
     Raises:
@@ -78,14 +82,8 @@ def read_onnx(path: Path | str) -> OnnxFile:
     return read_interface(Path(path), load_onnx(path))
 
 
-def read_interface(path: Path, model: Any) -> OnnxFile:
-    """Read the interface of a loaded model.
-
-    - `model`: an `onnx.ModelProto`.
-
-    Raises:
-        EngineError: it is not an ONNX model, or a truncated one.
-    """
+def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
+    """Read the interface of a loaded model; EngineError if it is not an ONNX model, or a truncated one."""
     graph = model.graph
     if not (model.ir_version and model.opset_import and graph.output):
         raise EngineError(
@@ -108,13 +106,13 @@ def read_interface(path: Path, model: Any) -> OnnxFile:
     )
 
 
-def _locations(graph: Any) -> Iterator[str]:
+def _locations(graph: onnx.GraphProto) -> Iterator[str]:
     constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
     for tensor in (*graph.initializer, *constants):
         yield from (entry.value for entry in tensor.external_data if entry.key == "location")
 
 
-def _tensor(value: Any) -> TensorInfo:
+def _tensor(value: onnx.ValueInfoProto) -> TensorInfo:
     tensor = value.type.tensor_type
     if not tensor.elem_type:
         raise EngineError(f"{value.name!r} is not a tensor of a known type: only models of tensors are run")
@@ -123,14 +121,14 @@ def _tensor(value: Any) -> TensorInfo:
     return TensorInfo(name=value.name, dtype=dtype.name, shape=shape)
 
 
-def _onnx() -> Any:
+def _onnx() -> ModuleType:
     """Return the library; the one place of this package that imports it."""
     import onnx  # lazy: engines are listed, and torch modules timed, without it
 
     return onnx
 
 
-def _batch_name(value: Any) -> str:
+def _batch_name(value: onnx.ValueInfoProto) -> str:
     dims = value.type.tensor_type.shape.dim
     return str(dims[0].dim_param) if dims else ""
 
@@ -139,7 +137,7 @@ _FLOATS = {1: "f32", 10: "f16", 11: "f64", 16: "bf16"}
 """onnx.TensorProto.DataType of the floating-point types."""
 
 
-def _float_types(graph: Any) -> Iterator[str]:
+def _float_types(graph: onnx.GraphProto) -> Iterator[str]:
     numbers = [tensor.data_type for tensor in graph.initializer]
     numbers += [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
     for node in graph.node:
@@ -152,7 +150,7 @@ _QUANTIZED = {2: "u8", 3: "i8", 17: "fp8", 18: "fp8", 19: "fp8", 20: "fp8"}
 """onnx.TensorProto.DataType of the types that QuantizeLinear writes; the four FP8 types count as one."""
 
 
-def _quantized_types(graph: Any) -> Iterator[str]:
+def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":

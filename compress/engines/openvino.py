@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,6 @@ from numpy.typing import NDArray
 from compress.engines.arrays import check_inputs, import_library, library_errors, reason, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
-from compress.engines.signal_stack import keep_signal_stack
 from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import bare_extremes, extremes_apart
@@ -218,3 +220,24 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _version(ov: Any) -> str:
     return str(ov.__version__).split("-")[0]
+
+
+class _Stack(ctypes.Structure):
+    """`stack_t` of Linux (sigaltstack(2))."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def keep_signal_stack() -> Iterator[None]:
+    """Restore this thread's alternate signal stack, which OpenVINO replaces: a freed one is fatal at a signal."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    sigaltstack = ctypes.CDLL(None).sigaltstack
+    stack = _Stack()
+    sigaltstack(None, ctypes.byref(stack))
+    try:
+        yield
+    finally:
+        sigaltstack(ctypes.byref(stack), None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import onnx
 
 SHIFT = 128
 _PRODUCTS = ("MatMul", "Gemm")
@@ -13,13 +16,13 @@ _UINT8, _INT8 = 2, 3  # of onnx.TensorProto, which is not imported before a file
 _SUFFIX = "_unsigned"
 
 
-def joins_signed(model: Any) -> bool:
-    """Return True if a graph (`onnx.ModelProto`) has signed 8-bit activations and concatenates anything."""
+def joins_signed(model: onnx.ModelProto) -> bool:
+    """Return True if a graph has signed 8-bit activations and concatenates anything."""
     kinds = {node.op_type for node in model.graph.node}
     return "Concat" in kinds and bool(_signed(model.graph))
 
 
-def to_unsigned(model: Any) -> None:
+def to_unsigned(model: onnx.ModelProto) -> None:
     """Change QuantizeLinear and DequantizeLinear pairs that convolutions read from int8 to uint8, in place.
 
     Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products are unchanged.
@@ -37,7 +40,7 @@ def to_unsigned(model: Any) -> None:
             one.input[2] = _unsigned(graph, points[one.input[2]], made)
 
 
-def weights_to_unsigned(model: Any) -> None:
+def weights_to_unsigned(model: onnx.ModelProto) -> None:
     """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
     graph = model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
@@ -58,9 +61,9 @@ def weights_to_unsigned(model: Any) -> None:
         node.input[:] = [_unsigned(graph, weight, made), scale, _unsigned(graph, zero, made)]
 
 
-def _unsigned(graph: Any, tensor: Any, made: set[str]) -> str:
+def _unsigned(graph: onnx.GraphProto, tensor: onnx.TensorProto, made: set[str]) -> str:
     """Return the name of the unsigned form of an int8 tensor, which is added to the graph where it is not in `made`."""
-    name: str = tensor.name + _SUFFIX
+    name = tensor.name + _SUFFIX
     if name not in made:
         signed = np.frombuffer(tensor.raw_data, np.int8) if tensor.raw_data else np.array(tensor.int32_data)
         shifted = (signed.astype(np.int16) + SHIFT).astype(np.uint8)
@@ -69,22 +72,22 @@ def _unsigned(graph: Any, tensor: Any, made: set[str]) -> str:
     return name
 
 
-def _zeros_like(scale: Any) -> Any:
+def _zeros_like(scale: onnx.TensorProto) -> onnx.TensorProto:
     """Return the zero point that a DequantizeLinear without one has: int8 zeros in the shape of its scale."""
     zeros = type(scale)(name=f"{scale.name}_zero_point", data_type=_INT8, dims=scale.dims)
     zeros.raw_data = bytes(math.prod(scale.dims))
     return zeros
 
 
-def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
+def _signed(graph: onnx.GraphProto) -> list[tuple[onnx.NodeProto, list[onnx.NodeProto]]]:
     signed = {tensor.name for tensor in graph.initializer if tensor.data_type == _INT8}
-    readers: dict[str, list[Any]] = {}
+    readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     outputs = {output.name for output in graph.output}
 
-    def by(node: Any, kind: str) -> bool:
+    def by(node: onnx.NodeProto, kind: str) -> bool:
         return node.op_type == kind and len(node.input) == 3 and node.input[2] in signed
 
     found = []
@@ -97,7 +100,7 @@ def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
     return found
 
 
-def _weighted(nodes: list[Any], readers: dict[str, list[Any]]) -> set[str]:
+def _weighted(nodes: list[onnx.NodeProto], readers: dict[str, list[onnx.NodeProto]]) -> set[str]:
     kinds, seen, waiting = set(), set[str](), list(nodes)
     while waiting:
         for name in waiting.pop().output:

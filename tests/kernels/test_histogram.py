@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from compress.kernels.cuda.histogram import KINDS, SOURCE, compile_cuda, compiler
+from compress.kernels.histogram import KINDS, SOURCE, compile_cuda, compiler
 from compress.quantization.calibration import histogram, samples
 from compress.quantization.calibration.amax import row_amax
 

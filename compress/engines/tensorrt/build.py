@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.engines.onnx_file import OnnxFile, read_onnx
-from compress.engines.tensorrt.builder import Request, serialized_engine
+from compress.engines.tensorrt.builder import BuildProgress, Request, serialized_engine
 from compress.engines.tensorrt.library import Flavour, Library, gpu, gpu_problem, tensorrt_library
 from compress.engines.tensorrt.metadata import (
     EngineMetadata,
@@ -21,7 +21,6 @@ from compress.engines.tensorrt.metadata import (
     sha256,
 )
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions, choose_sms, profiles_of
-from compress.engines.tensorrt.progress import BuildProgress
 from compress.errors import EngineError, EngineUnavailableError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY, is_sparse
 from compress.files import replacing, write_json, write_text

@@ -9,7 +9,7 @@ range / 8192 and range / 4096. Per-channel rows merge pairs at once. Counts are 
 16,777,216, which the zeros of a ReLU exceed within a few batches.
 
 Reading a value from a GPU would stop the queue at every layer, so there width and range stay tensors and every step is
-computed even if it is not needed; a whole tensor by a CUDA kernel (`compress.kernels.cuda.histogram`). A CPU counts in
+computed even if it is not needed; a whole tensor by a CUDA kernel (`compress.kernels.histogram`). A CPU counts in
 blocks that fit the cache, on all threads, and of a large tensor a sample (`samples`).
 """
 
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.kernels.cuda.histogram import Watch, collect_amax, takes
+from compress.kernels.histogram import Watch, collect_amax, takes
 from compress.quantization.calibration.amax import live_bins, row_amax
 from compress.quantization.calibration.samples import Sample, drawn_from
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import arithmetic, layers, shapes
-from compress.engines.cuda.onnx_ops.table import Attributes, Operation, given
+from compress.engines.cuda.onnx_ops.shapes import Attributes, Operation, given
 from compress.errors import EngineError, near_misses
 
 OPERATIONS: dict[str, Operation] = {**arithmetic.OPERATIONS, **layers.OPERATIONS, **shapes.OPERATIONS}

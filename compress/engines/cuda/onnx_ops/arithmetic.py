@@ -9,8 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Operation, alike, axes_of, mean_of
+from compress.engines.cuda.onnx_ops.shapes import DTYPES, Attributes, Operation, axes_of
 from compress.errors import EngineError
+
+
+def alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
+    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
+        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
+        return x.to(lower), y.to(lower)
+    return x, y
+
+
+def mean_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    """A mean that is summed in float32 at least."""
+    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Operation:

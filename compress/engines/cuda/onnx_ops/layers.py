@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import Attributes, Operation, alike, mean_of, numbers
+from compress.engines.cuda.onnx_ops.arithmetic import alike, mean_of
+from compress.engines.cuda.onnx_ops.shapes import Attributes, Operation, numbers
 from compress.errors import EngineError
 from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
 

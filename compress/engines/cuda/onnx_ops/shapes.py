@@ -1,15 +1,62 @@
-"""Operations that move values without changing them, and those that compute shapes."""
+"""Shapes: what reads, moves and makes tensors; and how a shape or a number is read from an input."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Inputs, Operation, axes_of, given, numbers
 from compress.errors import EngineError
+
+Attributes = Mapping[str, Any]
+Inputs = tuple[Tensor | None, ...]
+Operation = Callable[..., Tensor | tuple[Tensor, ...]]
+"""A function of the attributes, followed by the inputs in ONNX's order; an optional input that is left out is None."""
+
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    16: torch.bfloat16,
+}
+"""Types of `onnx.TensorProto.DataType`, by their numbers."""
+
+
+def given(inputs: Sequence[Tensor | None], index: int) -> Tensor | None:
+    """An optional input; None where it is left out."""
+    return inputs[index] if index < len(inputs) else None
+
+
+def numbers(tensor: Tensor | None, *, of: str) -> list[Any]:
+    """The values of a small input that decides about a shape.
+
+    Raises:
+        EngineError: it depends on the data that the network is run with.
+    """
+    if tensor is None:
+        return []
+    if tensor.is_meta:
+        raise EngineError(
+            f"{of} is computed from the network's input: only shapes that are fixed beforehand can be run"
+        )
+    return list(tensor.reshape(-1).tolist())
+
+
+def axes_of(attributes: Attributes, axes: Tensor | None) -> list[int]:
+    """Axes that are an attribute in older opsets and an input in newer ones; [] where there are none."""
+    if "axes" in attributes:
+        return [int(axis) for axis in attributes["axes"]]
+    return [int(axis) for axis in numbers(axes, of="an operator's axes")]
 
 
 def _shape(attributes: Attributes, x: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""CUDA kernels, compiled at run time by NVRTC."""
