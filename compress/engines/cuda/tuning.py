@@ -276,7 +276,7 @@ def _content(value: Any) -> list[Any]:
     return [f for f in fields(value) if f.name not in {"name", "origins"} or not isinstance(value, Step)]
 
 
-def _described(value: Any, layout: Layout) -> Any:
+def _described(value: object, layout: Layout) -> object:
     """A field of a step without names and scales."""
     if isinstance(value, Grid):
         return ("grid", len(value.scale), value.zero != 0)

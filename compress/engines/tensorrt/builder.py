@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from compress.engines.tensorrt.options import Profile, TensorRTOptions
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import replacing
 from compress.support.progress import Progress
+
+Made = TypeVar("Made")
 
 UNITS = 100
 """Steps of the bar."""
@@ -215,7 +217,7 @@ def _created(make: Callable[[tensorrt.ILogger], tensorrt.Builder], library: Libr
     return made
 
 
-def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
+def _interruptible(work: Callable[[], Made], stop: threading.Event) -> Made:
     """Run `work` in a thread; on Ctrl-C set `stop`, wait, and raise KeyboardInterrupt."""
     with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as pool:  # its end waits for the thread
         future = pool.submit(work)

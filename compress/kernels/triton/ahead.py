@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,7 +143,8 @@ def compile_requests(
         return results
     order = _Order(tuple(requests), capability, jobs, resources, None if seconds is None else time.time() + seconds)
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        orders, answers = cast(IO[bytes], server.stdin), cast(IO[bytes], server.stdout)
+        orders, answers = server.stdin, server.stdout
+        assert orders is not None and answers is not None
         # A server that ends is late, or cannot run here: what it leaves is compiled when it is launched.
         with suppress(BrokenPipeError, EOFError):
             orders.write(pickle.dumps(sys.path) + pickle.dumps(order))
@@ -189,7 +190,7 @@ def serve() -> None:
         ready = wait(list(running), None if order.end is None else max(0.0, order.end - time.time()))
         if not ready:
             break
-        for connection in cast(list[Connection], ready):
+        for connection in [one for one in running if one in ready]:
             index, child = running.pop(connection)
             try:
                 compiled = connection.recv()
@@ -232,7 +233,7 @@ class _Target:
 
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self) -> object:
         return self._target
 
     def get_current_device(self) -> int:

@@ -4,7 +4,7 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class _Convolve(torch.autograd.Function):
         residual_amax: Tensor,
         amax: Tensor,
         numbers: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         geometry, stem, highs, epilogue, window, emits = numbers
         epilogue, dtype = Epilogue(*epilogue), x.dtype
         read: Codes | Tensor | None = added
@@ -122,12 +122,12 @@ class _Convolve(torch.autograd.Function):
             None if pools else dtype,
         )
         ctx.size = ctx.plan = None
-        if pools:
-            ctx.size = tuple(cast(Tensor, written).shape[2:])
-            pooled = pool(cast(Tensor, written), amax, epilogue, Window(*window), dtype=dtype, bits=bits, emits=emits)
+        if pools and written is not None:
+            ctx.size = tuple(written.shape[2:])
+            pooled = pool(written, amax, epilogue, Window(*window), dtype=dtype, bits=bits, emits=emits)
             value, bits, written = pooled
-        elif not torch.compiler.is_compiling():
-            ctx.plan = plan_of(cast(Tensor, value), bias, None, amax, epilogue, dtype)
+        elif value is not None and not torch.compiler.is_compiling():
+            ctx.plan = plan_of(value, bias, None, amax, epilogue, dtype)
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         written = codes.new_empty(0) if written is None else written
@@ -136,7 +136,7 @@ class _Convolve(torch.autograd.Function):
         ctx.geometry, ctx.window = geometry, window
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return cast(Tensor, value), written
+        return value, written
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from compress.engines.cuda.plan.steps import Output, Product, Step
 from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_product import ALIGNED
 
+Kept = TypeVar("Kept")
+
 
 @dataclass
 class Bindings:
@@ -27,7 +29,7 @@ class Bindings:
     """
 
     device: torch.device
-    kept: dict[tuple[Any, ...], Any]
+    kept: dict[tuple[object, ...], Any]
     floats: bool = True
 
     @property
@@ -42,11 +44,12 @@ class Bindings:
             return 4
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    def keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def keep(self, key: tuple[object, ...], make: Callable[[], Kept]) -> Kept:
         """The result of `make` at its first call under this key."""
         if key not in self.kept:
             self.kept[key] = make()
-        return self.kept[key]
+        kept: Kept = self.kept[key]
+        return kept
 
     def finish(self, step: Step, **arguments: Any) -> Finish:
         """The epilogue of a step on the device."""

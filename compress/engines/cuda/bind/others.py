@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -195,7 +194,8 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
         return x if x.dim() == 4 else x.flatten(0, x.dim() - 4)
 
     lengths = layout.plan.tensors[step.x.name].shape[:-1] + layout.plan.tensors[step.k.name].shape[-1:]
-    mask = None if step.mask is None else bindings.keep((step.name, "mask"), lambda: _mask(step, lengths, bindings))
+    given = step.mask
+    mask = None if given is None else bindings.keep((step.name, "mask"), lambda: _mask(given, lengths, bindings))
 
     def candidate(queries: int, keys: int, warps: int) -> Candidate:
         def run(tensors: Tensors) -> None:
@@ -228,20 +228,20 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
     return [candidate(*sizes) for sizes in dict.fromkeys(found)]
 
 
-def _mask(step: Attention, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
-    mask = cast(Tensor, step.mask).to(bindings.device)
+def _mask(mask: Tensor, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
+    mask = mask.to(bindings.device)
     repeats = mask.dim() == len(lengths) and 1 < len(mask) < lengths[0]
     return mask.expand((len(mask), *lengths[1:]) if repeats else lengths)
 
 
 def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]:
     """Candidates of a copy."""
-    constant = step.source.to(bindings.device) if isinstance(step.source, Tensor) else None
+    given = step.source.to(bindings.device) if isinstance(step.source, Tensor) else step.source
 
     def run(tensors: Tensors) -> None:
         if step.fill is not None:
             tensors[step.whole].fill_(step.fill)
-        source = tensors[cast(str, step.source)] if constant is None else constant
+        source = given if isinstance(given, Tensor) else tensors[given]
         target, source = in_words(tensors[step.target], source)
         target.copy_(source)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +121,6 @@ def _product(
     weight: Weight,
     shape: tuple[int, int, int, int],
     geometry: Geometry,
-    taps: int,
     read: Callable[[Tensors], Tensor],
     axis: int,
 ) -> list[Candidate]:
@@ -157,6 +155,7 @@ def _product(
         return Candidate(f"triton product {tile_text(tile)}", run)
 
     channels = weight.codes.shape[-1]
+    taps = weight.codes.shape[1] * weight.codes.shape[2]
     tiles = product_tiles(rows, channels, columns // weight.groups, taps, weight.groups)
     return [candidate(tile) for tile in tiles]
 
@@ -177,13 +176,15 @@ def _pointwise(
     names = [name for name in (e.residual.name, *e.out.names) if name]
     rows = [_even_rows(step.x.name, layout, axes[0]), *(_even_rows(name, layout, axes[1]) for name in names)]
     values = e.residual.name and e.residual.grid is None
-    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values or None in rows:
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values:
+        return []
+    if rows[0] is None or None in rows:
         return []
     if columns % ALIGNED:  # the copy engine would write to the end of the last 16 bytes, where another tensor may begin
         return []
     finish = product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
-    count, pitch = cast("tuple[int, int]", rows[0])
+    count, pitch = rows[0]
     if pitch < channels:
         return []
 
@@ -296,11 +297,12 @@ def tile_text(tile: Tile) -> str:
 
 def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> list[Candidate]:
     """Candidates of a convolution: implicit matrix product, grouped or depthwise."""
-    shape = layout.plan.tensors[step.epilogue.out.names[0]].shape
+    images, columns, height, width = layout.plan.tensors[step.epilogue.out.names[0]].shape
+    shape = (images, columns, height, width)
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
     zero = step.x.grid.zero if step.x.grid else 0
     if step.weight.shape[1] == 1 and step.weight.shape[0] == step.groups > 1:
-        return bind_depthwise(step, layout, bindings, cast(Any, shape), product_finish(step, bindings), geometry)
+        return bind_depthwise(step, layout, bindings, shape, product_finish(step, bindings), geometry)
     weight: Weight = bindings.keep(
         (step.name, "weight"), lambda: pack_weight(step.weight, zero, step.groups, bindings.device)
     )
@@ -310,11 +312,11 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     def read(tensors: Tensors) -> Tensor:
         return _readable(tensors[step.x.name], room)
 
-    found = _product(step, bindings, weight, cast(Any, shape), geometry, taps, read, 1)
+    found = _product(step, bindings, weight, shape, geometry, read, 1)
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
     if flat:
-        return found + _of_rows(step, layout, bindings, weight, shape[1], (1, 1))
-    return found + _window(step, layout, bindings, weight, cast(Any, shape), geometry)
+        return found + _of_rows(step, layout, bindings, weight, columns, (1, 1))
+    return found + _window(step, layout, bindings, weight, shape, geometry)
 
 
 def _readable(x: Tensor, channels: int) -> Tensor:
@@ -345,7 +347,7 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
 
     columns = shape[step.axis]
     rows = torch.Size(shape).numel() // columns
-    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis)
+    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), read, step.axis)
     return found + _of_rows(step, layout, bindings, weight, columns, (-1, step.axis))
 
 

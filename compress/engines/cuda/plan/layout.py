@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -318,7 +317,7 @@ class _Layouter:
                 image = rank == 4 and axis == 1 and self._feeds_image(name)
                 self.places[name] = self._dense(name, list(_CHANNELS_LAST) if image else order)
         whole, start = self.places[name], 0
-        for part in cast("tuple[str | Tensor, ...]", step.inputs):
+        for part in (part for part in step.inputs if part is not None):
             size = part.shape[axis] if isinstance(part, Tensor) else self.plan.tensors[part].shape[axis]
             target = whole.like(whole.meta().narrow(axis, start, size))
             if isinstance(part, Tensor) or self.places[part] != target:
@@ -331,9 +330,9 @@ class _Layouter:
         border = set(self.plan.outputs.values())
         for i in reversed(range(len(concats))):
             step = concats[i]
-            if any(not isinstance(part, str) for part in step.inputs):
+            name, parts = step.outputs[0], step.reads
+            if len(parts) < len(step.inputs):
                 continue
-            name, parts = step.outputs[0], cast("tuple[str, ...]", step.inputs)
             axis = int(step.attributes["axis"]) % len(self.plan.tensors[name].shape)
             for shorter in concats[:i]:  # one whose parts are the first of these (DenseNet) lies at the beginning
                 if shorter.inputs == parts[: len(shorter.inputs)] and shorter.outputs[0] not in self.inside:
