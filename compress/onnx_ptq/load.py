@@ -234,11 +234,6 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
         yield from tensors_of(inner)
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an error's text on one line."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
-
-
 def _check_float(path: Path, proto: onnx.ModelProto) -> None:
     functions = [node for function in proto.functions for node in function.node]
     graphs, found = [proto.graph], list(functions)

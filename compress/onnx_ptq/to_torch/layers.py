@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -138,9 +138,10 @@ def group_norm(b: Builder, node: onnx.NodeProto) -> Value:
 
 def layer_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert LayerNormalization."""
+    shape = b.shapes[node.input[0]]
     weight, bias = constant(b, node.input[1]), _optional(b, node, 2)
-    axis, rank = attribute(node, "axis", -1), len(b.shapes[node.input[0]])
-    return _layer_norm(b, node, node.input[0], rank - axis % rank, weight, bias, attribute(node, "epsilon", 1e-5))
+    axis, epsilon = attribute(node, "axis", -1), attribute(node, "epsilon", 1e-5)
+    return b.layer(node, _layer_norm(shape[axis % len(shape) :], weight, bias, epsilon), b.tensor(node.input[0]))
 
 
 def written_layer_norm(b: Builder, found: Compound) -> Value:
@@ -153,7 +154,8 @@ def written_layer_norm(b: Builder, found: Compound) -> Value:
     values = {name: constant(b, after[i].input[place.input]) for i, (name, place) in enumerate(places.items())}
     root = next(part for part in found.nodes if part.op_type == "Add" and part not in after)
     epsilon = next(number for name in root.input if (number := b.index.number(name)) is not None)
-    return _layer_norm(b, found.nodes[0], found.input, 1, values.get("weight"), values.get("bias"), epsilon, places)
+    module = _layer_norm(b.shapes[found.input][-1:], values.get("weight"), values.get("bias"), epsilon)
+    return b.layer(found.nodes[0], module, b.tensor(found.input), **places)
 
 
 def plain_layer_norm(b: Builder, found: Compound) -> bool:
@@ -166,21 +168,11 @@ def plain_layer_norm(b: Builder, found: Compound) -> bool:
     )
 
 
-def _layer_norm(
-    b: Builder,
-    node: onnx.NodeProto,
-    x: str,
-    axes: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    epsilon: float,
-    places: Mapping[str, Place] | None = None,
-) -> Value:
-    shape = b.shapes[x][-axes:]
+def _layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, epsilon: float) -> nn.LayerNorm:
     module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
     if weight is not None:
         _filled(module, weight.reshape(shape), None if bias is None else bias.reshape(shape))
-    return b.layer(node, module, b.tensor(x), **(places or {}))
+    return module
 
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Value:
