@@ -9,10 +9,9 @@ from typing import Any
 
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
 
 from compress.export.names import node_name, tensor_name
-from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread
+from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread, replace_attributes
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -42,9 +41,7 @@ def averages_without_padding(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         over_the_edge = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0)
         if over_the_edge and not any(attribute(node, "pads", [])):
-            kept = [one for one in node.attribute if one.name != "count_include_pad"]
-            del node.attribute[:]
-            node.attribute.extend(kept)
+            replace_attributes(node, count_include_pad=None)
 
 
 def _rename_nodes(graph: onnx.GraphProto) -> None:
@@ -99,26 +96,20 @@ def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) 
     """
     view = OnnxGraph(proto.graph)
     results = {tensor.name for tensor in proto.graph.output}
-    kept: list[onnx.NodeProto] = []
-    for node in proto.graph.node:
+
+    def removed(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         consumers = view.consumers.get(node.output[0], []) if node.op_type == "Pad" else []
         amounts = _amounts(node, value or view.array) if consumers else None
         fits = amounts is not None and node.output[0] not in results
         if amounts is None or not fits or not all(_pads_itself(c, node.output[0], len(amounts)) for c in consumers):
-            kept.append(node)
-            continue
+            return None
         for conv in consumers:
             own = attribute(conv, "pads", [0] * len(amounts))
-            others = [a for a in conv.attribute if a.name not in {"pads", "auto_pad"}]
-            del conv.attribute[:]
-            conv.attribute.extend(
-                [*others, helper.make_attribute("pads", [int(a + b) for a, b in zip(own, amounts, strict=True)])]
-            )
+            replace_attributes(conv, auto_pad=None, pads=[int(a + b) for a, b in zip(own, amounts, strict=True)])
             conv.input[0] = node.input[0]
-    removed = len(proto.graph.node) - len(kept)
-    if removed:
-        view.replace_nodes(kept)
-    return removed
+        return []
+
+    return view.rewrite(removed)
 
 
 def _amounts(node: onnx.NodeProto, value: Values) -> list[int] | None:

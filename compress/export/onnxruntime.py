@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from compress.export.names import added_constant, added_tensor
-from compress.onnx_graph.graph import MOVES, PASSES, WEIGHTED_OPS, OnnxGraph, attribute, consumed_as
+from compress.onnx_graph.graph import MOVES, PASSES, WEIGHTED_OPS, OnnxGraph, attribute, consumed_as, made_after
 
 _LARGEST = 2**31 - 1
 _ROOM = 2.0**30  # largest bias in steps: half of what INT32 holds, so that float32 scales may be inexact
@@ -247,27 +247,19 @@ def bounded_softmaxes(proto: onnx.ModelProto) -> int:
     steps: just above the calibrated range becomes 0 (5 dB). Where 255 steps reach 1 there is nothing to bound.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    added = 0
-    for node in proto.graph.node:
+
+    def bounded(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
-        if source is not None and source.op_type == "Softmax" and view.dequantizer(source.input[0]) is not None:
-            scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
-            if scale is not None and scale.size == 1 and zero is not None and zero.dtype == np.uint8:
-                top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
-                if 255 * float(scale.reshape(())) < 1:
-                    nodes.append(_bound(view, node, top))
-                    added += 1
-        nodes.append(node)
-    view.replace_nodes(nodes)
-    return added
+        if source is None or source.op_type != "Softmax" or view.dequantizer(source.input[0]) is None:
+            return None
+        scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
+        if scale is None or scale.size != 1 or zero is None or zero.dtype != np.uint8 or 255 * float(scale.item()) >= 1:
+            return None
+        name = view.free(added_tensor(node.output[0], "bounded"))
+        top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
+        most = view.add_constant(added_tensor(node.output[0], "most"), top)
+        minimum = made_after(node, "Min", [node.input[0], most], name)  # ONNX Runtime removes a Clip
+        node.input[0] = name
+        return [minimum, node]
 
-
-def _bound(view: OnnxGraph, quantizer: onnx.NodeProto, top: NDArray[Any]) -> onnx.NodeProto:
-    """Make the Min before a quantizer; a Clip there is removed by ONNX Runtime."""
-    name = view.free(added_tensor(quantizer.output[0], "bounded"))
-    most = view.add_constant(added_tensor(quantizer.output[0], "most"), top)
-    node = helper.make_node("Min", [quantizer.input[0], most], [name])
-    node.metadata_props.extend(quantizer.metadata_props)
-    quantizer.input[0] = name
-    return node
+    return view.rewrite(bounded)

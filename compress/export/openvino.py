@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_constant, added_tensor, shifted_tensor
-from compress.onnx_graph.graph import OnnxGraph, attribute, consumed_as, drop_unread, without_weights
+from compress.onnx_graph.graph import (
+    OnnxGraph,
+    attribute,
+    consumed_as,
+    drop_unread,
+    made_after,
+    replace_attributes,
+    without_weights,
+)
 
 _SMALLEST = {np.dtype(np.float32): np.finfo(np.float32).tiny, np.dtype(np.float16): np.float16(2**-24)}
 
@@ -50,25 +58,20 @@ def bias_products(proto: onnx.ModelProto) -> int:
     noise. One number for all channels would be removed, so there are two.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        nodes.append(node)
+
+    def with_bias(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         bias = _small_bias(node, view)
         if bias is None:
-            continue
-        output, changed = node.output[0], changed + 1
+            return None
+        output = node.output[0]
         name = view.add_constant(added_tensor(output, "small_bias"), bias)
         if node.op_type == "Gemm":
             node.input.append(name)
-        else:
-            node.output[0] = view.free(added_tensor(output, "product"))
-            named = added_tensor(node.name, "small_bias")
-            nodes.append(helper.make_node("Add", [node.output[0], name], [output], name=named))
-            nodes[-1].metadata_props.extend(node.metadata_props)
-    if changed:
-        view.replace_nodes(nodes)
-    return changed
+            return [node]
+        node.output[0] = view.free(added_tensor(output, "product"))
+        return [node, made_after(node, "Add", [node.output[0], name], output, added_tensor(node.name, "small_bias"))]
+
+    return view.rewrite(with_bias)
 
 
 def _small_bias(node: onnx.NodeProto, view: OnnxGraph) -> np.ndarray[tuple[int], np.dtype[np.floating]] | None:
@@ -104,29 +107,30 @@ def strides_kept(proto: onnx.ModelProto) -> int:
     resolution, in float too.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        if node.op_type == "Conv" and moves_its_stride(node, view) and any(attribute(node, "pads", [])):
-            weight = view.dequantizer(node.input[1])
-            name = node.input[1] if weight is None else weight.input[0]
-            value = view.array(name)
-            if value is not None:
-                wider = np.concatenate([value, np.zeros_like(value)], axis=2)
-                added = view.add_constant(added_tensor(node.output[0], "wider_weight"), wider)
-                if weight is not None:
-                    own = onnx.NodeProto()
-                    own.CopyFrom(weight)
-                    own.input[0], own.output[0] = added, view.free(added_tensor(weight.output[0], "wider"))
-                    own.name = added_tensor(weight.name, "wider")
-                    nodes.append(own)
-                node.input[1] = added if weight is None else own.output[0]
-                _set_window(node, value.ndim - 2)
-                changed += 1
-        nodes.append(node)
-    if changed:
-        view.replace_nodes(nodes)
-    return changed
+
+    def with_row(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.op_type != "Conv" or not moves_its_stride(node, view) or not any(attribute(node, "pads", [])):
+            return None
+        weight = view.dequantizer(node.input[1])
+        value = view.array(node.input[1] if weight is None else weight.input[0])
+        if value is None:
+            return None
+        wider = np.concatenate([value, np.zeros_like(value)], axis=2)
+        added = view.add_constant(added_tensor(node.output[0], "wider_weight"), wider)
+        rank = value.ndim - 2
+        pads = list(attribute(node, "pads", []))
+        pads[rank] += 1  # at the end of the first axis
+        replace_attributes(node, kernel_shape=[2] + [1] * (rank - 1), pads=pads)
+        if weight is None:
+            node.input[1] = added
+            return [node]
+        own = onnx.NodeProto()
+        own.CopyFrom(weight)
+        own.input[0], own.output[0] = added, view.free(added_tensor(weight.output[0], "wider"))
+        own.name, node.input[1] = added_tensor(weight.name, "wider"), own.output[0]
+        return [own, node]
+
+    return view.rewrite(with_row)
 
 
 def moves_its_stride(node: onnx.NodeProto, view: OnnxGraph) -> bool:
@@ -135,32 +139,20 @@ def moves_its_stride(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 
 
 def _kernel(node: onnx.NodeProto, view: OnnxGraph) -> list[int]:
+    """Return the kernel's size along each axis of the image; [] if the weight is computed."""
     weight = view.dequantizer(node.input[1])
     tensor = view.constants.get(node.input[1] if weight is None else weight.input[0])
     return [] if tensor is None else list(tensor.dims[2:])
 
 
-def _set_window(node: onnx.NodeProto, rank: int) -> None:
-    """Set the kernel's size, with one more place along its first axis, and pad for it at the end."""
-    pads = list(attribute(node, "pads", [0] * 2 * rank))
-    pads[rank] += 1
-    kept = [own for own in node.attribute if own.name not in {"kernel_shape", "pads"}]
-    del node.attribute[:]
-    node.attribute.extend(
-        [*kept, helper.make_attribute("kernel_shape", [2] + [1] * (rank - 1)), helper.make_attribute("pads", pads)]
-    )
+def _unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> list[onnx.NodeProto]:
+    """Return a node and the Max of its result with itself, under the name of the result, which gets a suffix.
 
-
-def unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> onnx.NodeProto:
-    """Return the Max of a node's result with itself, under the name of the result, which gets the suffix `part`.
-
-    OpenVINO fuses no quantizer with it, and it took no measurable time.
+    OpenVINO fuses no quantizer with the Max, and it took no measurable time.
     """
     output = node.output[0]
     node.output[0] = view.free(added_tensor(output, part))
-    maximum = helper.make_node("Max", [node.output[0]] * 2, [output])
-    maximum.metadata_props.extend(node.metadata_props)
-    return maximum
+    return [node, made_after(node, "Max", [node.output[0]] * 2, output)]
 
 
 def float_averages(proto: onnx.ModelProto) -> int:
@@ -170,18 +162,13 @@ def float_averages(proto: onnx.ModelProto) -> int:
     the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        nodes.append(node)
-        output = node.output[0]
-        quantized = all(consumer.op_type == "QuantizeLinear" for consumer in view.consumers.get(output, ()))
-        if node.op_type != "AveragePool" or quantized:
-            continue
-        nodes.append(unfused(node, "average", view))
-        changed += 1
-    view.replace_nodes(nodes)
-    return changed
+
+    def kept(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
+        in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
+        return _unfused(node, "average", view) if in_float else None
+
+    return view.rewrite(kept)
 
 
 def extremes_apart(proto: onnx.ModelProto) -> int:
@@ -190,16 +177,8 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
     The CPU plugin computes them together with the quantizer after them, and then gets other values (0 to 20 dB). The
     other reductions are right.
     """
-    bare = {node.output[0] for node in bare_extremes(proto)}
-    nodes: list[onnx.NodeProto] = []
-    view = OnnxGraph(proto.graph)
-    for node in proto.graph.node:
-        nodes.append(node)
-        if node.output and node.output[0] in bare:
-            nodes.append(unfused(node, "reduced", view))
-    if bare:
-        view.replace_nodes(nodes)
-    return len(bare)
+    bare, view = {node.output[0] for node in bare_extremes(proto)}, OnnxGraph(proto.graph)
+    return view.rewrite(lambda node: _unfused(node, "reduced", view) if bare.intersection(node.output[:1]) else None)
 
 
 def bare_extremes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
@@ -224,29 +203,24 @@ def flat_gathers(proto: onnx.ModelProto) -> int:
         value.name: [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
         for value in (*proto.graph.value_info, *proto.graph.input)
     }
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        nodes.append(node)
+
+    def flat(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         if node.op_type != "Gather" or node.input[0] in view.constants:
-            continue
+            return None
         index, source = view.array(node.input[1]), shapes.get(node.input[0])
         if index is None or index.ndim < 2 or source is None:
-            continue
+            return None
         axis = attribute(node, "axis", 0) % len(source)
         target = [0] * axis + [*index.shape, *source[axis + 1 :]]  # 0 copies the size of the input, -1 is the remainder
         if target.count(-1) > 1:
-            continue
+            return None
         output = node.output[0]
         node.output[0] = view.free(added_tensor(output, "row"))
         node.input[1] = view.add_constant(added_tensor(output, "index"), index.reshape(-1).copy())
         shape = view.add_constant(added_tensor(output, "shape"), np.asarray(target, np.int64))
-        reshape = helper.make_node("Reshape", [node.output[0], shape], [output])
-        reshape.metadata_props.extend(node.metadata_props)
-        nodes.append(reshape)
-        changed += 1
-    view.replace_nodes(nodes)
-    return changed
+        return [node, made_after(node, "Reshape", [node.output[0], shape], output)]
+
+    return view.rewrite(flat)
 
 
 _TO_THE_END = np.iinfo(np.int64).max
@@ -258,18 +232,15 @@ def concatenated_pads(proto: onnx.ModelProto) -> int:
     A Pad by computed or negative amounts, or of named axes, is left alone.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
+
+    def concatenated(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         wraps = node.op_type == "Pad" and attribute(node, "mode", b"") == b"wrap" and not any(node.input[2:])
         amounts = view.array(node.input[1]) if wraps else None
         if amounts is None or amounts.min() < 0 or not amounts.any():
-            nodes.append(node)
-            continue
-        nodes += _concatenated(view, node, amounts.reshape(2, -1).T.tolist())
-        changed += 1
-    view.replace_nodes(nodes)
-    return changed
+            return None
+        return _concatenated(view, node, amounts.reshape(2, -1).T.tolist())
+
+    return view.rewrite(concatenated)
 
 
 def _concatenated(view: OnnxGraph, pad: onnx.NodeProto, amounts: list[list[int]]) -> list[onnx.NodeProto]:
@@ -373,31 +344,19 @@ def biases_apart(proto: onnx.ModelProto) -> int:
     if not _has_open_input(proto.graph) or not _computes_with_sizes(proto.graph.node):
         return 0
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        nodes.append(node)
+
+    def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         bias = view.array(node.input[2]) if node.op_type == "Conv" and len(node.input) > 2 and node.input[2] else None
-        rank = _rank(node, view) if bias is not None else 0
-        if bias is None or rank == 0:
-            continue
+        kernel = _kernel(node, view) if bias is not None else []
+        if bias is None or not kernel:
+            return None
         output = node.output[0]
         del node.input[2:]
         node.output[0] = view.free(added_tensor(output, "product"))
-        shaped = view.add_constant(added_tensor(output, "bias"), bias.reshape(1, -1, *[1] * (rank - 2)))
-        apart = helper.make_node("Add", [node.output[0], shaped], [output], name=added_tensor(node.name, "bias"))
-        apart.metadata_props.extend(node.metadata_props)
-        nodes.append(apart)
-        changed += 1
-    view.replace_nodes(nodes)
-    return changed
+        shaped = view.add_constant(added_tensor(output, "bias"), bias.reshape(1, -1, *[1] * len(kernel)))
+        return [node, made_after(node, "Add", [node.output[0], shaped], output, added_tensor(node.name, "bias"))]
 
-
-def _rank(node: onnx.NodeProto, view: OnnxGraph) -> int:
-    """Return the number of axes of a convolution's weight, which are those of its result; 0 if it is computed."""
-    dequantizer = view.dequantizer(node.input[1])
-    weight = view.constants.get(node.input[1] if dequantizer is None else dequantizer.input[0])
-    return 0 if weight is None else len(weight.dims)
+    return view.rewrite(apart)
 
 
 def _has_open_input(graph: onnx.GraphProto) -> bool:

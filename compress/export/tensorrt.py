@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_tensor
-from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread
+from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread, replace_attributes
 
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 
@@ -29,20 +29,18 @@ def scales_on_outputs(proto: onnx.ModelProto) -> int:
     A layer is left alone if its bias is computed, if its weight has other consumers, or if it has one scale already.
     """
     view = OnnxGraph(proto.graph)
-    nodes: list[onnx.NodeProto] = []
-    changed = 0
-    for node in proto.graph.node:
-        nodes.append(node)
+
+    def moved(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         weight = view.dequantizer(node.input[1]) if node.op_type in _CHANNEL_AXIS else None
         if weight is None or len(view.consumers[weight.output[0]]) > 1 or not _movable(node, weight, view):
-            continue
+            return None
         scales = view.array(weight.input[1])
         if scales is None or scales.ndim != 1 or scales.size < 2:
-            continue
+            return None
         _one_scale(view, weight, scales)
-        nodes += _factors(view, node, weight, scales)
-        changed += 1
-    view.replace_nodes(nodes)
+        return [node, *_factors(view, node, weight, scales)]
+
+    changed = view.rewrite(moved)
     drop_unread(proto.graph)
     return changed
 
@@ -69,9 +67,7 @@ def _one_scale(view: OnnxGraph, weight: onnx.NodeProto, scales: NDArray[np.gener
     zero = view.array(weight.input[2]) if _has_bias(weight) else None
     if zero is not None:
         weight.input[2] = view.add_constant(added_tensor(base, "zero"), np.asarray(zero.flat[0], zero.dtype))
-    kept = [a for a in weight.attribute if a.name != "axis"]
-    del weight.attribute[:]
-    weight.attribute.extend(kept)
+    replace_attributes(weight, axis=None)
 
 
 def _factors(

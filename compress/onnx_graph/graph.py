@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,18 @@ class OnnxGraph:
         self.constants[name] = tensor
         return name
 
+    def rewrite(self, rule: Callable[[onnx.NodeProto], list[onnx.NodeProto] | None]) -> int:
+        """Put what `rule` returns in the place of each node (None = it stays); return how many nodes it replaced."""
+        nodes: list[onnx.NodeProto] = []
+        changed = 0
+        for node in self.graph.node:
+            made = rule(node)
+            nodes += [node] if made is None else made
+            changed += made is not None
+        if changed:
+            self.replace_nodes(nodes)
+        return changed
+
     def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
         """Give the graph other nodes, in topological order."""
         replace_nodes(self.graph, nodes)
@@ -155,6 +167,21 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """Return the value of a node's attribute, or `default` if the node has no such attribute."""
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def replace_attributes(node: onnx.NodeProto, **values: object) -> None:
+    """Give a node new values of attributes, after its others; None removes one."""
+    kept = [own for own in node.attribute if own.name not in values]
+    made = [helper.make_attribute(name, value) for name, value in values.items() if value is not None]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *made])
+
+
+def made_after(node: onnx.NodeProto, op: str, inputs: Iterable[str], output: str, name: str = "") -> onnx.NodeProto:
+    """Return a new node that comes from the same module as one that is there."""
+    made = helper.make_node(op, list(inputs), [output], name=name or None)
+    made.metadata_props.extend(node.metadata_props)
+    return made
 
 
 def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.engines.tensorrt.progress import UNITS, BuildProgress, PhaseMeter
+from compress.engines.tensorrt.builder import UNITS, BuildProgress, PhaseMeter
 
 
 def test_a_phase_fills_a_part_of_the_step_that_it_runs_in():
