@@ -6,8 +6,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays, TensorInfo
 from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
+from compress.support.imports import any_failure
 
 
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
@@ -94,13 +95,9 @@ def import_library(module: str, install: str) -> Any:
             sys.modules.pop("openvino_telemetry", None)
 
 
-@contextmanager
-def library_errors(error: type[CompressError], before: str, after: str = "") -> Iterator[None]:
-    """Raise `error` for whatever is raised in the context, its reason between two texts."""
-    try:
-        yield
-    except Exception as found:  # libraries, and the user's own modules, raise classes of their own
-        raise error(f"{before}{reason(found)}{after}") from found
+def library_errors(error: type[CompressError], before: str, after: str = "") -> AbstractContextManager[None]:
+    """Raise `error` for any failure of a library in the context, its reason between two texts."""
+    return any_failure(lambda found: error(f"{before}{reason(found)}{after}"))
 
 
 _TELLING = re.compile(r"no conversion rule|not supported|unsupported|not implemented|no op registered|unknown op", re.I)
