@@ -115,12 +115,15 @@ def bounds_of(scale: Tensor, quant_format: QuantFormat) -> tuple[Any, Any]:
 
 def quantize_tensor(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """ONNX QuantizeLinear: `quant_format.dtype`, shape of `x`; `scale` is () or (C,) along the format's axis."""
+    steps, scale = _steps(x, scale, quant_format)
+    return (steps.clamp(*bounds_of(scale, quant_format)) + zero_of(scale, quant_format)).to(quant_format.dtype)
+
+
+def _steps(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """`x` over the scale, rounded if it becomes integers, and the scale along the axis, in the type computed with."""
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
     scale = along_axis(scale.to(work.dtype), x, quant_format.axis)
-    steps = work / scale
-    if quant_format.kind == "int":
-        steps = torch.round(steps)
-    return (steps.clamp(*bounds_of(scale, quant_format)) + zero_of(scale, quant_format)).to(quant_format.dtype)
+    return (torch.round(work / scale) if quant_format.kind == "int" else work / scale), scale
 
 
 def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -156,15 +159,11 @@ class _StraightThrough(torch.autograd.Function):
 
 def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = False) -> tuple[Tensor, Tensor | None]:
     """(fake-quantized x, mask of what did not saturate); the zero point would cancel and is left out."""
-    work = x if x.dtype in {torch.float32, torch.float64} else x.float()
-    scale = along_axis(scale.to(work.dtype), x, quant_format.axis)
-    rounded = work / scale
-    if quant_format.kind == "int":
-        rounded = torch.round(rounded)
+    rounded, scale = _steps(x, scale, quant_format)
     clamped = rounded.clamp(*bounds_of(scale, quant_format))
     inside = (rounded == clamped) if mask else None
     if quant_format.kind == "e4m3":
-        clamped = clamped.to(torch.float8_e4m3fn).to(work.dtype)
+        clamped = clamped.to(torch.float8_e4m3fn).to(scale.dtype)
     result = clamped * scale
     # a `.to` that changes nothing, as an autograd.Function's result, has a gradient of zero in torch 2.11's compiler
     return (result if result.dtype == x.dtype else result.to(x.dtype)), inside
