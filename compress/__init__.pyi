@@ -24,6 +24,7 @@ from compress.measure import measure_metric as measure_metric
 from compress.measure.file_check import check_onnx as check_onnx
 from compress.models.by_name import ModelSpec as ModelSpec
 from compress.models.by_name import build_model as build_model
+from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental
 from compress.onnx_ptq.mend import mend_onnx as mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
 from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx

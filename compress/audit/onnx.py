@@ -12,11 +12,14 @@ import onnx
 import onnx.inliner
 
 from compress.errors import AuditError
+from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
 from compress.onnx_graph.graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
+
+_SHORT = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "double": "FP64"}
 
 _ABSORBED = frozenset({"Relu", "Clip"})
 
@@ -34,6 +37,8 @@ class AuditedNode:
         weight_elements: elements of a constant weight; 0 for a product of two activations.
         int8: True if both inputs are integers of 8 bits or fewer, and the file's target then computes so.
         reason: what is not so; "" if `int8`.
+        float_type: of its result: `float32`, `float16`, `bfloat16`; a strongly typed engine computes in it what is not
+            quantized.
     """
 
     name: str
@@ -44,6 +49,17 @@ class AuditedNode:
     weight_elements: int
     int8: bool
     reason: str
+    float_type: str = "float32"
+
+    def type_on(self, engine: str) -> str:
+        """Return the type in which an engine computes it, as far as the file decides."""
+        quantized = {self.input_type, self.weight_type} <= _INTEGERS
+        if self.int8 or (quantized and engine != "onnxruntime"):
+            return "INT8"
+        if engine == "tensorrt":
+            both = self.input_type.startswith("float8") and self.weight_type.startswith("float8")
+            return "FP8" if both else _SHORT.get(self.float_type, self.float_type)
+        return "not computed" if engine == "onnxruntime" and self.float_type == "bfloat16" else "FP32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +69,10 @@ class OnnxAudit:
     Attributes:
         rows: the weighted operations, in graph order.
         activation_pairs: number of QuantizeLinear nodes.
-        float_type: type of the part that is not quantized (`float32` or `float16`).
+        float_type: type of the part that is not quantized (`float32`, `float16` or `bfloat16`).
         ops: number of nodes by type.
+        producer: that wrote the file, and its version.
+        others: operators of domains that engines know by plugins or libraries of their own, with their number.
 
     Examples:
         >>> audit = compress.audit_onnx("int8.onnx")
@@ -69,6 +87,35 @@ class OnnxAudit:
     float_type: str
     ops: dict[str, int]
     metadata: dict[str, str]
+    producer: str = ""
+    others: tuple[str, ...] = ()
+
+    def products_on(self, engine: str) -> dict[str, int]:
+        """Return the number of weighted operations by the type in which an engine computes them.
+
+        Args:
+            engine: `tensorrt` (11, strongly typed), `openvino` or `onnxruntime` (on a CPU, where float16 is computed in
+                float32, or in a type that the processor is faster in).
+        """
+        return dict(sorted(Counter(row.type_on(engine) for row in self.rows).items()))
+
+    @property
+    def mending(self) -> tuple[str, str]:
+        """Return what the file lacks for TensorRT 11, and the command that adds it; ("", "") if nothing.
+
+        The command lacks the data to calibrate with.
+        """
+        found = Counter(row.type_on("tensorrt") for row in self.rows)
+        if not self.rows or (self.activation_pairs and self.float_type != "float32"):
+            return "", ""
+        if self.activation_pairs:
+            return "its remainder is float32", f"python -m compress cast {self.path} --data DIR"
+        if "FP32" in found:
+            return (
+                "it is not quantized, and float32",
+                f"python -m compress ptq --onnx {self.path} --data DIR --precision fp16",
+            )
+        return "it is not quantized", f"python -m compress ptq --onnx {self.path} --data DIR"
 
     @property
     def int8_share(self) -> float:
@@ -104,20 +151,32 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
     ops = Counter(node.op_type for node, _, _ in nodes)
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     target = metadata.get(TARGET_KEY, "")
-    half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
+    others = Counter(f"{node.domain}.{node.op_type}" for node, _, _ in nodes if node.domain not in {"", "ai.onnx"})
+    types, computed = {tensor.data_type for tensor in proto.graph.initializer}, types_of(proto)
+    halves = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
     return OnnxAudit(
         path=path,
         opset=opset_of(proto),
         rows=tuple(
-            _within(_recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view, target), place)
+            _within(_typed(node, view, target, computed), place)
             for node, view, place in nodes
             if node.op_type in WEIGHTED_OPS | _RECURRENT
         ),
         activation_pairs=ops["QuantizeLinear"],
-        float_type="float16" if half else "float32",
+        float_type=next((name for dtype, name in halves.items() if dtype in types), "float32"),
         ops=dict(sorted(ops.items())),
         metadata=metadata,
+        producer=f"{proto.producer_name} {proto.producer_version}".strip(),
+        others=tuple(f"{name} ({count})" for name, count in sorted(others.items())),
     )
+
+
+def _typed(node: onnx.NodeProto, view: OnnxGraph, target: str, types: dict[str, int]) -> AuditedNode:
+    """Return the row of an operation, with the type of its result."""
+    row = _recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view, target)
+    dtype = types.get(node.output[0], 0)
+    name = onnx.helper.tensor_dtype_to_string(dtype).partition(".")[2].lower() if dtype else ""
+    return replace(row, float_type={"": row.float_type, "float": "float32"}.get(name, name))
 
 
 def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, OnnxGraph, str]]:

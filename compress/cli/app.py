@@ -40,6 +40,10 @@ _COMMANDS = {
     "export": Entry(
         "compress.cli.export:export", "Export a network of a finished run to ONNX, in another precision or opset."
     ),
+    "cast": Entry(
+        "compress.cli.cast:cast",
+        "Write the float32 part of an ONNX file in fp16 or bf16, but for what half precision does not hold.",
+    ),
     "build": None,
     "bench": Entry(
         "compress.cli.bench:bench",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +12,13 @@ import typer
 from compress.audit.engine import EngineAudit
 from compress.audit.files import audit_engine
 from compress.audit.findings import megabytes, unknown_part
-from compress.audit.onnx import audit_onnx
+from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.support.limits import COUNT
 
+_ENGINES = {"tensorrt": "TensorRT 11", "openvino": "OpenVINO on a CPU", "onnxruntime": "ONNX Runtime on a CPU"}
 _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
 
 
@@ -112,16 +114,47 @@ def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[s
     return document
 
 
-def inspect_onnx(file: Annotated[Path, typer.Argument(help="An ONNX file.")], as_json: JsonOption = False) -> None:
-    """Audit an ONNX file."""
+def inspect_onnx(
+    file: Annotated[Path, typer.Argument(help="An ONNX file.")],
+    rows: Annotated[bool, typer.Option("--rows", metavar="", help="A row for each operation with weights.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Audit the file: the types in which engines compute it, what prevents others, and the command that mends it."""
     audit = audit_onnx(file)
     if as_json:
-        print_json(asdict(audit))
+        products = {engine: audit.products_on(engine) for engine in _ENGINES}
+        print_json({**asdict(audit), "products": products, "mending": audit.mending})
         return
-    rows = [(r.name, r.op_type, r.input_type, r.weight_type, "INT8" if r.int8 else r.reason) for r in audit.rows]
-    print_table(f"{file}", ("operation", "type", "input", "weight", "verdict"), rows)
-    count = sum(row.int8 for row in audit.rows)
+    if rows:
+        lines = [(r.name, r.op_type, r.input_type, r.weight_type, "INT8" if r.int8 else r.reason) for r in audit.rows]
+        print_table(f"{file}", ("operation", "type", "input", "weight", "verdict"), lines)
+    _summary(audit)
+
+
+def _summary(audit: OnnxAudit) -> None:
+    count, total = sum(row.int8 for row in audit.rows), len(audit.rows)
+    lines = [("file", f"opset {audit.opset}, {audit.producer or 'no producer named'}, {sum(audit.ops.values())} nodes")]
+    for engine, name in _ENGINES.items():
+        found = audit.products_on(engine)
+        lines.append(
+            (name, ", ".join(f"{number} of {total} products {kind}" for kind, number in found.items()) or "none")
+        )
+    reasons = Counter(row.reason for row in audit.rows if row.reason)
+    examples = {row.reason: row.name for row in reversed(audit.rows)}
+    for reason, number in reasons.most_common(4):
+        lines.append(("not INT8", f"{number}, such as {examples[reason]}: {reason}"))
+    float32 = [row.name for row in audit.rows if row.type_on("tensorrt") == "FP32"]
+    if float32 and audit.float_type != "float32":
+        lines.append(("FP32", f"{len(float32)}, such as {float32[0]}: the file has its tensors in float32"))
+    if audit.others:
+        lines.append(
+            ("plugins", f"{', '.join(audit.others[:4])}: TensorRT computes them only with a plugin of that name")
+        )
+    print_table(str(audit.path), ("", ""), lines)
     OUT.print(
-        f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights); the "
+        f"{count} of {total} weighted operations are INT8 ({audit.int8_share:.1%} of the weights); the "
         f"remainder is {audit.float_type}; opset {audit.opset}"
     )
+    lacks, command = audit.mending
+    if command:
+        OUT.print(f"for TensorRT 11: {lacks}; what to do:\n{command}", highlight=False, soft_wrap=True)

@@ -54,6 +54,10 @@ MetricOption = Annotated[
         "--metric", help="Judges data with targets: package.module:name; default top-1.", rich_help_panel=_ONNX
     ),
 ]
+PrecisionOption = Annotated[
+    str,
+    typer.Option("--precision", help="Of what is not quantized: fp32, fp16 or bf16.", rich_help_panel=_ONNX),
+]
 ImagesOption = Annotated[
     int | None, typer.Option("--images", help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]

@@ -19,6 +19,7 @@ from compress.cli.onnx_data import (
     ImagesOption,
     LayoutOption,
     MeanOption,
+    PrecisionOption,
     SizeOption,
     StdOption,
     TargetOption,
@@ -85,6 +86,7 @@ def ptq(
     onnx: FileOption = None,
     data: DataOption = None,
     target: TargetOption = None,
+    precision: PrecisionOption = "fp32",
     size: SizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
@@ -96,9 +98,10 @@ def ptq(
     if onnx is None:
         if recipe is None:
             raise RecipeError("give --recipe, or --onnx FILE and --data for a network of which only the file is there")
-        if data is not None or target is not None:
+        if data is not None or target is not None or precision != "fp32":
             raise RecipeError(
-                "--data and --target belong to --onnx FILE; a recipe has a data and a quantization section"
+                "--data, --target and --precision belong to --onnx FILE; a recipe has a data, a quantization and an "
+                "export section"
             )
         ptq_of_recipe(recipe, set_, out, resume, device, as_json)
         return
@@ -107,7 +110,8 @@ def ptq(
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
     first = First(batches)
     with progress() as bars:
-        done = quantize_onnx_file(onnx, first, spec=spec, out=folder / f"{onnx.stem}.int8.onnx", progress=bars)
+        name = folder / f"{onnx.stem}.int8.onnx"
+        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, progress=bars)
     write_text(folder / "placement.csv", done.placement.to_csv())
     check = check_onnx(onnx, done.path, first.batch, target=done.placement.target)
     _show(done, check, folder, as_json=as_json)
@@ -140,6 +144,8 @@ def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool)
         "int8_layers": count,
         "int8_share": audit.int8_share,
         "opset": audit.opset,
+        "precision": done.casting.precision if done.casting else audit.float_type,
+        "float32": [asdict(row) for row in done.casting.kept] if done.casting else [],
         "notes": list(done.notes),
         "check": asdict(check),
     }
@@ -154,7 +160,7 @@ def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool)
         OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     OUT.print(
         f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights), "
-        f"calibrated on {done.calibration.images} images; opset {audit.opset}"
+        f"calibrated on {done.calibration.images} images; the remainder is {audit.float_type}; opset {audit.opset}"
     )
     if check.written_db is not None:
         there = f", {check.engine_db:.1f} dB on {check.engine}" if check.engine_db is not None else ""

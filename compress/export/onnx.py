@@ -12,10 +12,11 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import onnx
 import torch
 from pydantic import Field
@@ -23,7 +24,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from compress.data.preprocessing import Preprocessing
-from compress.errors import ExportError
+from compress.errors import CompressWarning, ExportError
+from compress.export.casting import Ranges, cast_model
 from compress.export.cleanup import clean, pads_into_convolutions
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.prepare import prepare
@@ -96,7 +98,8 @@ def export_onnx(
         model: quantized by compress, or float; not changed.
         example_inputs: a tensor, or a sequence or mapping of tensors, float32.
         path: file to write; whole or not at all.
-        precision: `fp32`, or `fp16` to write all that is not quantized in float16 (inputs and outputs stay float32).
+        precision: `fp32`, or `fp16` to write all that is not quantized in float16. Inputs, outputs and what float16
+            does not hold stay float32, by the values of calibration and of `example_inputs` (`export.casting`).
         dynamic_batch: leave the first dimension of all inputs open (named `batch`).
         opset: 19 or later.
         channel_scales: `weight`, or `output` for TensorRT-RTX (see `compress.export.tensorrt`).
@@ -125,13 +128,43 @@ def export_onnx(
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
     target = report.placement.target if isinstance(report, QuantizationReport) else ""
-    _apply_passes(proto, spec, target=target)
+    _apply_passes(proto, inputs, spec, target=target)
     proto.producer_name, proto.producer_version = "compress", ""
     onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}, target))
     _check(proto)
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
     return Path(path)
+
+
+def _cast(proto: onnx.ModelProto, inputs: tuple[Tensor, ...], precision: str) -> None:
+    """Write the float32 part of a graph in half precision, in place, by its tensors on the example inputs."""
+    casting = cast_model(proto, precision, ranges=_ranges(proto, inputs, precision))
+    products = [row for row in casting.kept if row.product]
+    if products:
+        notes = "; ".join(replace(casting, kept=tuple(products)).notes())
+        warnings.warn(CompressWarning(f"{len(products)} products stay float32: {notes}"), stacklevel=4)
+
+
+def _ranges(proto: onnx.ModelProto, inputs: tuple[Tensor, ...], precision: str) -> Ranges | None:
+    """Measure the tensors of a graph on ONNX Runtime; None if it does not compute them, as FP8."""
+    import onnxruntime  # lazy: half a second, which files in float32 do without
+
+    ranges, shown = Ranges(proto.graph, precision), onnx.ModelProto()
+    shown.CopyFrom(proto)
+    del shown.graph.output[:]
+    names = dict.fromkeys(name for node in proto.graph.node for name in node.output if name)
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    feeds = {value.name: x.detach().cpu().numpy() for value, x in zip(proto.graph.input, inputs, strict=True)}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        found = session.run(None, feeds)
+    except Exception:  # ONNX Runtime's errors have no other base
+        return None
+    ranges.add(feeds | {k: v for k, v in zip(names, found, strict=True) if isinstance(v, np.ndarray)})
+    return ranges
 
 
 def _check_model(model: nn.Module) -> None:
@@ -152,8 +185,10 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> None:
+def _apply_passes(proto: onnx.ModelProto, inputs: tuple[Tensor, ...], spec: ExportSpec, *, target: str) -> None:
     """Rewrite torch's ONNX in place for the target that its quantizers were placed for; "" for a float model."""
+    if spec.precision != "fp32":
+        _cast(proto, inputs, spec.precision)
     pads_into_convolutions(proto)
     shape_for(proto, target)
     clean(proto)

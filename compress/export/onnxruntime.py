@@ -193,6 +193,9 @@ def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: O
     if node.op_type not in _PASSES or (node.op_type == "Pad" and not _pads_within_range(node, view)):
         return None
     pairs = [first.get(name) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
+    scale = view.array(pairs[0].input[1]) if pairs and pairs[0] is not None else None
+    if node.op_type == "Concat" and (scale is None or scale.dtype != np.float32):
+        return None  # ONNX Runtime (1.31) makes a QLinearConcat, which it cannot load with other scales
     if not pairs or pairs[0] is None or not all(p is not None and _alike(p, pairs[0], view) for p in pairs):
         return None
     return pairs[0]

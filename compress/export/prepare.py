@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
-from compress.export.half import HALF_MAX, half_or_more, half_scale
+from compress.export.half import held_by_half
 from compress.export.names import INT4_KEY
 from compress.export.spelling import spell_plainly
 from compress.graph.attention import open_attention
@@ -36,7 +36,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
     Args:
         model: float, or quantized by compress; not changed.
         example_inputs: to trace a float model.
-        precision: `fp32` or `fp16`, of all that is not quantized; inputs and outputs stay float32.
+        precision: `fp32`, or `fp16` for scales that float16 holds, so that the file can be cast.
 
     Raises:
         ExportError: a quantizer has no ranges; the message names it.
@@ -57,14 +57,13 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             inputs = as_inputs(example_inputs)
             model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
     spell_plainly(model)
-    half = precision == "fp16"
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for key in list(cast(Any, layer).parametrizations):
             bake(layer, key)
     for name, quantizer in list(quantizers(model)):
         parent = model.get_submodule(name.rpartition(".")[0])
-        model.set_submodule(name, _written(parent, name, quantizer, half))
-    return _HalfInside(_halved(model)) if half else model
+        model.set_submodule(name, _written(parent, name, quantizer, precision))
+    return model
 
 
 class _ByPosition(nn.Module):
@@ -78,34 +77,10 @@ class _ByPosition(nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 
-def _halved(model: nn.Module) -> nn.Module:
-    """Convert all float tensors to float16, except FP8, which torch counts among the floats.
-
-    Raises:
-        ExportError: a parameter is beyond its range. Constants are clipped: they are masks of -1e9 and the like.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float32 and bool((parameter.abs() > HALF_MAX)[parameter.isfinite()].any()):
-            raise ExportError(
-                f"{name} holds {parameter.abs().max().item():.3g}, and float16 ends at {HALF_MAX:,.0f}: export with "
-                "precision fp32"
-            )
-    for buffer in model.buffers():
-        if buffer.dtype == torch.float32:
-            buffer.copy_(torch.where(buffer.isfinite(), buffer.clamp(-HALF_MAX, HALF_MAX), buffer))
-    return model._apply(lambda t: t.half() if t.is_floating_point() and t.element_size() > 1 else t)
-
-
-def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:
+def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str) -> nn.Module:
     """Return the module that writes a quantizer into the file."""
-    scale, of_weight = quantizer.scale.detach(), name.endswith(".weight_quantizer")
-    if half and not of_weight and float(quantizer.amax.max()) > HALF_MAX:
-        raise ExportError(
-            f"{name}: its range of {quantizer.amax.max().item():.3g} is beyond float16 ({HALF_MAX:,.0f}), and "
-            "what computes with the tensor in half precision would be infinite; export with precision fp32"
-        )
-    if half:
-        scale = half_scale(half_or_more(scale) if of_weight else scale, name)
+    of_weight = name.endswith(".weight_quantizer")
+    scale = held_by_half(quantizer.scale.detach(), precision, of_weight=of_weight)
     if of_weight:
         weight = cast(Tensor, parent.weight).detach()
         return _WeightDequantize(
@@ -175,29 +150,6 @@ def _symbolic(
     return torch.onnx.ops.symbolic(
         op, inputs, attributes or {}, dtype=dtype, shape=shape, version=19, metadata_props=metadata or {}
     )
-
-
-class _HalfInside(nn.Module):
-    """Takes and returns float32, and computes in float16."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return _floats(self.model(*(x.half() if x.is_floating_point() else x for x in inputs)))
-
-
-def _floats(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if type(value) is dict:
-        return {k: _floats(v) for k, v in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _floats(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
-    return type(value)(_floats(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:

@@ -48,16 +48,14 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     Raises:
         QuantizationError: the opset cannot be raised.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(source.proto)
-    notes = []
+    copy, notes = copied(source), []
     if copy.functions:
         copy = inliner.inline_local_functions(copy)
         notes.append("the functions of the file are inlined")
     if opset_of(copy) < opset:
         notes.append(f"the opset is raised from {opset_of(copy)} to {opset}, which Q/DQ needs")
-        copy = _raised(source, copy, opset)
-    _name_nodes(copy.graph)
+        copy = raised(source, copy, opset)
+    name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
     index = Index(source)
@@ -74,6 +72,13 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     return source, notes
 
 
+def copied(source: SourceFile) -> onnx.ModelProto:
+    """Return a copy of a model."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(source.proto)
+    return copy
+
+
 def _read_small(source: SourceFile) -> None:
     """Take external data that are no large weights into the model: biases, indices, scales."""
     for tensor in tensors_of(source.proto.graph):
@@ -83,21 +88,26 @@ def _read_small(source: SourceFile) -> None:
         tensor.CopyFrom(constant_tensor(name, value))
 
 
-def _raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+def raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Return a model with a higher opset.
+
+    Raises:
+        QuantizationError: an operator has no form there.
+    """
     with library_errors(
         QuantizationError,
-        f"{source.path} has opset {opset_of(proto)}, and its Q/DQ form needs {opset}; it cannot be raised: ",
+        f"{source.path} has opset {opset_of(proto)}, and what is asked for needs {opset}; it cannot be raised: ",
         f". Export it again with opset {opset} or later",
     ):
-        raised = version_converter.convert_version(proto, opset)
+        newer = version_converter.convert_version(proto, opset)
     for entry in proto.opset_import:
-        if entry.domain not in {e.domain for e in raised.opset_import}:
-            raised.opset_import.append(entry)
-    raised.ir_version = max(raised.ir_version, helper.find_min_ir_version_for(list(raised.opset_import), True))
-    return raised
+        if entry.domain not in {e.domain for e in newer.opset_import}:
+            newer.opset_import.append(entry)
+    newer.ir_version = max(newer.ir_version, helper.find_min_ir_version_for(list(newer.opset_import), True))
+    return newer
 
 
-def _name_nodes(graph: onnx.GraphProto) -> None:
+def name_nodes(graph: onnx.GraphProto) -> None:
     """Give nodes unique names, because the table of decisions names layers by them."""
     seen: set[str] = set()
     for node in graph.node:

@@ -102,8 +102,8 @@ class SourceFile:
             return numpy_helper.to_array(whole)
 
 
-def load_source(path: Path | str) -> SourceFile:
-    """Read a float ONNX file.
+def load_source(path: Path | str, *, quantized: bool = False) -> SourceFile:
+    """Read a float ONNX file; `quantized`: or one that is quantized.
 
     Raises:
         AuditError: it is missing, truncated, not ONNX, or not valid.
@@ -120,7 +120,8 @@ def load_source(path: Path | str) -> SourceFile:
     opset = opset_of(proto)
     if not OLDEST <= opset <= NEWEST:
         raise QuantizationError(f"{path} has opset {opset}; opsets {OLDEST} to {NEWEST} are read: export it in another")
-    _check_float(path, proto)
+    if not quantized:
+        _check_float(path, proto)
     for tensor in tensors_of(proto.graph):
         _check_tensor(path, tensor)
     external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))

@@ -19,6 +19,7 @@ from torch import nn
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
+from compress.export.casting import HALVES, Casting, types_of
 from compress.export.cleanup import averages_without_padding
 from compress.export.names import TARGET_KEY
 from compress.export.targets import finish_for, shape_for
@@ -26,6 +27,7 @@ from compress.onnx_graph.graph import drop_unread
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one
+from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer, inferred
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
@@ -56,12 +58,14 @@ class QuantizedFile:
         placement: every decision with its reason.
         calibration: ranges, by quantizer.
         notes: a sentence for everything else that was changed.
+        casting: of what is not quantized, to half precision; None in float32.
     """
 
     path: Path
     placement: Placement
     calibration: CalibrationReport
     notes: tuple[str, ...]
+    casting: Casting | None = None
 
 
 def quantize_onnx(
@@ -70,6 +74,7 @@ def quantize_onnx(
     *,
     spec: QuantSpec | None = None,
     out: Path | str | None = None,
+    precision: str = "fp32",
     trained: nn.Module | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -84,7 +89,8 @@ def quantize_onnx(
         >>> compress.audit_onnx(path).int8_share
         1.0
     """
-    return quantize_onnx_file(path, batches, spec=spec, out=out, trained=trained, progress=progress).path
+    options: dict[str, Any] = {"precision": precision, "trained": trained, "progress": progress}
+    return quantize_onnx_file(path, batches, spec=spec, out=out, **options).path
 
 
 def quantize_onnx_file(
@@ -93,6 +99,7 @@ def quantize_onnx_file(
     *,
     spec: QuantSpec | None = None,
     out: Path | str | None = None,
+    precision: str = "fp32",
     trained: nn.Module | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -105,6 +112,8 @@ def quantize_onnx_file(
             file in its order, which a target may follow, or mappings by the names of the inputs.
         spec: target and rules, which match the names of nodes; None = `QuantSpec()`, target TensorRT.
         out: file to write, whole or not at all; None = `<name>.int8.onnx` beside the file.
+        precision: of what is not quantized: `fp32` leaves it as it is, `fp16` and `bf16` write it in half precision,
+            all but inputs, outputs and what the type does not hold (see `cast_onnx`).
         trained: `quantize(from_onnx(path), ..., spec=spec)` after training: its parameters and ranges are written into
             the file's own graph, and nothing is calibrated; of `batches` the first is needed, for comparisons.
         metadata: entries that the new file gets beside those of the old one.
@@ -119,7 +128,16 @@ def quantize_onnx_file(
         DataError: a batch does not hold the file's inputs.
     """
     spec = spec or QuantSpec()
-    options: dict[str, Any] = {"out": out, "trained": trained, "metadata": metadata, "progress": progress}
+    check_precision(precision, ("fp32", *HALVES))
+    if precision == "bf16" and spec.only_target == "onnxruntime":
+        raise QuantizationError("precision is bf16, which ONNX Runtime does not compute on CPUs: choose fp16 or fp32")
+    options: dict[str, Any] = {
+        "out": out,
+        "precision": precision,
+        "trained": trained,
+        "metadata": metadata,
+        "progress": progress,
+    }
     return around_closed(lambda chosen: _quantized(path, batches, chosen, **options), spec, batches)
 
 
@@ -129,6 +147,7 @@ def _quantized(
     spec: QuantSpec,
     *,
     out: Path | str | None,
+    precision: str,
     trained: nn.Module | None,
     metadata: Mapping[str, str] | None,
     progress: Progress | None,
@@ -147,7 +166,9 @@ def _quantized(
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
     check_bounds(original, first)
-    source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
+    source, notes = canonical(
+        original, opset=max(_opset_for(spec, original), OPSETS.get(precision, 0), OPSET if trained else 0)
+    )
     notes = [*original.notes, *notes]
     _shape_outputs(source, first)
     if trained is None and looks_at_layers(spec):
@@ -174,10 +195,22 @@ def _quantized(
     else:
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
-    insert_pairs(index, types, reading, placement, calibration.amax)
+    insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
+    source, types, casting = _with_remainder(source, types, precision, first)
     _finish(source, types, spec.only_target, metadata or {})
-    path, notes = save_model(source, target, spec.only_target), [*notes, *improved.notes]
-    return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes))
+    notes += [*improved.notes, *(casting.notes() if casting else ())]
+    path = save_model(source, target, spec.only_target)
+    return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes), casting=casting)
+
+
+def _with_remainder(
+    source: SourceFile, types: Types, precision: str, feed: Arrays
+) -> tuple[SourceFile, Types, Casting | None]:
+    """Return a quantized graph with its float part in a precision, its types, and what stays float32."""
+    if precision == "fp32":
+        return source, types, None
+    source, casting, *_ = cast_source(source, precision, [feed])
+    return source, types | casting.types | types_of(source.proto), casting
 
 
 def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:

@@ -75,6 +75,7 @@ class FloatSession:
         source: the file.
         tensors: names of the results; inputs of the graph among them are returned as they are given.
         threads: of one run; 0 = one for each core.
+        plain: every operation by itself, in the order of the file: quantized files are computed as they say.
         optimized: file that ONNX Runtime writes its optimized graph to, with `<name>.weights` beside it; None = none.
 
     Attributes:
@@ -87,7 +88,13 @@ class FloatSession:
     """
 
     def __init__(
-        self, source: SourceFile, tensors: Iterable[str], *, threads: int = 0, optimized: Path | None = None
+        self,
+        source: SourceFile,
+        tensors: Iterable[str],
+        *,
+        threads: int = 0,
+        plain: bool = False,
+        optimized: Path | None = None,
     ) -> None:
         ort = import_library("onnxruntime", "pip install onnxruntime")
         inputs = {value.name for value in source.proto.graph.input}
@@ -99,6 +106,8 @@ class FloatSession:
         if not self.computed:
             return
         options = session_options(source.folder, threads)
+        if plain:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
             apart = "session.optimized_model_external_initializers"

@@ -113,7 +113,7 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
 
 def _check(model: bytes, path: Path, target: str) -> None:
     """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
-    with library_errors(AuditError, f"the quantized form of {path.name} is not valid (", "); report it, please"):
+    with library_errors(AuditError, f"the new form of {path.name} is not valid (", "); report it, please"):
         onnx.checker.check_model(model, full_check=True)
         if target == "onnxruntime":
             onnxruntime = import_library("onnxruntime", "pip install onnxruntime")

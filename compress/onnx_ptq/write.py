@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from compress.export.half import half_or_more, half_scale
+from compress.export.half import half_or_more, half_scale, held_by_half
 from compress.export.names import INT4_KEY, added_tensor
 from compress.onnx_graph.graph import constant_tensor, consumed_as, drop_unread
 from compress.onnx_ptq.index import Index, Types
@@ -35,14 +35,20 @@ then computes; `torch.round` alone has a smaller one."""
 
 
 def insert_pairs(
-    index: Index, types: Types, reading: Reading, placement: Placement, amax: Mapping[str, Tensor]
+    index: Index,
+    types: Types,
+    reading: Reading,
+    placement: Placement,
+    amax: Mapping[str, Tensor],
+    *,
+    precision: str = "fp32",
 ) -> None:
     """Insert all quantizers of a placement, with ranges by path, into the graph of `index`, which is stale afterwards.
 
     Raises:
         ExportError: a scale is zero or infinite in the file's half-precision type.
     """
-    writer = _Writer(index, types)
+    writer = _Writer(index, types, precision)
     for weight in placement.weights:
         writer.weight(weight, reading.weights[weight.path], amax[f"{weight.path}.weight_quantizer"])
     for site in placement.activations:
@@ -53,8 +59,8 @@ def insert_pairs(
 class _Writer:
     """Collects new nodes by the place where they go."""
 
-    def __init__(self, index: Index, types: Types) -> None:
-        self.index, self.types = index, types
+    def __init__(self, index: Index, types: Types, precision: str) -> None:
+        self.index, self.types, self.precision = index, types, precision
         self.graph = index.graph
         index.taken.update(node.name for node in self.graph.node)
         self.before: dict[str, list[onnx.NodeProto]] = {}
@@ -145,7 +151,9 @@ class _Writer:
         dtype = self.types.get(tensor)
         if dtype == TensorProto.FLOAT16:
             return half_scale(half_or_more(scale) if of_weight else scale, name)
-        return scale.bfloat16() if dtype == TensorProto.BFLOAT16 else scale.float()
+        if dtype == TensorProto.BFLOAT16:
+            return scale.bfloat16()
+        return held_by_half(scale.float(), self.precision, of_weight=of_weight)
 
     def _constant(self, name: str, value: Tensor, quant_format: QuantFormat | None = None) -> None:
         if quant_format is not None and quant_format.kind == "e4m3":

@@ -147,7 +147,7 @@ def refuse_file_folder(folder: Path) -> None:
         made = next(iter(sorted(folder.glob("*.int8.onnx"))), folder / "FILE.int8.onnx")
         raise RunError(
             f"{folder} holds a file that ptq --onnx made, and is no run: `bench FLOAT.onnx {made}` times it beside its "
-            f"float file, and `inspect onnx {made}` lists its layers"
+            f"float file, and `inspect onnx {made} --rows` lists its layers"
         )
 
 

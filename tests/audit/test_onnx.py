@@ -5,6 +5,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from compress import QuantSpec, Rule, cast_onnx, quantize_onnx
 from compress.audit.onnx import audit_onnx, audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 
@@ -227,3 +228,35 @@ def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
     audit = audit_onnx(path)
     assert [(row.op_type, row.weight_elements, row.int8) for row in audit.rows] == [("GRU", 288, False)]
     assert audit.int8_share == 0
+
+
+def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
+    """Of a float file, its halves, and one with a quantized and a float product."""
+    rng = np.random.default_rng(0)
+    nodes = [helper.make_node("Conv", [a, "w"], [b], name=b) for a, b in (("x", "a"), ("a", "y"))]
+    values = [helper.make_tensor_value_info(name, 1, [2, 4, 4, 4]) for name in "xy"]
+    constants = [numpy_helper.from_array(rng.standard_normal((4, 4, 1, 1)).astype(np.float32), "w")]
+    graph = helper.make_graph(nodes, "two", values[:1], values[1:], constants)
+    path, x = tmp_path / "float.onnx", rng.standard_normal((2, 4, 4, 4)).astype(np.float32)
+    onnx.save(
+        helper.make_model(graph, producer_name="me", ir_version=9, opset_imports=[helper.make_opsetid("", 19)]), path
+    )
+    spec = QuantSpec(target="tensorrt", rules=(Rule(match="y", enable=False),))
+    files = {
+        "float": path,
+        "fp16": cast_onnx(path, tmp_path / "h.onnx").path,
+        "bf16": cast_onnx(path, tmp_path / "b.onnx", precision="bf16").path,
+        "int8": quantize_onnx(path, [x], spec=spec, out=tmp_path / "q.onnx"),
+        "both": quantize_onnx(path, [x], spec=spec, out=tmp_path / "qh.onnx", precision="fp16"),
+    }
+    audits = {name: audit_onnx(file) for name, file in files.items()}
+    on = {name: [audit.products_on(e) for e in ("tensorrt", "openvino")] for name, audit in audits.items()}
+    assert on["float"] == [{"FP32": 2}] * 2
+    assert on["fp16"] == [{"FP16": 2}, {"FP32": 2}]
+    assert on["bf16"] == [{"BF16": 2}, {"FP32": 2}]
+    assert on["int8"] == [{"FP32": 1, "INT8": 1}] * 2
+    assert on["both"] == [{"FP16": 1, "INT8": 1}, {"FP32": 1, "INT8": 1}]
+    assert audits["bf16"].products_on("onnxruntime") == {"not computed": 2}
+    words = {name: audit.mending[1].split()[3:4] for name, audit in audits.items()}
+    assert words == {"float": ["ptq"], "fp16": ["ptq"], "bf16": ["ptq"], "int8": ["cast"], "both": []}
+    assert audits["float"].producer == "me" and "--precision fp16" in audits["float"].mending[1]

@@ -1,0 +1,262 @@
+"""Half precision for the float32 part of an ONNX file, decided by what its tensors are on the user's pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from compress.engines.base import Arrays
+from compress.errors import CalibrationError, QuantizationError
+from compress.export.casting import HALVES, Casting, Ranges, cast_model, widened
+from compress.onnx_graph.graph import opset_of
+from compress.onnx_ptq.bounded import check_bounds
+from compress.onnx_ptq.canonical import copied, name_nodes, raised
+from compress.onnx_ptq.index import elements, inferred
+from compress.onnx_ptq.load import SourceFile, load_source
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
+from compress.onnx_ptq.save import save_model
+
+GOAL_DB = {"fp16": 40.0, "bf16": 25.0}
+"""Signal to noise of the outputs below which further operations stay float32."""
+OPSETS = {"fp16": 19, "bf16": 22}
+"""Opsets that are asked for: the first with scales of half precision, and the first with bfloat16 convolutions."""
+
+_ROUNDS, _WORST = 6, 8
+"""Rounds in which further operations are left float32, and how many in each."""
+_BYTES = 1 << 30
+"""Bytes of results that are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastFile:
+    """Result of writing a file in half precision.
+
+    Attributes:
+        path: the new file.
+        casting: what is in half precision, and what stays float32, with the reasons.
+        images: number of pictures that ranges were measured on; 0 = constants and operators alone decided.
+        sqnr_db: signal to noise of the least output against float32, computed as the file says; None without pictures.
+        notes: sentences for everything that the user should know.
+    """
+
+    path: Path
+    casting: Casting
+    images: int
+    sqnr_db: float | None
+    notes: tuple[str, ...]
+
+
+def cast_onnx(
+    path: Path | str,
+    out: Path | str | None = None,
+    *,
+    precision: str = "fp16",
+    batches: Iterable[Any] | None = None,
+    keep_io_types: bool = True,
+) -> CastFile:
+    """Write the float32 part of an ONNX file in half precision; the file itself is not changed.
+
+    What half precision does not hold stays float32, between Casts: values that end beyond the type or are too small for
+    it, sums that overflow inside, constants that vanish. Quantized files keep their integers.
+
+    Args:
+        path: file of opset 7 to 25, float or with Q/DQ pairs.
+        out: file to write, whole or not at all; None = `<name>.<precision>.onnx` beside the file.
+        precision: `fp16` or `bf16`.
+        batches: pictures that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.
+        keep_io_types: leave inputs and outputs float32.
+
+    Raises:
+        AuditError: the file is missing, truncated or not valid ONNX.
+        QuantizationError: another precision, or nothing in the file is float32.
+        CalibrationError: no batches, or batches that the network fails on.
+        DataError: a batch does not hold the file's inputs.
+
+    Examples:
+        >>> done = compress.cast_onnx("float.onnx", "fp16.onnx", batches=[images])
+        >>> done.casting.products, done.casting.kept
+        (2, ())
+    """
+    check_precision(precision, HALVES)
+    source = load_source(path, quantized=True)
+    target = source.path.with_name(f"{source.path.stem}.{precision}.onnx") if out is None else Path(out)
+    if target.resolve() == source.path.resolve():
+        raise QuantizationError(f"{target} is the float file itself; give another name for the new one")
+    data = None if batches is None else list(feeds(batches, inputs_of_file(source)))
+    if data is not None and not data:
+        raise CalibrationError("ranges cannot be measured: `batches` was empty; give at least one batch, or None")
+    if data:
+        check_bounds(source, data[0])
+    source, notes = _with_opset(source, precision)
+    source, casting, db, lost = cast_source(source, precision, data, keep_io_types=keep_io_types)
+    if not casting.nodes:
+        why = "; ".join(casting.notes()[:3]) or "it holds no float32 operation"
+        raise QuantizationError(f"{path}: nothing can be written in {precision}: {why}")
+    images = sum(len(next(iter(feed.values()))) for feed in data or () if feed)
+    if db is not None and db < GOAL_DB[precision]:
+        notes.append(
+            f"the outputs keep {db:.0f} dB of float32; most is lost at {', '.join(lost) or 'no one operation'}"
+        )
+    if data is None:
+        notes.append("no pictures were given: constants and operators alone decided what stays float32")
+    return CastFile(
+        path=save_model(source, target), casting=casting, images=images, sqnr_db=db, notes=(*notes, *casting.notes())
+    )
+
+
+def check_precision(precision: str, allowed: Iterable[str]) -> None:
+    """Refuse a precision that no file can have."""
+    if precision not in allowed:
+        raise QuantizationError(f"precision is {precision!r} (one of: {', '.join(allowed)})")
+
+
+def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[str]]:
+    """Return a copy of a file with the opset that a precision asks for, and sentences on that."""
+    source = replace(source, proto=copied(source))
+    name_nodes(source.proto.graph)
+    opset, wanted = opset_of(source.proto), OPSETS[precision]
+    if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
+        return source, list(source.notes)
+    try:
+        proto = raised(source, source.proto, wanted)
+    except QuantizationError as error:
+        return source, [*source.notes, f"the opset stays {opset}, in which fewer operators take {precision}: {error}"]
+    return replace(source, proto=proto), [
+        *source.notes,
+        f"the opset is raised from {opset} to {wanted} for {precision}",
+    ]
+
+
+def _is_quantized(source: SourceFile) -> bool:
+    return any(node.op_type in {"QuantizeLinear", "DequantizeLinear"} for node in source.proto.graph.node)
+
+
+def cast_source(
+    source: SourceFile, precision: str, data: list[Arrays] | None, *, keep_io_types: bool = True
+) -> tuple[SourceFile, Casting, float | None, list[str]]:
+    """Return a model in half precision, what it became, its signal to noise, and where most of that is lost.
+
+    Where the outputs are further from float32 than `GOAL_DB`, the operations at which most is lost stay float32 too.
+    """
+    if not data:
+        made, casting = _cast(source, precision, keep_io_types=keep_io_types)
+        return made, casting, None, []
+    _, shapes, types = inferred(source, data[0])
+    tensors = _float_tensors(source, types)
+    ranges = Ranges(source.proto.graph, precision)
+    for part in _parts(tensors, shapes):
+        session = FloatSession(source, part, plain=True)
+        for feed in data:
+            ranges.add(session.run(feed))
+    goal = -np.inf if _is_quantized(source) else GOAL_DB[precision]  # there a step of a quantizer decides, not rounding
+    options: dict[str, Any] = {"types": types, "ranges": ranges, "keep_io_types": keep_io_types}
+    made, casting = _cast(source, precision, **options)
+    db = _distance(source, made, casting, types, data[0])
+    keep: dict[str, str] = {}
+    worst: list[str] = []
+    for _ in range(_ROUNDS):
+        if db is None or db >= goal:
+            break
+        worst = _worst(source, made, casting, data[0], tensors, keep)
+        more = keep | dict.fromkeys(worst, "")
+        again, other = _cast(source, precision, keep=more, **options)
+        gained = _distance(source, again, other, types, data[0])
+        if not worst or gained is None or gained < db + 3:
+            break
+        text = f"with these the outputs have {gained:.0f} instead of {db:.0f} dB"
+        keep |= dict.fromkeys(worst, text)
+        made, casting = _cast(source, precision, keep=keep, **options)
+        db = gained
+    return made, casting, db, worst[:4]
+
+
+def _cast(
+    source: SourceFile, precision: str, *, keep: Mapping[str, str] | None = None, **options: Any
+) -> tuple[SourceFile, Casting]:
+    made = replace(source, proto=copied(source))
+    return made, cast_model(made.proto, precision, keep=keep, array=source.array, **options)
+
+
+def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
+    """Return the float32 tensors that ONNX Runtime can compute."""
+    unknown, graph = unknown_to_runtime(source.proto.graph), source.proto.graph
+    names = [value.name for value in graph.input] + [name for node in graph.node for name in node.output]
+    given = {tensor.name for tensor in graph.initializer}
+    wanted = (name for name in names if name not in unknown and name not in given)
+    return [name for name in wanted if name and types.get(name) == onnx.TensorProto.FLOAT]
+
+
+def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Return tensors in parts that fit in memory."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name in tensors:
+        size += 4 * elements(shapes.get(name))
+        if size > _BYTES and parts[-1]:
+            parts.append([])
+            size = 4 * elements(shapes.get(name))
+        parts[-1].append(name)
+    return parts
+
+
+def _distance(
+    source: SourceFile, made: SourceFile, casting: Casting, types: Mapping[str, int], feed: Arrays
+) -> float | None:
+    """Return the signal to noise of the least float output; None if there is none to compare."""
+    names = [name for name in known_results(source.proto.graph) if types.get(name) == onnx.TensorProto.FLOAT]
+    found = _signal_to_noise(source, made, casting, feed, names)
+    return min(found.values(), default=None)
+
+
+def _signal_to_noise(
+    source: SourceFile, made: SourceFile, casting: Casting, feed: Arrays, names: list[str]
+) -> dict[str, float]:
+    exact = FloatSession(source, names, plain=True).run(feed)
+    got = FloatSession(replace(made, proto=widened(made.proto, casting.types)), names, plain=True).run(feed)
+    return {name: db for name in names if (db := _db(exact[name], got[name])) is not None}
+
+
+def _db(exact: NDArray[Any], got: NDArray[Any]) -> float | None:
+    a, b = np.asarray(exact, np.float64), np.asarray(got, np.float64)
+    if a.shape != b.shape or not a.size:
+        return None
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    signal = float(np.square(a[np.isfinite(a)]).sum())
+    noise = float(np.square((a - b)[~same]).sum())
+    if noise == 0 or signal == 0:
+        return None if signal == 0 else np.inf
+    return -np.inf if not np.isfinite(noise) else 10 * float(np.log10(signal / noise))
+
+
+def _worst(
+    source: SourceFile,
+    made: SourceFile,
+    casting: Casting,
+    feed: Arrays,
+    tensors: list[str],
+    keep: Mapping[str, str],
+) -> list[str]:
+    """Return the operations, not products, after which most is lost of what came to them, and what they consume."""
+    found = _signal_to_noise(source, made, casting, feed, tensors)
+    kept = {row.node for row in casting.kept} | keep.keys()
+    producers = {name: node for node in source.proto.graph.node for name in node.output}
+    losses: list[tuple[float, onnx.NodeProto]] = []
+    for node in source.proto.graph.node:
+        before = [found[name] for name in node.input if name in found]
+        after = [found[name] for name in node.output if name in found]
+        if before and after and node.name not in kept:
+            losses.append((min(before) - min(after), node))
+    losses.sort(key=lambda pair: -pair[0])
+    chosen = [node for loss, node in losses[:_WORST] if loss > 3]
+    return [
+        one.name
+        for node in chosen
+        for one in (node, *(producers[name] for name in node.input if name in producers))
+        if one.name and one.name not in keep
+    ]
