@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,7 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
     return tuple(tensor.with_batch(batch_size) for tensor in inputs)
 
 
-def import_library(module: str, install: str) -> Any:
+def import_library(module: str, install: str) -> ModuleType:
     """Import an engine's library on first use, without telemetry.
 
     Raises:

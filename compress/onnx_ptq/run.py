@@ -223,7 +223,7 @@ def _arrays(batch: Any, inputs: Sequence[TensorInfo]) -> Arrays:
     return {t.name: _fitting(t, value) for t, value in zip(inputs, values, strict=True)}
 
 
-def as_tensors(batch: Any) -> Any:
+def as_tensors(batch: Any) -> object:
     """Convert the arrays of a batch to tensors, in the tuples that hold them."""
     if isinstance(batch, (tuple, list)):
         return type(batch)(as_tensors(part) for part in batch)

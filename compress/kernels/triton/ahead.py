@@ -101,7 +101,7 @@ def recorded() -> Iterator[Recording]:
         JITFunction.run = before
 
 
-def _seen(argument: Any, parameter: Any, inside: bool = False) -> Any:
+def _seen(argument: Any, parameter: Any, inside: bool = False) -> object:
     """An argument as the compiler sees it: of numbers that are no constants only a few kinds."""
     if isinstance(argument, Tensor):
         return TensorType(str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0)
@@ -110,7 +110,7 @@ def _seen(argument: Any, parameter: Any, inside: bool = False) -> Any:
     if parameter.is_constexpr or argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, tuple):
-        inner = [_seen(element, parameter, True) for element in argument]
+        inner: list[Any] = [_seen(element, parameter, True) for element in argument]
         return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)
     if isinstance(argument, float):
         return 0.5
@@ -250,7 +250,7 @@ def _start(capability: tuple[int, int]) -> None:
     driver.set_active(_Target(capability))
 
 
-def _stand_in(argument: Any) -> Any:
+def _stand_in(argument: Any) -> object:
     """An argument for the compiler alone: tensors without memory."""
     from triton.runtime.jit import MockTensor  # optional: Triton is not installed everywhere
 
@@ -266,7 +266,7 @@ def _stand_in(argument: Any) -> Any:
         strides = [16 * math.prod(block[i + 1 :]) for i in range(len(block) - 1)]
         return TensorDescriptor(MockTensor(getattr(torch, argument.dtype)), block, [*strides, 1], block)
     if isinstance(argument, tuple):
-        inner = [_stand_in(element) for element in argument]
+        inner: list[Any] = [_stand_in(element) for element in argument]
         return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)
     return argument
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import triton as triton
@@ -18,10 +18,10 @@ else:
     except ImportError:
 
         class _Missing:
-            def __getattr__(self, name: str) -> Any:
+            def __getattr__(self, name: str) -> _Missing:
                 return self
 
-            def __call__(self, *args: Any, **options: Any) -> Any:
+            def __call__(self, *args: object, **options: object) -> object:
                 return args[0] if args else self
 
         triton = tl = _Missing()

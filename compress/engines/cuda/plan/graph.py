@@ -233,7 +233,7 @@ def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
         )
 
 
-def _attribute(attribute: onnx.AttributeProto, node: onnx.NodeProto, path: Path | str) -> Any:
+def _attribute(attribute: onnx.AttributeProto, node: onnx.NodeProto, path: Path | str) -> object:
     value = helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
         return _tensor(numpy_helper.to_array(value))
@@ -277,7 +277,7 @@ def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -
             results = apply(node.op, node.attributes, inputs if constant else _on_meta(node.op, inputs))
         except EngineError as error:
             raise EngineError(f"{path}: {node.name}: {error}") from error
-        except Exception as error:  # protobuf and torch raise classes of their own
+        except (RuntimeError, LookupError, TypeError, ValueError, ArithmeticError) as error:  # torch, on such shapes
             raise EngineError(f"{path}: {node.name} ({node.op}) cannot be run on the given shapes: {error}") from error
         values.update(zip(node.outputs, results, strict=False))
         if any(value.is_meta for value in results):
