@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -334,7 +335,9 @@ def metadata_entries(
 
 
 _LOCK = threading.RLock()
-_BUILT: dict[int | None, Any] = {}
+_BUILT: dict[tuple[int | None, frozenset[str]], Any] = {}
+_REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"})
+"""Modules whose import gives torch operators that its table has functions for: without them it is built without."""
 
 
 @contextmanager
@@ -379,7 +382,7 @@ def table_built_once() -> Iterator[None]:
         return
 
     def copied(**options: int) -> object:
-        key = options.get("opset_version")
+        key = options.get("opset_version"), _REGISTERING.intersection(sys.modules)
         if key not in _BUILT:
             _BUILT[key] = build.__get__(None, ONNXRegistry)(**options)
         table = ONNXRegistry()

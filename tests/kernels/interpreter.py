@@ -1,25 +1,85 @@
-"""Triton's interpreter, for the tests of kernels on machines without a GPU."""
+"""Triton's interpreter, for the tests of kernels on machines without a GPU.
 
+Triton decides at import whether it interprets, so checks run in processes of their own. These are forks of one that has
+imported everything and computed nothing, which pytest starts at the first check.
+"""
+
+import functools
+import importlib
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
 
+IMPORTED = ("torchvision", "compress.qat_fusion", "compress.quantization.ptq.quantize", "tests.networks")
 
-def interpreted(module):
-    """Output of a module's checks, in a process of its own: Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
+
+@functools.cache
+def _server():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module],
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
         env=environment,
         cwd=Path(__file__).parents[2],
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+
+
+def interpreted(module):
+    """Output of a module's checks."""
+    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
+    server = _server()
+    with tempfile.NamedTemporaryFile("r") as output:
+        print(module, output.name, file=server.stdin, flush=True)
+        status = server.stdout.readline().strip()
+        said = output.read()
+    assert status == "0", said[-3000:]
+    return said
+
+
+def main():
+    """Run the checks that standard input names, each in a fork, until it is closed."""
+    _patch_once()
+    for module in IMPORTED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            _check(*line.split())
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _check(module, output):
+    status = 1
+    try:
+        file = os.open(output, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        runpy.run_module(module, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _patch_once():
+    """Let the interpreter change Triton's language once for a function, not in each call, a third of the time."""
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        patch = functools.cache(interpreter._patch_lang)
+        interpreter._patch_lang = lambda fn: (patch(fn), interpreter._LangPatchScope())[1]  # nothing to restore
+
+
+if __name__ == "__main__":
+    main()

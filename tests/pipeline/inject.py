@@ -4,12 +4,9 @@ Every result of a run is written through `compress.files.replacing`: a temporary
 renamed. Each of those operations can be made to go wrong; a write does where the disk is full from some file on.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -20,9 +17,8 @@ from unittest import mock
 
 import torch
 
-from compress.errors import CompressError
-from compress.pipeline import run
-from compress.recipe.tree import Recipe
+from compress import CompressError, Recipe, run
+from tests.fresh import CONTEXT
 
 Kind = Literal["fails", "cut", "dies", "full"]
 KINDS: tuple[Kind, ...] = ("fails", "cut", "dies", "full")
@@ -128,12 +124,9 @@ def operations(recipe: Recipe, command: str, out: Path) -> list[Point]:
 def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, point: Point) -> int:
     """Run in a process of its own with one fault, and return the exit status.
 
-    The process is forked from one that has imported everything and computed nothing: after a fork, a process in which
-    autograd's threads have run cannot train.
+    The process is forked from one that has imported everything and computed nothing (see `tests.fresh`).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    child = context.Process(target=_disturb, args=(recipe, command, out, kind, point, torch.get_num_threads()))
+    child = CONTEXT.Process(target=_disturb, args=(recipe, command, out, kind, point, torch.get_num_threads()))
     child.start()
     child.join()
     return int(child.exitcode or 0)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,11 +12,9 @@ from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
+from compress import DataSpec, load_data, run
 from compress.cli.app import app
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 from compress.errors import CompressError, ExportError, RunError
-from compress.pipeline import run
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.folder import open_run, read_state, recipe_of
 from compress.recipe.tree import parse_recipe
@@ -37,7 +36,7 @@ def _enter(path, barrier, answers):
 
 def test_of_two_processes_that_begin_at_once_one_is_let_in(tmp_path):
     context = multiprocessing.get_context("fork")
-    for attempt in range(20):
+    for attempt in range(8):
         barrier, answers = context.Barrier(2), context.Queue()
         both = [
             context.Process(target=_enter, args=(tmp_path / str(attempt), barrier, answers), daemon=True)
@@ -305,11 +304,10 @@ PLACES = {
 }
 
 
-@pytest.fixture
-def begun_elsewhere(tmp_path, monkeypatch):
-    """A run of a recipe with relative paths, begun in `home`; the process then stands in `away`."""
-    home, away = tmp_path / "home", tmp_path / "away"
-    away.mkdir()
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder in which a recipe with relative paths was run."""
+    home = tmp_path_factory.mktemp("at") / "home"
     for split in ("train", "val"):
         for label, shade in (("dark", 40), ("light", 200)):
             (home / "images" / split / label).mkdir(parents=True)
@@ -318,10 +316,27 @@ def begun_elsewhere(tmp_path, monkeypatch):
     (home / "start").mkdir()
     torch.manual_seed(0)
     torch.save(tiny(num_classes=2).state_dict(), home / "start" / "w.pth")
-    monkeypatch.chdir(home)
-    run(parse_recipe(PLACES), "ptq", "run", device="cpu")
-    monkeypatch.chdir(away)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        run(parse_recipe(PLACES), "ptq", "run", device="cpu")
+    return home
+
+
+@pytest.fixture
+def begun_elsewhere(home, tmp_path, monkeypatch):
+    """The run, for a process that stands in another folder."""
+    monkeypatch.chdir(tmp_path)
     return home / "run"
+
+
+@contextmanager
+def renamed(path, name):
+    """The path under another name while the block runs."""
+    moved = path.rename(path.with_name(name))
+    try:
+        yield moved
+    finally:
+        moved.rename(path)
 
 
 def test_a_run_is_used_from_another_folder_and_its_recipe_stays_as_it_was_written(begun_elsewhere, monkeypatch):
@@ -337,17 +352,16 @@ def test_a_run_is_used_from_another_folder_and_its_recipe_stays_as_it_was_writte
 
 
 def test_a_run_that_was_moved_with_its_data_takes_those_beside_the_process(begun_elsewhere, monkeypatch):
-    home = begun_elsewhere.parent
-    moved = home.rename(home.with_name("moved"))
-    with pytest.raises(CompressError, match=r"data.root"):
-        finished_run(moved / "run")
-    monkeypatch.chdir(moved)
-    assert finished_run(moved / "run").recipe == parse_recipe(PLACES)
+    with renamed(begun_elsewhere.parent, "moved") as moved:
+        with pytest.raises(CompressError, match=r"data.root"):
+            finished_run(moved / "run")
+        monkeypatch.chdir(moved)
+        assert finished_run(moved / "run").recipe == parse_recipe(PLACES)
 
 
 def test_bench_mixed_looks_for_the_data_before_it_times_anything(begun_elsewhere):
-    (begun_elsewhere.parent / "images").rename(begun_elsewhere.parent / "gone")
     before = (begun_elsewhere / "metrics.json").read_bytes()
-    done = CliRunner().invoke(app, ["bench", str(begun_elsewhere), "--mixed", "--seconds", "0.1"])
+    with renamed(begun_elsewhere.parent / "images", "gone"):
+        done = CliRunner().invoke(app, ["bench", str(begun_elsewhere), "--mixed", "--seconds", "0.1"])
     assert isinstance(done.exception, CompressError) and "data.root" in str(done.exception)
     assert (begun_elsewhere / "metrics.json").read_bytes() == before

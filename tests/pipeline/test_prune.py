@@ -11,11 +11,10 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from compress import build_model, evaluate, load_data
+from compress import build_model, evaluate, load_data, run
 from compress.audit.onnx import audit_sparsity
 from compress.data.memory import MemorySplit
 from compress.errors import AuditError, RecipeError
-from compress.pipeline import run
 from compress.pipeline.again import export_again
 from compress.recipe.tree import parse_recipe
 
@@ -36,6 +35,7 @@ TREE = {
     },
 }
 RECIPE = parse_recipe(TREE)
+UNTIMED = {"bench": {"engines": [], "batch_sizes": []}}
 MASKED = ("block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2")
 
 
@@ -169,7 +169,7 @@ def test_audit_finds_a_broken_pattern(finished, tmp_path):
 def test_without_fine_tuning_batchnorm_is_recalibrated(finished, tmp_path):
     """From the same float network: masks alone, and masks with the statistics measured again."""
     out = tmp_path / "r"
-    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None}
+    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None, **UNTIMED}
     tree["sparsity"] = {"pattern": "2:4", "kernels": "any"}
     tree["model"] = {**TREE["model"], "weights": str(finished / "float.safetensors")}
     done = parse_recipe(tree)
@@ -192,7 +192,7 @@ def test_without_fine_tuning_batchnorm_is_recalibrated(finished, tmp_path):
 
 
 def test_second_order_keeps_the_statistics_that_its_weights_fit(finished, tmp_path):
-    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None}
+    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None, **UNTIMED}
     tree["sparsity"] = {"pattern": "2:4", "kernels": "any", "saliency": "hessian", "calibration_images": 64}
     tree["model"] = {**TREE["model"], "weights": str(finished / "float.safetensors")}
     run(parse_recipe(tree), "prune", tmp_path / "r", device="cpu")

@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
+from compress.cli import main
 from compress.errors import DataError, ModelError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
 from compress.pipeline import default_folder, run
@@ -22,9 +20,9 @@ from compress.pipeline.again import bench_again, export_again, networks_of, vari
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import parse_recipe
 from tests.exact import WEIGHTS
+from tests.fresh import finish, start, two_places
 from tests.networks import tiny
 
-ROOT = Path(__file__).parents[2]
 TREE = {
     "model": {"name": "tests.networks:tiny"},
     "data": {"image_size": 16, "batch_size": 64, "val_images": 200},
@@ -267,22 +265,22 @@ def with_engines(*names):
     return dataclasses.replace(RECIPE, bench=bench)
 
 
-def start(out):
-    """`train` of the recipe of the module's run, whose float network is the same."""
-    (out.parent / "tiny.yaml").write_text(with_engines().to_yaml())
-    command = [sys.executable, "-m", "compress", "train", "--recipe", str(out.parent / "tiny.yaml"), "--out", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def command_line(command, recipe, out, *options):
+    """As `python -m compress` is called in a process of its own."""
+    sys.argv = ["compress", command, "--recipe", str(recipe), "--out", str(out), *options]
+    main()
 
 
 def test_kill_9_and_resume_end_with_the_same_weights(finished, tmp_path):
     """Killed in the float training; test_resume.py stops a run at later moments, and compares all that follows."""
-    out = tmp_path / "killed"
-    process = start(out)
-    while process.poll() is None and not (out / "train.csv").exists():
+    out, recipe = tmp_path / "killed", tmp_path / "tiny.yaml"
+    recipe.write_text(with_engines().to_yaml())
+    process = start(tmp_path / "said", command_line, "train", recipe, out, CUDA_VISIBLE_DEVICES="")
+    while process.is_alive() and not (out / "train.csv").exists():
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
     assert not (out / "report.html").exists()
     run(with_engines(), "train", out, resume=True, device="cpu")
     assert (out / "report.html").exists()
@@ -293,11 +291,9 @@ def test_kill_9_and_resume_end_with_the_same_weights(finished, tmp_path):
 
 def test_two_processes_give_the_metrics_of_one(finished, tmp_path):
     (tmp_path / "tiny.yaml").write_text(with_engines("onnxruntime").to_yaml())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compress"]
-    arguments = ["qat", "--recipe", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "two"), "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    arguments = command_line, "qat", tmp_path / "tiny.yaml", tmp_path / "two", "--device", "cpu"
+    both = [start(tmp_path / f"said-{i}", *arguments, **place) for i, place in enumerate(two_places())]
+    finish(tmp_path / "said-0", *both)
     one, two = metrics(finished), metrics(tmp_path / "two")
     for variant in ("float", "qat"):
         key = ("top1", variant, "onnxruntime", None)

@@ -1,7 +1,6 @@
 """Trials in several processes, of which one is killed; a search that goes on."""
 
-import subprocess
-import sys
+import signal
 import time
 from datetime import datetime, timedelta
 
@@ -11,24 +10,26 @@ import pytest
 from compress.errors import EngineError, SearchError
 from compress.search.trials import add_starts, failures, open_study, reclaim, results, run_trials
 from compress.support.progress import NoProgress
+from tests.fresh import finish, start
 from tests.search.worker import SPACE, STARTS, figures, work
 
 
-def start(storage, seconds):
-    command = [sys.executable, "-m", "tests.search.worker", storage, "8", str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def begun(said, storage, seconds):
+    """A worker that is inside its first trial."""
+    worker = start(said, work, storage, 8, seconds)
+    while worker.is_alive() and not (said.exists() and said.read_text().startswith("begun\n")):
+        time.sleep(0.02)
+    return worker
 
 
 def test_a_killed_worker_loses_its_trial_only(tmp_path):
     storage = str(tmp_path / "trials.log")
-    lost = start(storage, 600)
-    assert lost.stdout.readline() == "begun\n"  # it is inside the first trial and will never end it
-    other = start(storage, 0.01)
-    assert other.stdout.readline() == "begun\n"
+    lost = begun(tmp_path / "lost", storage, 600)  # it will never end it
+    other = begun(tmp_path / "other", storage, 0.01)
     lost.kill()
-    lost.wait()
-    other.communicate(timeout=60)
-    assert other.returncode == 0
+    lost.join()
+    assert lost.exitcode == -signal.SIGKILL, (tmp_path / "lost").read_text()
+    finish(tmp_path / "other", other)
     found = results(open_study(storage, "search", seed=0, population=4, create=False))
     assert {label for label, _, _ in found} >= set(STARTS)  # the configuration of the lost trial was tried again
     assert all(figures(configuration) == measured for _, configuration, measured in found)

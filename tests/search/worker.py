@@ -1,6 +1,5 @@
-"""A worker of a search over invented networks: `worker.py STORAGE COUNT SECONDS`, each trial takes so long."""
+"""A worker of a search over invented networks, each trial of which takes so long."""
 
-import sys
 import time
 
 from compress.search.lab import Figures
@@ -29,7 +28,3 @@ def work(storage, count, seconds, seed=0):
 
     run_trials(study, SPACE, evaluate, count=count, deadline=None, progress=NoProgress())
     return study
-
-
-if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

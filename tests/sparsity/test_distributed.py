@@ -1,20 +1,17 @@
 """Masks in DistributedDataParallel: two processes against one on the same batches."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from compress.sparsity.masks import verify_nm
+from tests.fresh import finish, start
+from tests.sparsity.two_processes import work
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    run = [sys.executable, "-m", "tests.sparsity.two_processes", str(folder)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(folder / "said-0", *[start(folder / f"said-{rank}", work, rank, folder) for rank in (0, 1)])
     return folder
 
 

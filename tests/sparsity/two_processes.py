@@ -1,21 +1,13 @@
-"""`python -m tests.sparsity.two_processes FOLDER`: a masked model in DistributedDataParallel, two processes over gloo.
+"""A masked model in DistributedDataParallel, two processes over gloo.
 
-Forked from a process that has imported torch but computed nothing. Each saves what its model ended as; process 0 also
-saves what one process makes of the same batches.
+Each saves what its model ended as; process 0 also saves what one process makes of the same batches.
 """
-
-import os
-import socket
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from compress import MaskSchedule, SparsitySpec, sparsify
 from compress.sparsity.parametrization import masked_layers
-from compress.sparsity.schedule import MaskSchedule
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
 from tests.sparsity.nets import small
 
 STEPS = 6
@@ -44,10 +36,8 @@ def train(schedule, share, wrap, steps=STEPS):
     return model.state_dict()
 
 
-def work(rank, port, folder):
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+def work(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     parallel = nn.parallel.DistributedDataParallel
     for schedule in ("one-shot", "gradual", "sr-ste", "gumbel"):
         torch.save(train(schedule, rank, parallel), folder / f"{schedule}-{rank}.pt")
@@ -56,13 +46,3 @@ def work(rank, port, folder):
         if rank == 0:
             torch.save(train(schedule, None, lambda model: model), folder / f"{schedule}-alone.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    child = os.fork()
-    work(int(child == 0), port, Path(sys.argv[1]))
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

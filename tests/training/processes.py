@@ -1,6 +1,6 @@
-"""Real processes for the tests: forked from one that has imported torch but computed nothing, so each starts at once.
+"""Real processes for the tests: `run_tasks` runs some of the tasks below, each leaves files in a folder of its name.
 
-`python -m tests.training.processes FOLDER TASK ...` runs some of the tasks below; each leaves files in FOLDER/TASK.
+It is called in a process that has computed nothing (`tests.fresh`), whose forks start at once.
 """
 
 import copy
@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -27,6 +26,7 @@ from compress.errors import CheckpointError, CompressError
 from compress.support.progress import NoProgress
 from compress.training import TrainSpec, evaluate, fit, init_processes, save_model
 from compress.training.distributed import GradientExchange
+from tests.fresh import two_places
 from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
 
 
@@ -145,15 +145,6 @@ def full_disk(folder):
         facts = {"message": str(error), "files": sorted(path.name for path in folder.iterdir())}
         train(folder, "sgd", resume=True)
         (folder / "facts.json").write_text(json.dumps(facts))
-
-
-def two_places():
-    """The environments of two processes that find each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(2)]
 
 
 def two_and_one(folder, member):
@@ -390,8 +381,8 @@ def exchange(processes):
     }
 
 
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        place = Path(sys.argv[1]) / name
+def run_tasks(folder, names):
+    for name in names:
+        place = folder / name
         place.mkdir()
         {"killed": killed, "pair": pair, "widened": widened, "sharded": sharded, "dying": dying}[name](place)

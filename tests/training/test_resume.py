@@ -2,22 +2,20 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.fresh import finish, start
+from tests.training.processes import run_tasks
+
 
 def run(folder, *tasks):
     """Run tasks of tests.training.processes, each in a folder of its own; return how the children of each ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.training.processes", str(folder), *tasks]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return {task: json.loads((folder / task / "ends.json").read_text()) for task in tasks}, done.stderr
+    said = folder / "said"
+    finish(said, start(said, run_tasks, folder, tasks))
+    return {task: json.loads((folder / task / "ends.json").read_text()) for task in tasks}, said.read_text()
 
 
 @pytest.fixture(scope="module")

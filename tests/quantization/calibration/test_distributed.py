@@ -1,15 +1,12 @@
 """Two gloo processes that merge what they saw."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from compress.errors import CalibrationError
 from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
+from tests.fresh import finish, start
 
 
 def images(seed, scale=1.0, rows=2000):
@@ -34,7 +31,6 @@ def same_scale(rank):
 
 
 def work(rank, folder):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {}
     for name in CALIBRATORS:
@@ -68,11 +64,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    # In a process of their own: a test worker that has run engines and compilers is no place to start others from.
-    program = f"import torch.multiprocessing as m; from {__name__} import work; m.spawn(work, ({str(folder)!r},), 2)"
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    finish(folder / "said-0", *[start(folder / f"said-{rank}", work, rank, folder) for rank in (0, 1)])
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -63,7 +63,7 @@ def test_counts(data):
     np.testing.assert_allclose(edges.numpy(), their._calib_bin_edges.numpy(), rtol=1e-6)
 
 
-def counted(data, bins=300):
+def counted(data, bins=200):
     """Counts and edges of fewer bins than either calibrator uses."""
     x = DATA[data].abs()
     return torch.histc(x, bins, 0, float(x.max())).long(), np.linspace(0, float(x.max()), bins + 1, dtype=np.float32)
