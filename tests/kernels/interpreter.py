@@ -36,12 +36,11 @@ def interpreted(module):
     """Output of a module's checks."""
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
     server = _server()
-    with tempfile.NamedTemporaryFile("r") as output:
-        print(module, output.name, file=server.stdin, flush=True)
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        print(module, output.name, errors.name, file=server.stdin, flush=True)
         status = server.stdout.readline().strip()
-        said = output.read()
-    assert status == "0", said[-3000:]
-    return said
+        assert status == "0", errors.read()[-3000:]
+        return output.read()
 
 
 def main():
@@ -56,12 +55,11 @@ def main():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _check(module, output):
+def _check(module, *outputs):
     status = 1
     try:
-        file = os.open(output, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(file, stream)
+        for stream, output in enumerate(outputs, 1):
+            os.dup2(os.open(output, os.O_WRONLY), stream)
         runpy.run_module(module, run_name="__main__")
         status = 0
     except BaseException:
