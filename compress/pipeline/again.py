@@ -55,7 +55,7 @@ def export_again(
     chosen = chosen_variant(folder, variant)
     run = finished_run(folder)
     model = network(run, chosen, target)
-    name = stem(chosen, target if target in run.further_targets and chosen.is_quantized else None)
+    name = stem(*run.key(chosen, target))
     return export_onnx(
         model,
         run.example,
@@ -106,17 +106,15 @@ def network(run: Run, variant: Variant, target: Target | None = None) -> nn.Modu
     known = spec.targets if spec is not None else ()
     if target is not None and target not in known:
         raise RunError(f"the run is for {', '.join(known) or 'no target'}, not for {target!r}")
-    first = _network(run, variant)
-    return run.further.get((variant, target), first) if target is not None else first
-
-
-def _network(run: Run, variant: Variant) -> nn.Module:
     float_model = float_step(run, build_float(run.recipe))
     base = sparse_step(run, float_model) if variant.is_sparse else float_model
-    if not variant.is_quantized:
-        return base
-    quantized = ptq_step(run, base, variant.trained_from or variant)
-    return qat_step(run, float_model, quantized, variant) if variant.trained_from else quantized
+    if variant.is_quantized:
+        quantized = ptq_step(run, base, variant.trained_from or variant)
+        if variant.trained_from:
+            qat_step(run, float_model, quantized, variant)
+    else:
+        run.networks[variant, None] = base
+    return run.networks[run.key(variant, target)]
 
 
 def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
@@ -144,7 +142,8 @@ def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
 
     def in_torch(threads: int | None) -> Engine:
         run = finished_run(folder)
-        return run.in_torch(variant, network(run, variant), threads=threads)
+        network(run, variant)
+        return run.in_torch(variant, threads=threads)
 
     return NetworkFiles(
         file=folder / variant.onnx_file,

@@ -83,45 +83,43 @@ def run(
     )
     this.task = task
     try:
-        models = _networks(this, command, float_step(this, built))
+        _make_networks(this, command, float_step(this, built))
         if processes.is_main:
-            _measure(this, models)
+            _measure(this)
     finally:
         folder.release()
     return folder
 
 
-def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, nn.Module]:
-    models = {Variant.FLOAT: float_model}
+def _make_networks(this: Run, command: str, float_model: nn.Module) -> None:
+    this.networks[Variant.FLOAT, None] = float_model
     if command in {"ptq", "qat"}:
-        models[Variant.PTQ] = quantized = ptq_step(this, float_model)
+        quantized = ptq_step(this, float_model)
         if command == "qat":
-            models[Variant.QAT] = qat_step(this, float_model, quantized)
+            qat_step(this, float_model, quantized)
     if command == "prune":
-        _prune(this, models)
-    return models
+        _prune(this, float_model)
 
 
-def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
-    float_model = models[Variant.FLOAT]
-    models[Variant.SPARSE] = sparse = sparse_step(this, float_model)
+def _prune(this: Run, float_model: nn.Module) -> None:
+    this.networks[Variant.SPARSE, None] = sparse = sparse_step(this, float_model)
     if this.recipe.quantization is None:
         return
-    models[Variant.PTQ] = ptq_step(this, float_model)
-    models[Variant.SPARSE_PTQ] = quantized = ptq_step(this, sparse, Variant.SPARSE_PTQ)
+    ptq_step(this, float_model)
+    quantized = ptq_step(this, sparse, Variant.SPARSE_PTQ)
     if this.recipe.qat is not None:
         zeros = zeros_of(this, quantized)
-        models[Variant.SPARSE_QAT] = qat_step(this, float_model, quantized, Variant.SPARSE_QAT, masks=zeros)
+        qat_step(this, float_model, quantized, Variant.SPARSE_QAT, masks=zeros)
 
 
-def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
-    export_step(this, models)
-    if Variant.SPARSE in models:
-        check_pattern(this, [variant for variant in models if variant.is_sparse])
-    build_step(this, list(models))
-    audit_step(this, list(models))
-    evaluate_step(this, models)
-    bench_step(this, models)
+def _measure(this: Run) -> None:
+    export_step(this)
+    if Variant.SPARSE in this.variants:
+        check_pattern(this)
+    build_step(this, this.variants)
+    audit_step(this, this.variants)
+    evaluate_step(this)
+    bench_step(this)
     end_to_end_step(this)
     if notes := this.all_notes():
         write_json(this.path("notes.json"), notes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
 from compress.detection.boxes import BoxesAndScores
@@ -64,7 +64,7 @@ class Run:
 
     Attributes:
         resume: steps may go on from files.
-        further: networks of further targets.
+        networks: those made or loaded so far; target None = the first, and networks without quantizers.
         notes: of the current step.
     """
 
@@ -75,7 +75,7 @@ class Run:
     processes: Processes = SINGLE
     progress: Progress = field(default_factory=NoProgress)
     resume: bool = False
-    further: dict[tuple[Variant, Target], fx.GraphModule] = field(default_factory=dict)
+    networks: dict[tuple[Variant, Target | None], nn.Module] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
@@ -115,30 +115,32 @@ class Run:
         return self.folder / name
 
     @property
-    def further_targets(self) -> tuple[Target, ...]:
-        """The targets after the first."""
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants of `networks`, in the order in which they were made."""
+        return tuple(dict.fromkeys(variant for variant, _ in self.networks))
+
+    @property
+    def placements(self) -> dict[Target, Target | None]:
+        """The recipe's targets, each as it stands in `networks`: the first one as None."""
         spec = self.recipe.quantization
-        return () if spec is None else spec.targets[1:]
+        return {} if spec is None else {target: target if i else None for i, target in enumerate(spec.targets)}
 
-    def further_target(self, variant: Variant, engine: str) -> Target | None:
-        """Return the further target of an engine; None = the first target."""
-        target = target_of(engine)
-        return target if variant.is_quantized and target in self.further_targets else None
+    def key(self, variant: Variant, target: Target | None) -> tuple[Variant, Target | None]:
+        """Return where a network stands in `networks`; another target than the recipe's counts as the first."""
+        return variant, self.placements.get(target) if variant.is_quantized and target is not None else None
 
-    def files(self, variant: Variant, model: nn.Module | None = None) -> NetworkFiles:
-        """Files for measuring; with the module, torch too."""
-        further = {t: self.path(f"{stem(variant, t)}.onnx") for t in self.further_targets if variant.is_quantized}
+    def files(self, variant: Variant) -> NetworkFiles:
+        """The files of a variant for measuring, and its first target's module in torch."""
+        further = [target for target in self.placements.values() if target is not None and variant.is_quantized]
         return NetworkFiles(
             file=self.path(variant.onnx_file),
-            further=further,
-            in_torch=None if model is None else lambda threads: self.in_torch(variant, model, threads=threads),
+            further={target: self.path(f"{stem(variant, target)}.onnx") for target in further},
+            in_torch=lambda threads: self.in_torch(variant, threads=threads),
         )
 
-    def in_torch(
-        self, variant: Variant, model: nn.Module, target: Target | None = None, *, threads: int | None = None
-    ) -> Engine:
-        """Return a network as an engine on the run's device."""
-        shape = self.data.val.preprocessing.input_shape
+    def in_torch(self, variant: Variant, target: Target | None = None, *, threads: int | None = None) -> Engine:
+        """Return one of `networks` as an engine on the run's device."""
+        shape, model = self.data.val.preprocessing.input_shape, self.networks[variant, target]
         label = torch_label(variant, target)
         return TorchEngine(model, shape, device=str(self.device), label=label, threads=threads)
 

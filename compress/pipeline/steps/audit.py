@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from compress.audit.engine import EngineAudit, audit_listing
@@ -16,7 +17,7 @@ from compress.records.rows import EngineRow
 from compress.variants import Variant
 
 
-def audit_step(run: Run, variants: list[str]) -> None:
+def audit_step(run: Run, variants: Sequence[str]) -> None:
     """Audit engine files and engines that report their layers; write engine_audit.json."""
     if run.folder.done("engine_audit"):
         return
@@ -79,7 +80,7 @@ _TELLING = ("openvino", "cuda")
 """Engines that report their layers without a file of them."""
 
 
-def _runtime_rows(run: Run, variants: list[str]) -> list[EngineRow]:
+def _runtime_rows(run: Run, variants: Sequence[str]) -> list[EngineRow]:
     """Yield an engine's own account of quantized networks, where INT8 is required."""
     recipe = run.recipe
     if recipe.export.require != "int8":

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from compress.engines import Engine
 from compress.engines.registry import target_of
@@ -50,7 +49,7 @@ ADDS_UP_DB = 10.0
 """Loss within one layer that rounding explains."""
 
 
-def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
+def evaluate_step(run: Run) -> None:
     """Measure each network on each engine, and its distance to fake quantization."""
     if run.folder.done("evaluate"):
         return
@@ -58,18 +57,17 @@ def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     metrics: list[Metric] = []
     references: dict[tuple[Variant, Target | None], EngineFigures] = {}
     answers: dict[tuple[Variant, str], Answers] = {}
-    for variant, model in models.items():
-        references[variant, None] = _evaluate_torch(run, variant, model, None, metrics, answers)
+    for variant in run.variants:
+        references[variant, None] = _evaluate_torch(run, variant, None, metrics, answers)
         for engine, precision in _engines(run.recipe.bench):
-            target = run.further_target(variant, engine)
+            key = run.key(variant, target_of(engine))
             if engine == "torch":
                 continue
-            if target is not None and (variant, target) not in references:
-                further = run.further[variant, target]
-                references[variant, target] = _evaluate_torch(run, variant, further, target, metrics, answers)
-            metrics += _evaluate_engine(run, variant, engine, precision, references[variant, target], answers)
+            if key not in references:
+                references[key] = _evaluate_torch(run, *key, metrics, answers)
+            metrics += _evaluate_engine(run, variant, engine, precision, references[key], answers)
     keep_comparisons(run, answers)
-    run.notes += _training_lost(run, {variant: references[variant, None] for variant in models})
+    run.notes += _training_lost(run, {variant: references[variant, None] for variant in run.variants})
     run.folder.add_metrics(metrics)
     run.finish("evaluate")
 
@@ -77,13 +75,12 @@ def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
 def _evaluate_torch(
     run: Run,
     variant: Variant,
-    model: nn.Module,
     target: Target | None,
     metrics: list[Metric],
     answers: dict[tuple[Variant, str], Answers],
 ) -> EngineFigures:
     """Measure the network in torch, the reference of its engines."""
-    with run.in_torch(variant, model, target) as engine:
+    with run.in_torch(variant, target) as engine:
         label = engine.info.label
         seen = judge(run, engine, answers=answers.setdefault((variant, label), answers_of(run)))
     metrics += _figures(run, variant, label, seen)
@@ -194,11 +191,11 @@ def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Me
     ]
 
 
-def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
+def bench_step(run: Run) -> None:
     """Measure latency and throughput of every network on every engine."""
     if run.folder.done("bench"):
         return
-    files = {str(variant): run.files(variant, model) for variant, model in models.items()}
+    files = {str(variant): run.files(variant) for variant in run.variants}
     spec, metrics = run.recipe.bench, bench(files, run.recipe.bench, progress=run.progress)
     run.folder.add_metrics(metrics)
     targets = () if run.recipe.quantization is None else run.recipe.quantization.targets

@@ -32,56 +32,48 @@ SQNR_IMAGES = 64
 """Evaluation images that layer outputs are compared on."""
 
 
-def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
+def export_step(run: Run) -> None:
     """Write `<variant>.onnx`, audit.json, layers.json and sizes; on a resume what is missing."""
     if run.folder.done("export"):
-        for variant, model, path, target in networks(run, models):
-            if not path.is_file():
-                write_file(run, variant, model, path, target)
+        for variant, target in run.networks:
+            if not run.path(f"{stem(variant, target)}.onnx").is_file():
+                write_file(run, variant, target)
         return
     audits: list[tuple[str, OnnxAudit]] = []
     metrics: list[Metric] = []
-    run.progress.start("export", len(models))
-    for variant, model, path, target in networks(run, models):
-        write_file(run, variant, model, path, target)
+    run.progress.start("export", len(run.networks))
+    for variant, target in run.networks:
+        path = write_file(run, variant, target)
         audits.append((path.stem, audit_onnx(path)))
         metrics += _sizes(variant, path, target)
-        if target is None:
-            run.progress.advance("export")
+        run.progress.advance("export")
     run.progress.finish("export")
     OPERATIONS.write(run.folder.path, [row for name, audit in audits for row in _operation_rows(name, audit)])
-    LAYERS.write(run.folder.path, _layer_rows(run, models))
+    LAYERS.write(run.folder.path, _layer_rows(run))
     run.folder.add_metrics(metrics)
-    run.finish("export", variants=list(models))
+    run.finish("export", variants=list(run.variants))
 
 
-def networks(run: Run, models: Mapping[Variant, nn.Module]) -> Iterator[tuple[Variant, nn.Module, Path, Target | None]]:
-    """Yield each network with its file, and its target if that is not the first."""
-    for variant, model in models.items():
-        yield variant, model, run.path(variant.onnx_file), None
-        for target in run.further_targets if variant.is_quantized else ():
-            yield variant, run.further[variant, target], run.path(f"{stem(variant, target)}.onnx"), target
-
-
-def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
-    """Write a file; with `export.nms` one with boxes beside it."""
-    _write(run, variant, model, path, target)
+def write_file(run: Run, variant: Variant, target: Target | None) -> Path:
+    """Write a file of `run.networks`; with `export.nms` one with boxes beside it."""
+    path = _write(run, variant, target)
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
     return path
 
 
-def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
+def _write(run: Run, variant: Variant, target: Target | None) -> Path:
     """Write into the recipe's own ONNX graph if that can hold it, else by torch's exporter."""
     recipe, split = run.recipe, run.data.val
+    model, path = run.networks[variant, target].cpu(), run.path(f"{stem(variant, target)}.onnx")
     own = {RECIPE_KEY: recipe.digest(), VARIANT_KEY: str(variant)}
     entries = metadata_entries(split.preprocessing, split.labels, own)
     if variant.is_quantized and recipe.model.name.endswith(".onnx"):
         spec = run.quantization.for_target(target or run.quantization.targets[0])
-        if write_into_own_graph(run, model.cpu(), path, spec=spec, metadata=entries):
+        if write_into_own_graph(run, model, path, spec=spec, metadata=entries):
             return path
     return export_onnx(
-        model.cpu(),
+        model,
         run.example,
         path,
         precision=recipe.export.precision if variant is not Variant.FLOAT else "fp32",
@@ -113,11 +105,12 @@ def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
     ]
 
 
-def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]:
+def _layer_rows(run: Run) -> list[LayerRow]:
     """Return a row for each weighted layer, with losses of the last quantized network."""
-    quantized = next((m for v in (Variant.QAT, Variant.PTQ) if isinstance(m := models.get(v), fx.GraphModule)), None)
+    last = (run.networks.get((variant, None)) for variant in (Variant.QAT, Variant.PTQ))
+    quantized = next((model for model in last if isinstance(model, fx.GraphModule)), None)
     try:
-        graph = canonical_graph(models[Variant.FLOAT], run.example)
+        graph = canonical_graph(run.networks[Variant.FLOAT, None], run.example)
     except ModelError as error:
         run.notes.append(f"layers are not listed: {error}")
         return []

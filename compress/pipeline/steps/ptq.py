@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,21 +32,20 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     """Quantize a float network, calibrated on training images; a finished step loads its weights.
 
     Returns:
-        The first target's network; `run.further` has the others, calibrated in the same pass.
+        The first target's network; `run.networks` has all of them, calibrated in the same pass.
     """
     spec = run.quantization
     example = run.example.to(run.device)
-    first, *others = spec.targets
     if run.folder.done(variant.step):
         kept = without(spec, _taken_back(run, variant))
         found = {}
         for target in spec.targets:
-            own = replace(kept, rules=(*kept.rules, *_measured_rules(run, variant, target))).for_target(target)
+            measured = _measured_rules(run, variant, run.placements[target])
+            own = replace(kept, rules=(*kept.rules, *measured)).for_target(target)
             found[target] = insert_quantizers(float_model, example, own)
         for target, model in found.items():
-            load_model(model, _weights(run, variant, target))
-        run.further |= {(variant, target): found[target].eval() for target in others}
-        return found[first].eval()
+            load_model(model.eval(), _weights(run, variant, run.placements[target]))
+        return _kept(run, variant, found)
     rounded = run.path(f"{variant}.adaround")
     found = quantize_targets(
         float_model,
@@ -58,12 +57,17 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
         progress=run.progress,
     )
     for target, model in found.items():
-        _report(run, variant, target, model)
-    run.further |= {(variant, target): found[target] for target in others}
+        _report(run, variant, run.placements[target], model)
+    first = _kept(run, variant, found)
     save_further(run, variant)
-    save_variant(run, variant, found[first], images=_calibration(found[first]).images)
+    save_variant(run, variant, first, images=_calibration(first).images)
     run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
-    return found[first]
+    return first
+
+
+def _kept(run: Run, variant: Variant, found: Mapping[Target, fx.GraphModule]) -> fx.GraphModule:
+    run.networks |= {(variant, run.placements[target]): model for target, model in found.items()}
+    return found[run.quantization.targets[0]]
 
 
 def _calibration(model: fx.GraphModule) -> CalibrationReport:
@@ -73,32 +77,31 @@ def _calibration(model: fx.GraphModule) -> CalibrationReport:
     return seen
 
 
-def _weights(run: Run, variant: Variant, target: Target) -> Path:
-    further = target if target in run.further_targets else None
-    return run.path(f"{stem(variant, further)}.safetensors")
+def _weights(run: Run, variant: Variant, target: Target | None) -> Path:
+    return run.path(f"{stem(variant, target)}.safetensors")
 
 
 def save_further(run: Run, variant: Variant) -> None:
     """Write weights for further targets, on the main process."""
 
     def work() -> None:
-        for target in run.further_targets:
-            facts = {"step": variant.step, "recipe": run.recipe.digest()}
-            save_model(run.further[variant, target], _weights(run, variant, target), facts)
+        facts = {"step": variant.step, "recipe": run.recipe.digest()}
+        for (made, target), model in run.networks.items():
+            if made is variant and target is not None:
+                save_model(model, _weights(run, variant, target), facts)
 
     run.processes.on_main(work)
 
 
-def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -> None:
+def _report(run: Run, variant: Variant, target: Target | None, model: fx.GraphModule) -> None:
     report = quantization_report_of(model)
     calibration = _calibration(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
-    further = target in run.further_targets
     measured = {rule.match: rule.reason for rule in report.placement.measured_rules}
     if measured:
-        run.processes.on_main(lambda: write_json(run.path(_measured_file(run, variant, target)), measured))
-    run.notes += [f"{stem(variant, target) if further else variant}: {note}" for note in notes]
-    if further:
+        run.processes.on_main(lambda: write_json(run.path(_measured_file(variant, target)), measured))
+    run.notes += [f"{stem(variant, target)}: {note}" for note in notes]
+    if target is not None:
         run.processes.on_main(lambda: write_text(run.path(f"placement.{target}.csv"), report.placement.to_csv()))
         return
     run.processes.on_main(lambda: _write_report(run, model, report, calibration))
@@ -112,14 +115,14 @@ def _back_file(variant: Variant) -> str:
     return f"{variant}.taken_back.json"
 
 
-def _measured_file(run: Run, variant: Variant, target: Target) -> str:
+def _measured_file(variant: Variant, target: Target | None) -> str:
     """Return the name of the file of layers decided by calibration."""
-    return f"{stem(variant, target if target in run.further_targets else None)}.measured.json"
+    return f"{stem(variant, target)}.measured.json"
 
 
-def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
+def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[Rule]:
     """Return a finished step's rules for these layers."""
-    path = run.path(_measured_file(run, variant, target))
+    path = run.path(_measured_file(variant, target))
     try:
         found = read_json(path) if path.is_file() else {}
     except (OSError, ValueError) as error:

@@ -55,12 +55,13 @@ def qat_step(
 
 
 def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
-    """Make the trained network for further targets: its weights and their ranges, activations calibrated anew."""
+    """Keep the trained network, and make it for further targets: its weights, activations calibrated anew."""
+    run.networks[variant, None] = trained
     before, step = variant.trained_from, f"{variant.step}.{TARGETS_STEP}"
-    if not run.further_targets or before is None:
+    found = {t: copy.deepcopy(model) for (made, t), model in run.networks.items() if made is before and t is not None}
+    if not found:
         return
-    found = {target: copy.deepcopy(run.further[before, target]) for target in run.further_targets}
-    run.further |= {(variant, target): model for target, model in found.items()}
+    run.networks |= {(variant, target): model for target, model in found.items()}
     if run.folder.done(step):
         for target, model in found.items():
             load_model(model, run.path(f"{stem(variant, target)}.safetensors"))
@@ -76,18 +77,18 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
     save_further(run, variant)
     run.notes.append(
         f"{variant}: training followed the placement for {spec.targets[0]}; the files for "
-        f"{', '.join(run.further_targets)} have its weights, and ranges of activations measured anew"
+        f"{', '.join(found)} have its weights, and ranges of activations measured anew"
     )
     run.processes.on_main(lambda: run.finish(step))
 
 
-def take_weights(model: fx.GraphModule, trained: fx.GraphModule) -> None:
+def take_weights(model: nn.Module, trained: fx.GraphModule) -> None:
     """Copy weights and statistics, without ranges; in place."""
     state = {name: value for name, value in trained.state_dict().items() if not name.endswith("amax")}
     model.load_state_dict(state, strict=False)
 
 
-def take_weight_ranges(model: fx.GraphModule, trained: fx.GraphModule) -> None:
+def take_weight_ranges(model: nn.Module, trained: fx.GraphModule) -> None:
     """Copy the weight ranges of layers that both networks quantize alike; in place."""
     formats = {site.path: site.format for site in placement_of(trained).weights}
     for site in placement_of(model).weights:

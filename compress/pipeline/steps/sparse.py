@@ -154,7 +154,7 @@ def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
     return {layer: layer_weight(model, layer).detach() != 0 for layer in layers}
 
 
-def check_pattern(run: Run, variants: list[str]) -> None:
+def check_pattern(run: Run) -> None:
     """Refuse an exported file that breaks the n:m pattern.
 
     Raises:
@@ -165,8 +165,7 @@ def check_pattern(run: Run, variants: list[str]) -> None:
         return
     layers = [key.removesuffix(_MASK) for key in read_state_dict(run.path("masked.safetensors")) if key.endswith(_MASK)]
     rows = []
-    targets = (None, *run.further_targets)
-    for name in (stem(v, t) for v in variants for t in (targets if Variant(v).is_quantized else (None,))):
+    for name in (stem(variant, target) for variant, target in run.networks if variant.is_sparse):
         audit = audit_sparsity(run.path(f"{name}.onnx"), pattern.n, pattern.m)
         for layer in layers:
             row = next((r for r in audit if r.name.startswith(module_prefix(layer))), None)

@@ -69,7 +69,7 @@ def parity_of_run(
     run = finished_run(folder)
     seen, results = _images(run.data.val, images), Results()
     for engine in engines:
-        qmodel = network(run, chosen, run.further_target(chosen, engine))
+        qmodel = network(run, *run.key(chosen, target_of(engine)))
         if isinstance(qmodel, fx.GraphModule):  # always, for a quantized variant
             results |= _compare(qmodel, run.example, seen, [engine], tolerance)
     return results
