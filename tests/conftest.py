@@ -3,8 +3,6 @@
 `pytest --hypothesis-profile search` draws examples anew in each run, to look for what the fixed ones do not show.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -1,7 +1,5 @@
 """INT8 results that are exact on every processor: sessions of ONNX Runtime, and the width of weights for OpenVINO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

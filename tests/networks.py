@@ -1,7 +1,5 @@
 """Small networks that tests share, and factories that recipes name (`tests.networks:tiny`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ says the reason: `# optional: ...` for a dependency that may be missing, `# lazy
 without. Modules of compress itself are imported lazily by the command line alone.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -3,13 +3,9 @@ import copy
 import pytest
 import torch
 
+from compress import ModelSpec, QuantSpec, build_engine, build_model, export_onnx, quantize
 from compress.detection.detectors import DetectorHead, DetectorNetwork, is_detector
-from compress.engines import build_engine
 from compress.errors import ModelError
-from compress.export.onnx import export_onnx
-from compress.models.by_name import ModelSpec, build_model
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec
 from compress.tasks.detection import output_tuple
 from tests.tiny_detectors import FAMILIES, SIZE, retinanet, ssd
 

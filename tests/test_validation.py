@@ -1,7 +1,5 @@
 """Declared ranges: accepted and refused values, and the text of a refusal."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

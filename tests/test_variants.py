@@ -1,7 +1,5 @@
 """The names and the properties that files and reports rely on."""
 
-from __future__ import annotations
-
 import pytest
 
 from compress.variants import Variant

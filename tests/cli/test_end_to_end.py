@@ -11,10 +11,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import compress
+from compress import DataSpec, load_data
 from compress.cli.app import app
-from compress.data.load import load_data
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
 from compress.errors import DataError, RunError
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.pipeline.steps.end_to_end import _evaluation_pictures

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torchvision
 
+from compress import ModelSpec, build_model, load_recipe
 from compress.errors import ModelError, RecipeError
-from compress.models.by_name import ModelSpec, build_model
 from compress.plots.style import WIDE, settle, styled
 from compress.plots.tradeoff import Point, draw_tradeoff
-from compress.recipe.tree import load_recipe
 from compress.roofline_model import DEVICE_NAMES
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from compress.onnx_ptq.quantize import quantize_onnx
-from compress.recipe.tree import load_recipe
+from compress import load_recipe, quantize_onnx
 from tests.onnx_ptq.files import batches, export, run, sqnr
 from tests.onnx_ptq.test_improve import unequal
 

@@ -1,7 +1,5 @@
 """The number of classes that is found without the images is the one that the loaded data have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

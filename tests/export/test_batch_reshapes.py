@@ -1,7 +1,5 @@
 """A Reshape that keeps the batch does not compute its size; ONNX Runtime says that the results stay the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from compress.engines import build_engine
-from compress.export.onnx import export_onnx
-from compress.quantization.ptq.quantize import quantize
+from compress import ActivationSpec, QuantSpec, build_engine, export_onnx, quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import session_options
 
 X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))

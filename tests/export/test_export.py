@@ -13,13 +13,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
-from compress.audit.onnx import audit_onnx
+from compress import audit_onnx, export_onnx, insert_quantizers, quantize
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
-from compress.export.onnx import export_onnx
 from compress.graph.inputs import flat_tensors
-from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.exact import open_session
 from tests.networks import TinyResNet, network

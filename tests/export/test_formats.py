@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from compress.audit.onnx import audit_onnx
-from compress.engines import build_engine
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, build_engine, export_onnx, quantize
 from compress.errors import QuantizationError
-from compress.export.onnx import export_onnx
 from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import network
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

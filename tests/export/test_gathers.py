@@ -6,11 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compress.engines.registry import build_engine
-from compress.export.onnx import export_onnx
-from compress.quantization.ptq.quantize import quantize
+from compress import ActivationSpec, QuantSpec, build_engine, export_onnx, quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import WEIGHTS
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))

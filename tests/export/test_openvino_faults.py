@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import compress
-from compress.engines.registry import build_engine
-from compress.export.onnx import export_onnx
-from compress.quantization.ptq.quantize import quantize
+from compress import QuantSpec, build_engine, export_onnx, quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import QuantSpec
 from tests.exact import WEIGHTS, open_session
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}

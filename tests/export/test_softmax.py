@@ -6,10 +6,8 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
-from compress.export.onnx import export_onnx
-from compress.quantization.ptq.quantize import quantize
+from compress import ActivationSpec, QuantSpec, export_onnx, quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import open_session
 
 

@@ -10,11 +10,9 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress.engines import build_engine
+from compress import build_engine, export_onnx, quantize
 from compress.errors import ExportError
-from compress.export.onnx import export_onnx
 from compress.export.prepare import prepare
-from compress.quantization.ptq.quantize import quantize
 
 
 class Pools(nn.Module):

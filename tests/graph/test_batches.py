@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from compress import ActivationSpec, AdaRoundSpec, QuantSpec, quantize
 from compress.errors import DataError
 from compress.graph.batches import batch_inputs, model_inputs
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec
 from compress.sparsity.saliency import calibration_inputs
 
 X, Y = torch.randn(4, 3, 8, 8), torch.randn(4, 1, 8, 8)

@@ -4,9 +4,8 @@ import torchvision
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from compress import quantize, trace
 from compress.graph.fold import fold_batchnorm
-from compress.graph.trace import trace
-from compress.quantization.ptq.quantize import quantize
 from compress.sparsity.masks import nm_mask
 from compress.sparsity.parametrization import apply_masks, masks_of
 from tests.networks import TinyResNet, with_statistics

@@ -1,7 +1,5 @@
 """ONNX operators against ONNX's own reference evaluator."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -5,11 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compress import QuantSpec, quantize
+from compress import QuantSpec, calibrate, quantize, trace
 from compress.errors import CalibrationError, ModelError
 from compress.graph.inputs import bound_to_size
-from compress.graph.trace import trace
-from compress.quantization.calibration.calibrate import calibrate
 from compress.training.evaluate import OutputsOf, outputs_of
 
 X = torch.rand(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))

@@ -10,10 +10,9 @@ import torchvision
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+from compress import quantize, trace
 from compress.errors import CompressWarning, ModelError
 from compress.graph.report import report_of
-from compress.graph.trace import trace
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import quantization_report_of
 

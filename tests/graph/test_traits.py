@@ -1,7 +1,5 @@
 """Every row of the table of traits against what torch computes, for every spelling of its kind."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

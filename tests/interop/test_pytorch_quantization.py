@@ -1,7 +1,5 @@
 """Models of pytorch-quantization 2.1.3 and what becomes of them; the library itself says what they compute."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -12,9 +10,8 @@ import torchvision
 from torch import nn
 
 import compress
-from compress.engines import build_engine
+from compress import build_engine, from_pytorch_quantization
 from compress.errors import CalibrationError, QuantizationError
-from compress.interop.pytorch_quantization import from_pytorch_quantization
 from compress.quantization.modules import QuantConv2d
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import placement_of

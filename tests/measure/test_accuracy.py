@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from sklearn.metrics import top_k_accuracy_score
 
+from compress import build_engine, export_onnx, measure_accuracy
 from compress.data.preprocessing import Preprocessing
-from compress.engines import build_engine
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
-from compress.export.onnx import export_onnx
-from compress.measure import measure_accuracy
 from compress.measure.accuracy import target_ranks
 from tests.engines.models import classifier, images
 from tests.measure.fakes import GivenEngine, Listener

@@ -4,9 +4,8 @@ from sklearn.metrics import jaccard_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compress.engines import TorchEngine, build_engine
+from compress import TorchEngine, build_engine, export_onnx
 from compress.errors import DataError, EngineError
-from compress.export.onnx import export_onnx
 from compress.measure import compare_figures, measure_metric
 from compress.support.meters import task_metric
 from compress.tasks import segmentation

@@ -5,9 +5,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from compress.measure.file_check import check_onnx
-from compress.onnx_ptq.quantize import quantize_onnx
-from compress.quantization.spec import QuantSpec
+from compress import QuantSpec, check_onnx, quantize_onnx
 from tests.exact import WEIGHTS
 from tests.onnx_ptq.files import model_of, weights
 

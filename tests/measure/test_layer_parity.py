@@ -1,18 +1,14 @@
 """Layer parity on files that are right, and on files in which one known thing was spoiled."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
 import torch
 from onnx import numpy_helper
 
+from compress import ActivationSpec, QuantSpec, export_onnx, quantize
 from compress.errors import EngineError
-from compress.export.onnx import export_onnx
 from compress.measure.layer_parity import layer_parity
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import WEIGHTS
 from tests.networks import network
 

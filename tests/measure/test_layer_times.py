@@ -1,16 +1,11 @@
 """Layer times: every layer is found in the engine, and the sum is that of the engine's own profile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from compress.engines import build_engine
+from compress import QuantSpec, build_engine, export_onnx, quantize
 from compress.errors import EngineError
-from compress.export.onnx import export_onnx
 from compress.measure.layer_times import measure_engine_layers
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec
 from tests.networks import network
 
 LAYERS = ["conv1", "block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2", "block2.downsample.0", "fc"]

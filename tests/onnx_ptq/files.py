@@ -1,7 +1,5 @@
 """ONNX files for the tests of `compress.onnx_ptq`: of torch's older exporter, and written node by node."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random ONNX graphs of some forty operators, for properties that hold of every file."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper

@@ -1,7 +1,5 @@
 """Samples of tensors in ONNX Runtime's blocked layout are those of the tensors in the file's order."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

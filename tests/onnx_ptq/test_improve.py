@@ -1,7 +1,5 @@
 """Methods beyond calibration on files give what they give on the torch model that the file was exported from."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

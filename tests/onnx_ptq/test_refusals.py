@@ -1,7 +1,5 @@
 """Files that cannot be quantized, broken and hostile ones: one sentence, and nothing is written."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """A torch model and the ONNX file of the same model get the same quantizers."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """ONNX files as torch networks: the torch model that a file was exported from is the oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

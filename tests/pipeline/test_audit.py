@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from compress.data.load import load_data
+from compress import load_data, run
 from compress.errors import AuditError, RecipeError
-from compress.pipeline import run
 from compress.pipeline.folder import read_state
 from compress.pipeline.run import Run
 from compress.pipeline.steps.audit import check_required

@@ -1,7 +1,5 @@
 """`inspect parity` on a recipe: one JSON document with every quantizer of the network, on both engines."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sensitivity and mixed precision over a small network that is really trained, exported and measured."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from compress.audit.onnx import audit_onnx
+from compress import QuantSpec, Rule, TorchEngine, audit_onnx, build_engine, export_onnx, load_recipe, quantize_targets
 from compress.data.preprocessing import Preprocessing
-from compress.engines import TorchEngine, build_engine
-from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec, Latency
 from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.metric import PAIRED, Metric
@@ -25,9 +23,6 @@ from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower
 from compress.pipeline.studies.mend import measure_prices
 from compress.pipeline.studies.mixed import faster
-from compress.quantization.ptq.quantize import quantize_targets
-from compress.quantization.spec import QuantSpec, Rule
-from compress.recipe.tree import load_recipe
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow
 from compress.records.slower import rules_text, slower_sentences

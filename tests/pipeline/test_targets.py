@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import compress
+from compress import quantize, quantize_targets, run
 from compress.errors import CompressError, DataError, QuantizationError, RecipeError, RunError
-from compress.pipeline import run
 from compress.pipeline.again import bench_again, export_again, networks_of
 from compress.pipeline.bundle import write_bundle
 from compress.pipeline.predict import predict
-from compress.quantization.ptq.quantize import quantize, quantize_targets
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
 from compress.records import read_run, summary_table

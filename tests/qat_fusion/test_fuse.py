@@ -14,10 +14,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import compress
+from compress import Quantizer, learn_scales
 from compress.errors import ExportError, QuantizationError, RecipeError
-from compress.quantization.learned import learn_scales
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer
 from compress.training import QATSpec, check_train_spec, fit
 from tests.networks import TinyResNet, network
 from tests.qat_fusion.common import (

@@ -1,7 +1,5 @@
 """Learned scales: gradients against autograd of LSQ's definition, and a module that copies, loads and trains."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import compress
+from compress import ActivationSpec, QuantSpec, WeightSpec, insert_quantizers
 from compress.errors import QuantizationError
 from compress.export.prepare import prepare
 from compress.quantization.learned import (
@@ -21,9 +20,7 @@ from compress.quantization.learned import (
     learned_fake_quantize,
 )
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.quantizer import Quantizer, quantizers
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from tests.networks import network
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

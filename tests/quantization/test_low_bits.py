@@ -1,7 +1,5 @@
 """Training at few bits: target `any`, LSQ's first step size, first and last layers, weight normalization, damping."""
 
-from __future__ import annotations
-
 import copy
 import math
 

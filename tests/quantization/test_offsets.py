@@ -1,7 +1,5 @@
 """Learned offsets: gradients against autograd of LSQ+'s definition, and zero points as ONNX Runtime computes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

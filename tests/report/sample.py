@@ -1,7 +1,5 @@
 """A run folder as a whole `qat` run of ResNet-50 leaves it: names and shapes are real, the numbers are drawn."""
 
-from __future__ import annotations
-
 import csv
 import json
 from itertools import pairwise

@@ -7,11 +7,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from compress import QuantSpec, quantize, trace
 from compress.errors import ModelError, RooflineError
 from compress.graph.layers import layers
-from compress.graph.trace import trace
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec
 from compress.roofline_model import convolution, workload
 from compress.roofline_model.counting import count
 from tests.roofline_model.networks import Block, PreActivation, Residual, SqueezeExcite, WithOpaque

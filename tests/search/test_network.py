@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from compress import ModelSpec, SearchSpec, build_model
 from compress.errors import SearchError
-from compress.models.by_name import ModelSpec, build_model
 from compress.search.criteria import channel_scores
 from compress.search.network import apply, distance, reconstruct, removed_classes
 from compress.search.space import make_space
-from compress.search.spec import SearchSpec
 from compress.search.structure import analyse
 from tests.networks import network
 

@@ -7,9 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import compress
+from compress import prune_channels, sparsify
 from compress.errors import SparsityError
-from compress.sparsity.channel_pruning import prune_channels
-from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.networks import TinyResNet
 from tests.sparsity.nets import batch, small

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from compress import MaskSchedule, SparsitySpec, sparsify
 from compress.errors import CheckpointError
 from compress.models.weights import load_state
 from compress.sparsity.masks import verify_nm
 from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
-from compress.sparsity.schedule import MaskSchedule
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
 from compress.training import FinetuneSpec, fit, load_model, save_model
 from tests.sparsity.nets import small
 from tests.training.toy import toy_data

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from compress import SparsitySpec, sparsify, trace
 from compress.errors import SparsityError
 from compress.graph.modules import bake
-from compress.graph.trace import trace
 from compress.sparsity.masks import nm_mask, verify_nm
 from compress.sparsity.parametrization import (
     NMMask,
@@ -18,8 +18,6 @@ from compress.sparsity.parametrization import (
     masks_of,
     squash_masks,
 )
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
 from tests.sparsity.nets import batch, small
 
 SPEC = SparsitySpec()

@@ -6,15 +6,10 @@ import pickle
 import pytest
 import torch
 
-from compress.quantization.calibration.calibrate import calibrate
+from compress import QATSpec, QuantSpec, SparsitySpec, calibrate, fit, insert_quantizers, sparsify
 from compress.quantization.learned import freeze_scales, learn_scales
-from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.spec import QuantSpec
 from compress.sparsity.masks import verify_nm
 from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
-from compress.training import QATSpec, fit
 from tests.sparsity.nets import batch, small
 from tests.training.toy import toy_data
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from compress import SparsitySpec, sparsify
 from compress.errors import SparsityError
 from compress.sparsity.masks import nm_mask, unstructured_mask, verify_nm
 from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
 from compress.sparsity.schedule import MaskSchedule, mask_optimizer_state
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
 from tests.sparsity.nets import batch, small
 
 OPTIMIZERS = {

@@ -6,10 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from compress import MaskSchedule, sparsify
 from compress.errors import SparsityError
 from compress.sparsity.masks import nm_mask
 from compress.sparsity.parametrization import masked_layers, squash_masks
-from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.selection import (
     DEVIATION,
     REGULARIZATION,
@@ -23,7 +23,6 @@ from compress.sparsity.selection import (
     gumbel_softmax,
     patterns,
 )
-from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.sparsity.nets import batch, small
 

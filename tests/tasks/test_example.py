@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.data import load_data
-from compress.models.by_name import build_model
-from compress.recipe.tree import load_recipe
+from compress import TrainSpec, build_model, fit, load_data, load_recipe
 from compress.support.progress import NoProgress
 from compress.tasks import make_task
-from compress.training import TrainSpec, fit
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import compress
-from compress.errors import CompressError
-from compress.quantization.learned import learn_scales
-from compress.training import QATSpec, TrainSpec, evaluate, fit
+from compress import CompressError, QATSpec, TrainSpec, evaluate, fit, learn_scales
 from tests.training.test_loop import Explodes
 from tests.training.toy import convnet, linear, smooth, toy_data
 

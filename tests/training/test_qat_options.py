@@ -1,7 +1,5 @@
 """Options of quantization-aware training: mean of the weights, learned ranges, and what freezes when."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -9,13 +7,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from compress import ActivationSpec, QATSpec, QuantSpec, TrainSpec, WeightSpec, evaluate, fit, learn_scales, quantize
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.quantization.learned import learn_scales
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from compress.recipe.tree import parse_recipe
-from compress.training import QATSpec, TrainSpec, evaluate, fit
 from compress.training.best import WeightAverage
 from tests.training.toy import convnet, linear, toy_data
 

@@ -1,7 +1,5 @@
 """ONNX files that the TensorRT tests build: a small residual network in float, fp16, INT8 and 2:4."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

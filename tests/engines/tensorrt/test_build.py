@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import compress
-from compress import build_engine
+from compress import build_engine, build_tensorrt
 from compress.audit.files import read_engine_layers
-from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.builder import keep_timing_cache, use_timing_cache
 from compress.engines.tensorrt.engine import checked_metadata
 from compress.engines.tensorrt.library import Library, tensorrt_library

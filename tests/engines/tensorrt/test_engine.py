@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress import build_engine
-from compress.engines import engine_availability
+from compress import build_engine, engine_availability
 from compress.engines.base import GpuTimes, TensorInfo
 from compress.engines.tensorrt.context import TORCH_TYPES, best_batch
 from compress.engines.tensorrt.engine import check_tensors

@@ -7,9 +7,7 @@ import shutil
 import pytest
 import torch
 
-from compress import build_engine, export_onnx
-from compress.engines import engine_availability
-from compress.engines.tensorrt.build import build_tensorrt
+from compress import build_engine, build_tensorrt, engine_availability, export_onnx
 from compress.engines.tensorrt.engine import checked_metadata, engine_beside
 from compress.engines.tensorrt.library import FLAVOURS
 from compress.engines.tensorrt.metadata import check_runnable, metadata_path, sha256

@@ -17,15 +17,14 @@ from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
+from compress import build_tensorrt, load_recipe
 from compress.audit.engine import audit_listing
 from compress.audit.nvidia import parse_build_log
 from compress.audit.onnx import audit_onnx, audit_sparsity
 from compress.audit.requirement import unmet_by_audit
-from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
 from compress.recipe.files import recipe_names
-from compress.recipe.tree import load_recipe
 from compress.sparsity.masks import nm_mask
 from tests.networks import TinyResNet
 

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.export.onnx import export_onnx
+from compress import ActivationSpec, QuantSpec, export_onnx, quantize
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import open_session
 from tests.onnx_ptq.files import export
 

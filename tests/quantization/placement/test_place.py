@@ -5,13 +5,11 @@ import torch
 import torchvision
 from torch import nn
 
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, quantize, trace
 from compress.errors import QuantizationError
 from compress.graph.fold import fold_batchnorm
-from compress.graph.trace import trace
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import TinyResNet
 
 

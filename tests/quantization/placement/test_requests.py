@@ -7,17 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, insert_quantizers, trace
 from compress.errors import QuantizationError
-from compress.graph.trace import trace
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.requests import Request
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.placement.targets import TargetTable
 from compress.quantization.placement.view import GraphView, Parameters
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import TinyResNet
 from tests.quantization.placement.test_place import placement, quantized
 

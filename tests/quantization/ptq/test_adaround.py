@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec, quantize
 from compress.errors import QuantizationError
 from compress.quantization.modules import quantized_layer
 from compress.quantization.numerics import QuantFormat, quantize_tensor
@@ -18,9 +19,7 @@ from compress.quantization.ptq.adaround import (
     regularizer_gradient,
     soft_rounding,
 )
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.support.progress import NoProgress
 from tests.networks import network
 

@@ -7,12 +7,9 @@ import torchvision
 from torch import nn
 from torch.nn.utils import prune
 
+from compress import ActivationSpec, QuantSpec, Rule, calibrate, insert_quantizers, quantize
 from compress.errors import CalibrationError, CompressWarning, ModelError, QuantizationError
-from compress.quantization.calibration.calibrate import calibrate
-from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))

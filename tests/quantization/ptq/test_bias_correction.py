@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import nn
 
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, insert_quantizers, quantize
 from compress.errors import QuantizationError
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.bias_correction import expected_shift
 from compress.quantization.ptq.moments import clipped_normal
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import network
 
 W3 = WeightSpec(num_bits=3, axis=None)

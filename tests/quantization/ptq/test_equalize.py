@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+from compress import ActivationSpec, QuantSpec, WeightSpec, quantize, trace
 from compress.errors import CalibrationError, QuantizationError
 from compress.graph.fold import fold_batchnorm
-from compress.graph.trace import trace
 from compress.quantization.ptq.equalize import equalize, equalizing_scale, find_pairs, replace_relu6
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.ptq.ranges import input_ranges, output_ranges, scale_inputs, scale_outputs
 from compress.quantization.ptq.smoothquant import find_norms, smooth, smoothing_scale
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from tests.networks import network, with_statistics
 
 X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))

@@ -13,13 +13,11 @@ import torchvision
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
+from compress import AdaRoundSpec, QuantSpec, export_onnx, quantize
 from compress.errors import ModelError, QuantizationError
-from compress.export.onnx import export_onnx
 from compress.graph.compare import relative_error
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import AdaRoundSpec, QuantSpec
 from tests.networks import with_statistics
 
 IMAGE = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.quantization.ptq.quantize import quantize
+from compress import ActivationSpec, QuantSpec, WeightSpec, quantize
 from compress.quantization.report import Comparison
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 MAX = ActivationSpec(calibrator="max")

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from compress import ActivationSpec, CalibrationReport, QuantSpec, WeightSpec, insert_quantizers, quantize
 from compress.errors import CalibrationError, CompressWarning, QuantizationError
 from compress.quantization.calibration.calibrate import calibrate, calibrate_weights
-from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
-from compress.quantization.report import CalibrationReport
 from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from tests.networks import TinyResNet, network
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

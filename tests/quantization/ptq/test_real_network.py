@@ -1,7 +1,5 @@
 """EfficientNet-Lite0 with its ImageNet weights: plain INT8 keeps its outputs, and no method ruins it without a note."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 import compress
+from compress import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, WeightSpec, insert_quantizers
 from compress.errors import QuantizationError
 from compress.quantization.modules import _QuantWeight
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.blocks import block_module, blocks
 from compress.quantization.ptq.reconstruct import images_of_a_step
 from compress.quantization.quantizer import quantizers
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, WeightSpec
 from tests.networks import tiny
 
 GENERATOR = torch.Generator().manual_seed(0)

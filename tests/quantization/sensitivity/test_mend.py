@@ -1,7 +1,5 @@
 """The accuracy debugger on networks whose fault is known, because it was put there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

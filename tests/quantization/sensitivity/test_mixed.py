@@ -1,7 +1,5 @@
 """Mixed precision against brute force over all assignments, and its recipe against the network that it makes."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 
@@ -12,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from compress import QuantSpec, Rule, WeightSpec, quantize
 from compress.errors import QuantizationError
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.mixed import choose_formats, everywhere, front, mixed_spec
 from compress.quantization.sensitivity.sensitivity import layer_settings
-from compress.quantization.spec import QuantSpec, Rule, WeightSpec
 from tests.networks import network
 
 FORMATS = ("float", "w8a8", "w4a8")

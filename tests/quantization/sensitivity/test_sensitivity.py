@@ -1,19 +1,15 @@
 """Sensitivity, compared with networks that are quantized under the rules of each row."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
 
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, quantize, sensitivity
 from compress.errors import QuantizationError
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.sensitivity.sensitivity import sensitivity
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import network
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
