@@ -149,7 +149,7 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:  # raised again
+        except BaseException:  # raised again
             self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
             raise
 
