@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision.models as zoo
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 Made = tuple[nn.Module, Tensor]
 
@@ -30,6 +31,14 @@ def _conv(inputs: int, outputs: int, kernel: int = 3, **more: Any) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **more)
 
 
+def _norm(channels: int) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(channels)
+    for tensor in (made.running_mean, made.running_var, made.weight):
+        nn.init.uniform_(tensor, 0.5, 1.5)
+    nn.init.uniform_(made.weight, -0.5, 1.5)  # a negative factor turns the signs of a channel's integers
+    return made
+
+
 def _attend(m: nn.ModuleDict, x: Tensor) -> Tensor:
     q, k, v = (m[name](x).reshape(len(x), -1, 2, 16).transpose(1, 2) for name in "qkv")
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(x), -1, 32)
@@ -46,6 +55,13 @@ def _gated(m: nn.ModuleDict, x: Tensor) -> Tensor:
 def _residual(m: nn.ModuleDict, x: Tensor) -> Tensor:
     y = m["a"](x).relu()
     out: Tensor = m["c"]((m["b"](y) + y).relu())
+    return out
+
+
+def _levels(m: nn.ModuleDict, x: Tensor) -> Tensor:
+    y = m["a"](x)
+    fine, coarse = (m[f"n{i}"](m["s"](F.max_pool2d(y, 1 + i))).relu() for i in range(2))
+    out: Tensor = m["b"](fine + F.interpolate(coarse, scale_factor=2.0))
     return out
 
 
@@ -78,6 +94,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(256, 8),
     ),
     "shared": lambda: Block(lambda m, x: m["b"](m["b"](m["a"](x)).relu()), a=_conv(3, 16), b=_conv(16, 16)),
+    "shared by levels": lambda: Block(
+        _levels, a=_conv(3, 16), s=_conv(16, 16), n0=_norm(16), n1=_norm(16), b=_conv(16, 8)
+    ),
+    "frozen norm": lambda: nn.Sequential(_conv(3, 16), FrozenBatchNorm2d(16), nn.ReLU(), _conv(16, 8)),
 }
 TOKENS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,9 @@ from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
 from compress.graph.modules import bake
-from compress.graph.ops import node_module
+from compress.graph.ops import node_kind, node_module
 from compress.graph.trace import trace
+from compress.onnx_graph.graph import free_name
 from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, quantizers
@@ -46,6 +48,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
     if bare:
         raise ExportError(f"{len(bare)} quantizers have no ranges ({bare[0]}, ...); run compress.calibrate first")
     if isinstance(model, fx.GraphModule):
+        _part_before_norms(model)
         _fold_kept_batchnorm(model)
     else:
         try:
@@ -150,6 +153,29 @@ def _symbolic(
     return torch.onnx.ops.symbolic(
         op, inputs, attributes or {}, dtype=dtype, shape=shape, version=19, metadata_props=metadata or {}
     )
+
+
+def _part_before_norms(graph_module: fx.GraphModule) -> None:
+    """Give each call of a quantized layer or BatchNorm that is called several times a copy, where they can fold.
+
+    Heads share a convolution among levels, with a BatchNorm for each (RTMDet): OpenVINO and ONNX Runtime compute the
+    convolution in float where the BatchNorm stays.
+    """
+    calls = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_module")
+    taken = {name for name, _ in graph_module.named_modules()}
+    for norm in list(graph_module.graph.nodes):
+        layer = norm.args[0] if norm.op == "call_module" and norm.args else None
+        if not isinstance(layer, fx.Node) or layer.op != "call_module" or node_kind(norm) != "batch_norm":
+            continue
+        if len(layer.users) != 1 or not can_quantize(node_module(layer)).startswith("is quantized"):
+            continue
+        for node in (layer, norm):
+            path = str(node.target)
+            if calls[path] > 1:
+                calls[path] -= 1
+                node.target = free_name(path, taken)
+                graph_module.add_submodule(node.target, copy.deepcopy(graph_module.get_submodule(path)))
+    graph_module.recompile()
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:

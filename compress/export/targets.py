@@ -55,22 +55,24 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         repeat_pairs(proto)
         integer_biases(proto)
     if target:
-        _own_zero_points(proto)
+        _own_constants(proto, integers=target != "onnxruntime")
 
 
-def _own_zero_points(proto: onnx.ModelProto) -> None:
-    """Give each DequantizeLinear of a weight a zero point of its own.
+def _own_constants(proto: onnx.ModelProto, *, integers: bool) -> None:
+    """Give each DequantizeLinear of a weight a zero point of its own, and integers of its own if `integers`.
 
-    OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight. ONNX
-    Runtime (1.31) does not load a file with a shared one where it makes the weights unsigned, `x64quantprecision`.
+    OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight, and
+    convolutions that share integers with other scales. ONNX Runtime (1.31) does not load a file with a shared zero
+    point where it makes the weights unsigned, `x64quantprecision`.
     """
     view, seen = OnnxGraph(proto.graph), set[str]()
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[0] in view.constants:
-            value = view.array(node.input[2])
-            if node.input[2] in seen and value is not None:
-                node.input[2] = view.add_constant(added_tensor(node.output[0], "zero_point"), value)
-            seen.add(node.input[2])
+            for place, part in ((0, "integers"), (2, "zero_point")) if integers else ((2, "zero_point"),):
+                value = view.array(node.input[place])
+                if node.input[place] in seen and value is not None:
+                    node.input[place] = view.add_constant(added_tensor(node.output[0], part), value)
+                seen.add(node.input[place])
 
 
 OPSET = 21

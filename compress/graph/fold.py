@@ -1,4 +1,4 @@
-"""BatchNorm folded into the layer before it."""
+"""BatchNorm, or the factor and the sum that spell it, folded into the layer before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
+from compress.graph.functional import constant_value, is_constant
 from compress.graph.modules import bake
-from compress.graph.ops import SPELLINGS, calls_alike, module_kind, node_kind, node_module, tensor_of
+from compress.graph.ops import SPELLINGS, attribute_of, calls_alike, module_kind, node_kind, node_module, tensor_of
 from compress.graph.traits import WEIGHTED
 
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
@@ -73,6 +74,104 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (layer, norm) if getattr(module, "running_mean", None) is not None else None
 
 
+def fold_constants(graph_module: fx.GraphModule, *, trained: bool) -> bool:
+    """Fold into each convolution the factor and sum of constants, or the sum alone, that alone consume it; in place.
+
+    BatchNorm is spelled so where its statistics are buffers (FrozenBatchNorm2d of torchvision, detectron2 and DETR).
+
+    Args:
+        graph_module: whose nodes carry shapes.
+        trained: constants that are trained are folded, too.
+
+    Returns:
+        True if something was folded.
+    """
+    calls = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
+    folded = False
+    for layer in list(graph_module.graph.nodes):
+        if layer.op != "call_module" or node_kind(layer) not in {"conv", "conv_transpose"}:
+            continue
+        if calls.count(layer.target) != 1 or not _foldable(node_module(layer), layer.meta.get("shape")):
+            continue
+        while (found := _affine_after(graph_module, layer, trained)) is not None:
+            scale, shift, nodes = found
+            _fold_statistics(node_module(layer), (torch.zeros_like(scale), torch.ones_like(scale), 0.0, scale, shift))
+            nodes[-1].replace_all_uses_with(layer)
+            for node in reversed(nodes):
+                graph_module.graph.erase_node(node)
+            folded = True
+    if folded:
+        _drop_unread_constants(graph_module)
+    graph_module.recompile()
+    return folded
+
+
+def _drop_unread_constants(graph_module: fx.GraphModule) -> None:
+    """Drop what only computed folded constants, and their parameters."""
+    paths = set()
+    for node in reversed(list(graph_module.graph.nodes)):
+        if not node.users and node.op == "get_attr":
+            paths.add(str(node.target))
+            graph_module.graph.erase_node(node)
+        elif not node.users and node.op in {"call_function", "call_method"} and is_constant(node):
+            graph_module.graph.erase_node(node)
+    for path in paths - {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}:
+        owner, _, name = path.rpartition(".")
+        if name in graph_module.get_submodule(owner)._parameters:
+            delattr(graph_module.get_submodule(owner), name)
+
+
+def _affine_after(
+    graph_module: fx.GraphModule, layer: fx.Node, trained: bool
+) -> tuple[Tensor, Tensor, list[fx.Node]] | None:
+    """Return the factor and the sum, both (C,), that a convolution's result goes through, and their nodes."""
+    node, scale, nodes = _reader(layer), None, list[fx.Node]()
+    if node is not None and node_kind(node) == "mul":
+        scale = _channel_constant(graph_module, node, layer, layer, trained)
+        nodes.append(node)
+        node = _reader(node) if scale is not None else None
+    if node is None or node_kind(node) != "add":
+        return None
+    shift = _channel_constant(graph_module, node, nodes[-1] if nodes else layer, layer, trained)
+    if shift is None:
+        return None
+    return (torch.ones_like(shift) if scale is None else scale), shift, [*nodes, node]
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _channel_constant(
+    graph_module: fx.GraphModule, node: fx.Node, source: fx.Node, layer: fx.Node, trained: bool
+) -> Tensor | None:
+    """Return the constant that a node applies to each channel (axis 1) of a convolution's result, (C,); else None."""
+    if node.op == "call_module" or node.kwargs or len(node.args) != 2 or node.args.count(source) != 1:
+        return None
+    other = node.args[1 - node.args.index(source)]
+    if not is_constant(other) or (not trained and _is_trained(graph_module, other)):
+        return None
+    value = constant_value(graph_module, other) if isinstance(other, fx.Node) else other
+    if isinstance(value, (int, float)):
+        value = torch.tensor(float(value))
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    weight, shape = cast(Tensor, node_module(layer).weight), cast(tuple[int, ...], layer.meta["shape"])
+    sizes = (1,) * (len(shape) - value.dim()) + tuple(value.shape)
+    if len(sizes) != len(shape) or sizes[1] not in (1, shape[1]) or any(n != 1 for i, n in enumerate(sizes) if i != 1):
+        return None
+    return value.detach().to(weight).reshape(-1).expand(shape[1])
+
+
+def _is_trained(graph_module: fx.GraphModule, value: object) -> bool:
+    """Return True if a constant is computed from parameters."""
+    if not isinstance(value, fx.Node):
+        return False
+    if value.op == "get_attr":
+        return isinstance(attribute_of(graph_module, str(value.target)), nn.Parameter)
+    return any(_is_trained(graph_module, source) for source in value.all_input_nodes)
+
+
 def _foldable(layer: nn.Module, shape: tuple[int, ...] | None) -> bool:
     """True if a layer computes with its weight alone, and has its channels on axis 1."""
     quantized = isinstance(getattr(layer, "weight_quantizer", None), nn.Module)
@@ -112,8 +211,11 @@ def folded_parameters(
 
 
 def _fold_into(layer: Any, norm: Any) -> None:
+    _fold_statistics(layer, (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias))
+
+
+def _fold_statistics(layer: Any, statistics: Statistics) -> None:
     weight, bias = layer.weight, layer.bias
-    statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
     trained = weight.requires_grad
     groups = getattr(layer, "groups", 1)
     fused, shift = folded_parameters(weight, bias, statistics, kind=module_kind(layer), groups=groups)

@@ -60,8 +60,8 @@ def products_to_linear(graph_module: fx.GraphModule) -> None:
             continue
         *bias, x, turned = arguments
         weight = _transposed_parameter(graph_module, turned)
-        rows = bias and (not _is_constant(bias[0]) or constant_value(graph_module, bias[0]).dim() != 1)
-        if weight is None or rows or _is_constant(x):
+        rows = bias and (not is_constant(bias[0]) or constant_value(graph_module, bias[0]).dim() != 1)
+        if weight is None or rows or is_constant(x):
             continue
         with graph_module.graph.inserting_before(node):
             linear = graph_module.graph.call_function(F.linear, (x, weight, *bias))
@@ -72,7 +72,7 @@ def products_to_linear(graph_module: fx.GraphModule) -> None:
 
 
 def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | None:
-    if not isinstance(node, fx.Node) or node_kind(node) != "transpose" or not _is_constant(node):
+    if not isinstance(node, fx.Node) or node_kind(node) != "transpose" or not is_constant(node):
         return None
     source = node.all_input_nodes[0]
     weight = _attribute(graph_module, source) if source.op == "get_attr" else None
@@ -121,7 +121,7 @@ def _replace(
         return _call_again(node, path, arguments, made[path])
     if any(n.op == "call_module" and n.target == path for n in graph_module.graph.nodes):
         return f"the module {path} that holds its weight is called too"
-    if not _is_constant(arguments.get("bias")):
+    if not is_constant(arguments.get("bias")):
         return "its bias is computed from the input"
     layer = _norm(graph_module, node, arguments) if kind == "batch_norm" else _weighted(graph_module, node, arguments)
     if isinstance(layer, str):
@@ -150,7 +150,7 @@ def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.N
 
 def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
     """(path of the module that holds a weight, the reason why there is none)."""
-    if not isinstance(weight, fx.Node) or not _is_constant(weight):
+    if not isinstance(weight, fx.Node) or not is_constant(weight):
         return "", "its weight is computed from the input"
     shape = tuple(constant_value(graph_module, weight).shape)
     kept = [n for n in _sources(weight) if isinstance(_attribute(graph_module, n), Tensor)]
@@ -239,7 +239,7 @@ def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> No
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
     for node in reversed(list(graph_module.graph.nodes)):
-        if not node.users and node.op != "output" and node.op != "placeholder" and _is_constant(node):
+        if not node.users and node.op != "output" and node.op != "placeholder" and is_constant(node):
             graph_module.graph.erase_node(node)
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     held = {id(p) for path, module in graph_module.named_modules() if path for p in module._parameters.values()}
@@ -255,13 +255,13 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 # --- constants -----------------------------------------------------------------------------------------------------
 
 
-def _is_constant(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """True if a value is no node, or computed from parameters, buffers and numbers alone."""
     if not isinstance(value, fx.Node):
         return True
     if value.op == "placeholder" or value.op == "output":
         return False
-    return value.op == "get_attr" or (bool(value.all_input_nodes) and all(map(_is_constant, value.all_input_nodes)))
+    return value.op == "get_attr" or (bool(value.all_input_nodes) and all(map(is_constant, value.all_input_nodes)))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

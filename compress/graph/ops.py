@@ -130,9 +130,12 @@ _BY_NAME = {
     "_get_relative_position_bias": "position_bias",
     "_patch_merging_pad": "patch_merging",
     "nms": "nms",
+    "quick_gelu": "quick_gelu",
     "new_zeros": "zeros",
 }
-"""Modules and functions that torch.fx does not enter, of torchvision, timm and `graph.concrete`, by their bare name."""
+"""Modules and functions that torch.fx does not enter, by their bare name.
+
+They are of torchvision, timm, `graph.concrete` and `graph.spelled`."""
 
 _ATTRIBUTES = {
     **dict.fromkeys(("shape", "ndim", "device", "dtype"), "shape"),

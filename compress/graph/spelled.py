@@ -15,12 +15,20 @@ from compress.graph.ops import node_kind
 
 V = TypeVar("V", bound=Hashable)
 
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Compute x sigmoid(1.702 x), the approximation of GELU that CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 KNOWN: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu by tanh": partial(F.gelu, approximate="tanh"),
     "hardswish": F.hardswish,
     "mish": F.mish,
+    "quick_gelu": quick_gelu,
+    "softplus": F.softplus,
 }
 AT = torch.linspace(-6, 6, 49)
 """Where activations are compared."""
@@ -69,8 +77,10 @@ def spelled_activation(value: V, form: Form[V]) -> Spelled[V] | None:
         found = _forward(made, reads[0], form) if len(reads) == 1 else None
         if found is not None:
             return found
-        before = next((name for name in reads if form.is_arithmetic(name)), None)
-        if before is None or (len(reads) == 1 and form.reader(before) is None):
+        operands = [name for name in reads if form.is_arithmetic(name)]
+        inner = [name for name in operands if form.reader(name) is not None]  # others may be what it is applied to
+        before = next(iter(inner or operands), None)
+        if before is None or (len(reads) == 1 and not inner):
             return None
         made.insert(0, before)
         reads = [name for name in dict.fromkeys((*reads, *form.inputs(before))) if name != before]
@@ -78,22 +88,23 @@ def spelled_activation(value: V, form: Form[V]) -> Spelled[V] | None:
 
 
 def _forward(made: Sequence[V], x: V, form: Form[V]) -> Spelled[V] | None:
-    found, after = list(made), form.reader(made[-1])
+    """Return the largest known activation of x that begins with `made`: Softplus alone is one, and part of Mish."""
+    found, after, largest = list(made), form.reader(made[-1]), None
     while after is not None and len(found) < _MOST:
         known = {*found, x}
         for other in form.inputs(after):
             if other not in known:
                 if not form.is_arithmetic(other) or not known.issuperset(form.inputs(other)):
-                    return None
+                    return largest
                 found.insert(0, other)
         found.append(after)
         got = form.computed(found, x) if form.is_arithmetic(after) else None
         if got is not None:
             name = next((key for key, known in KNOWN.items() if bool(((known(AT) - got).abs() < _SAME).all())), None)
             if name is not None:
-                return Spelled(name, tuple(found), x)
+                largest = Spelled(name, tuple(found), x)
         after = form.reader(after)
-    return None
+    return largest
 
 
 class _TorchForm:

@@ -120,6 +120,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "leaky_relu": replace(_ZERO_AT_ZERO, scales_linearly=True),
         "silu": replace(_ZERO_AT_ZERO, lowest=-0.2785),
         "gelu": replace(_ZERO_AT_ZERO, lowest=-0.1701),  # of its approximation by tanh; -0.16997 of itself
+        "quick_gelu": replace(_ZERO_AT_ZERO, lowest=-0.1637),
         "hardswish": replace(_ZERO_AT_ZERO, lowest=-0.375),
         "mish": replace(_ZERO_AT_ZERO, lowest=-0.3089),
         "tanh": _ZERO_AT_ZERO,

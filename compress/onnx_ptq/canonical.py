@@ -2,6 +2,7 @@
 
 - local functions are inlined, and nodes without a name get one;
 - the opset is raised to the one that Q/DQ needs;
+- an Einsum that is a product of two matrices is a MatMul;
 - BatchNorm is folded into the layer before it, also where it is spelled as a product and a sum of constants, and a
   constant that is added to a convolution becomes its bias;
 - factors of query and key that are applied before their product (torch's scaled_dot_product_attention as exporters
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +24,24 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, inliner, version_converter
+from onnx.shape_inference import InferenceError
 
 from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor
+from compress.graph.einsum import Axes, oriented_product
 from compress.graph.fold import folded_parameters
-from compress.onnx_graph.graph import attribute, constant_tensor, consumed_as, drop_unread, free_name, opset_of
+from compress.onnx_graph.graph import (
+    attribute,
+    constant_tensor,
+    consumed_as,
+    drop_unread,
+    free_name,
+    opset_of,
+    without_weights,
+)
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.passes import one_image
@@ -58,6 +70,9 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
+    opened = open_einsums(source)
+    if opened:
+        notes.append(f"{opened} Einsum operations that are products of two matrices are written as MatMul")
     index = Index(source)
     padded = pads_into_convolutions(copy, index.value)
     if padded:
@@ -113,6 +128,85 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
         node.name = free_name(wanted, seen)
+
+
+def open_einsums(source: SourceFile) -> int:
+    """Write each Einsum that is a product of two matrices as a MatMul; in place.
+
+    Returns:
+        Number of products.
+    """
+    index = Index(source)
+    graph = index.graph
+    ranks = _ranks(source) if any(node.op_type == "Einsum" for node in graph.node) else {}
+    taken = {*index.initializers, *index.producers, *ranks}
+    nodes: list[onnx.NodeProto] = []
+    opened = 0
+    for node in graph.node:
+        found = None
+        if node.op_type == "Einsum" and node.domain in ("", "ai.onnx"):
+            fixed = [name in index.constants for name in node.input]
+            sizes = [ranks.get(name, 0) for name in node.input]
+            found = oriented_product(attribute(node, "equation", b"").decode(), sizes, fixed)
+        if found is None:
+            nodes.append(node)
+            continue
+        product, swapped = found
+        names = list(node.input)[::-1] if swapped else list(node.input)
+        made: list[onnx.NodeProto] = []
+        sides = [
+            _arranged(name, axes, node, taken, made, index)
+            for name, axes in zip(names, (product.left, product.right), strict=True)
+        ]
+        moved = product.result != tuple(range(len(product.result)))
+        result = free_name(f"{node.output[0]}_product", taken) if moved else node.output[0]
+        made.append(helper.make_node("MatMul", sides, [result], name=node.name))
+        if moved:
+            made.append(
+                helper.make_node(
+                    "Transpose", [result], [node.output[0]], name=f"{node.name}_order", perm=product.result
+                )
+            )
+        nodes += made
+        opened += 1
+    if opened:
+        replace_nodes(graph, nodes)
+    return opened
+
+
+def _ranks(source: SourceFile) -> dict[str, int]:
+    """Return the numbers of axes of tensors, where they are known."""
+    with contextlib.suppress(
+        InferenceError, ValueError
+    ):  # what shape inference refuses is reported where shapes are needed
+        proto = onnx.shape_inference.infer_shapes(without_weights(source.proto)).graph
+        ranks = {tensor.name: len(tensor.dims) for tensor in proto.initializer}
+        values = (*proto.input, *proto.value_info)
+        shaped = {value.name: value.type.tensor_type for value in values}
+        return ranks | {name: len(kind.shape.dim) for name, kind in shaped.items() if kind.HasField("shape")}
+    return {}
+
+
+def _arranged(
+    name: str, axes: Axes, node: onnx.NodeProto, taken: set[str], made: list[onnx.NodeProto], index: Index
+) -> str:
+    """Return a tensor with its axes in another order and with axes of size 1, whose nodes are added to `made`."""
+    order = [axis for axis in axes if axis is not None]
+    if order != sorted(order):
+        turned = free_name(f"{node.output[0]}_turned", taken)
+        made.append(helper.make_node("Transpose", [name], [turned], name=turned, perm=order))
+        name = turned
+    single = [place for place, axis in enumerate(axes) if axis is None]
+    if single:
+        wider = free_name(f"{node.output[0]}_wider", taken)
+        if index.opset.get("", 13) >= 13:
+            places = free_name(f"{wider}_axes", taken)
+            index.graph.initializer.append(constant_tensor(places, np.asarray(single, np.int64)))
+            made.append(helper.make_node("Unsqueeze", [name, places], [wider], name=wider))
+        else:
+            made.append(helper.make_node("Unsqueeze", [name], [wider], name=wider, axes=single))
+        name = wider
+    return name
 
 
 def fold_constants_after_layers(source: SourceFile) -> int:

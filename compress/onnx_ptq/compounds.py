@@ -1,7 +1,8 @@
 """Operations that exporters write as several nodes: found by their form, so that placement sees what they are.
 
     linear      MatMul by a constant, Add of a bias
-    silu, hardswish, mish, gelu (with Erf, or approximated with Tanh)    arithmetic around the function, in any order
+    silu, hardswish, mish, gelu (with Erf, or approximated with Tanh), quick_gelu    arithmetic around the function
+    softplus    with its threshold, as torch's exporter writes it
     layer_norm  (x - mean) / Sqrt(variance + epsilon), and the affine part
 
 A form counts only if no other node reads what is inside it.
@@ -39,7 +40,7 @@ class Compound:
     input: str
 
 
-_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow"})
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Greater", "Where"})
 _TELLING = frozenset({"Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"})
 
 Finder = Callable[[onnx.NodeProto, Index], Compound | None]

@@ -238,6 +238,8 @@ class _Reader:
         elif made.kind == "resize":
             mode = attribute(node, "mode", b"nearest").decode()
             made.mode = "bicubic" if mode == "cubic" else mode
+        elif made.kind == "pad":
+            made.filling = self._filling(node)
         elif made.kind == "mean":
             made.axes = self._mean_axes(node)
         elif made.kind == "batch_norm":
@@ -263,6 +265,15 @@ class _Reader:
             number = self.index.number(name) if name else None
             found.append(float(attribute(node, key, open_)) if number is None else number)
         return found[0], found[1]
+
+    def _filling(self, node: onnx.NodeProto) -> float:
+        """Value that a Pad fills with, an attribute before opset 11 and an input after; NaN if it is computed."""
+        if attribute(node, "mode", b"constant") != b"constant":
+            return 0.0
+        if len(node.input) < 3 or not node.input[2]:
+            return float(attribute(node, "value", 0.0))
+        number = self.index.number(node.input[2])
+        return float("nan") if number is None else number
 
     def _mean_axes(self, node: onnx.NodeProto) -> frozenset[int] | None:
         shape = self.shapes.get(node.input[0])

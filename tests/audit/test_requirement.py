@@ -64,7 +64,16 @@ def test_fp16(types, fits):
     assert fits or "1 of 2" in unmet[0]
 
 
-SMALL = ("residual", "squeeze and excite", "concat", "pooled", "attention", "encoder")
+SMALL = (
+    "residual",
+    "squeeze and excite",
+    "concat",
+    "pooled",
+    "attention",
+    "encoder",
+    "shared by levels",
+    "frozen norm",
+)
 BUILT = {"residual", "encoder"}
 """Blocks that TensorRT-RTX builds, each in seconds."""
 

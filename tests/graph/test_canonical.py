@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from compress.graph.canonical import canonical_graph, matrix_product
+from compress.graph.canonical import canonical_graph
 from compress.graph.ops import node_kind
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace
@@ -162,18 +162,38 @@ def test_sizes_decide_control_flow_and_values_do_not():
     assert leaf.kind == "OnItem"
 
 
-@pytest.mark.parametrize("equation", ["bhik,bhjk->bhij", "bij,bjd->bid", "bki,bkj->bij", "nc,cd->nd"])
+class Einsum(nn.Module):
+    def __init__(self, equation):
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, left, right):
+        return torch.einsum(self.equation, left, right)
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        *("bhik,bhjk->bhij", "bij,bjd->bid", "bki,bkj->bij", "nc,cd->nd", "bij,jk->bki", "bqhd,bkhd->bhqk"),
+        *("bhqk,bkhd->bqhd", "bhij,bjd->bhid", "jc,bhij->bihc", "...ij,...jk->...ik", "ij,jk", "b i j, b j d -> b i d"),
+    ],
+)
 def test_einsums_that_are_matrix_products(equation):
-    sizes = dict(zip("bhijkdnc", (2, 3, 4, 5, 6, 7, 4, 5), strict=True))
-    left, right = (torch.randn([sizes[c] for c in side], generator=G) for side in equation.split("->")[0].split(","))
-    turned = matrix_product(equation)
-    sides = [side.transpose(-2, -1) if turn else side for side, turn in zip((left, right), turned, strict=True)]
-    torch.testing.assert_close(torch.matmul(*sides), torch.einsum(equation, left, right))
+    sizes = dict(zip("bhijkdncq.", (2, 3, 4, 5, 6, 7, 4, 6, 5, 2), strict=True))
+    sides = equation.replace(" ", "").replace("...", ".").split("->")[0].split(",")
+    x = tuple(torch.randn([sizes[c] for c in side], generator=G) for side in sides)
+    graph = canonical_graph(Einsum(equation), x)
+    assert "einsum" not in kinds(graph) and "matmul" in kinds(graph)
+    torch.testing.assert_close(graph(*x), torch.einsum(equation, *x))
 
 
-@pytest.mark.parametrize("equation", ["bij,jk->bki", "ij,ij->i", "bij,bjk->bk", "...ij,...jk->...ik", "ii->i"])
+@pytest.mark.parametrize(
+    "equation", ["bij,bij->bi", "bij,bjj->bij", "bij,bjk->bk", "bcij,bc->bcij", "bcij,bcij->bc", "bi,bj->bij"]
+)
 def test_einsums_that_are_not(equation):
-    assert matrix_product(equation) is None
+    sizes = dict(zip("bijkc", (2, 4, 4, 3, 5), strict=True))
+    x = tuple(torch.randn([sizes[c] for c in side], generator=G) for side in equation.split("->")[0].split(","))
+    assert "einsum" in kinds(canonical_graph(Einsum(equation), x))
 
 
 def test_maxvit_has_no_einsum_left():

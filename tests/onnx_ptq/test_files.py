@@ -409,6 +409,7 @@ class Activated(nn.Module):
         (lambda x: x * torch.sigmoid(x), True),
         (lambda x: x * (F.relu6(x + 3) / 6), True),
         (lambda x: x * torch.tanh(F.softplus(x)), True),
+        (lambda x: x * torch.sigmoid(1.702 * x), True),  # CLIP's
         (lambda x: x * (1 + torch.erf(3 * x)) / 2, False),
         (lambda x: x * torch.sigmoid(x / 4), False),
         (lambda x: x + F.relu6(x), False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from compress.engines.arrays import library_errors
 from compress.engines.base import Arrays
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
+from compress.graph.spelled import KNOWN
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.compounds import Compound, find_compounds, find_parts
@@ -129,9 +129,6 @@ def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> B
     return builder
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"silu": F.silu, "hardswish": F.hardswish, "mish": F.mish}
-
-
 def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Value:
     """Return the value of an operator, or a list of those of its outputs.
 
@@ -161,7 +158,7 @@ def _compound(builder: Builder, found: Compound) -> Value:
     if found.kind == "gelu":
         tanh = any(part.op_type == "Tanh" for part in found.nodes)
         return builder.call(F.gelu, builder.tensor(found.input), approximate="tanh" if tanh else "none")
-    return builder.call(_FUNCTIONS[found.kind], builder.tensor(found.input))
+    return builder.call(KNOWN[found.kind], builder.tensor(found.input))
 
 
 def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> None:

@@ -11,7 +11,7 @@ from compress.graph.batches import device_of
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.float_model import check_float_model
-from compress.graph.fold import fold_batchnorm
+from compress.graph.fold import fold_batchnorm, fold_constants
 from compress.graph.inputs import Inputs, as_inputs, bound_to_size
 from compress.graph.isolation import alone
 from compress.graph.report import attach_report, report_of
@@ -42,6 +42,7 @@ def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tu
     moments = batchnorm_moments(graph_module) if spec.bias_correction == "analytic" else {}
     if spec.batchnorm == "fold":
         fold_batchnorm(graph_module)
+        fold_constants(graph_module, trained=True)
     equalization = equalize(graph_module) if spec.equalize else None
     for path, factor in (equalization.divided if equalization else {}).items():
         if path in moments:

@@ -13,6 +13,7 @@ Every request, granted or refused, is a row of the result. Nothing here changes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -151,7 +152,8 @@ def _origins(
     """
     if tensor.kind == "concat" and tensor not in apart:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
-    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not tensor.tensors[0].infinite:
+    infinite = bool(tensor.tensors) and not math.isfinite(tensor.tensors[0].filling)
+    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not infinite:
         return _origins(tensor.tensors[0], tensor, commutes, joined, apart)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,16 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
     _read_arguments(source, module, node)
     if kind == "pad" and _pads_convolutions(source, module):
         node.kind = "zero_pad"
+    if _is_neutral(source, node):
+        node.kind = "identity"
     return node
+
+
+def _is_neutral(source: fx.Node, node: Node) -> bool:
+    """Return True for x + 0 and x * 1, as Python's `sum` begins; exporters leave them out."""
+    neutral = {"add": 0.0, "mul": 1.0}.get(node.kind)
+    one = len(source.all_input_nodes) == 1 and len(source.args) == 2 and not source.kwargs
+    return one and node.numbers == (neutral,) and source.all_input_nodes[0].meta.get("dtype") == source.meta["dtype"]
 
 
 def _pads_convolutions(source: fx.Node, module: Any) -> bool:
@@ -101,7 +109,7 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
         node.axes = frozenset(d % len(shape) for d in dims) if shape and isinstance(dims, (list, tuple)) else None
     elif node.kind == "pad":
         filling = getattr(module, "value", None) if module is not None else _argument(source, 3, "value")
-        node.infinite = isinstance(filling, float) and math.isinf(filling)
+        node.filling = float("nan") if isinstance(filling, fx.Node) else float(filling or 0)
     elif source.op == "call_method" and source.target == "float":
         node.cast = "float32"
 

@@ -32,16 +32,22 @@ def lowest_values(view: GraphView, positive: Set[Node]) -> dict[Node, float]:
     for node in view.nodes:
         if node in positive:
             continue
-        sources = [source for source in node.tensors if source.kind != "constant"]
+        tensors = _read(node)
+        sources = [source for source in tensors if source.kind != "constant"]
         known = bool(sources) and all(source in found or source in positive for source in sources)
         least = min((found.get(source, 0.0) for source in sources), default=0.0)
         if node.traits.lowest:
             found[node] = node.traits.lowest
         elif known and node.kind == "mul" and node.factor:
             found[node] = least * node.factor
-        elif known and len(sources) == len(node.tensors) and (node.traits.category in _KEEP or node.kind == "mean"):
+        elif known and len(sources) == len(tensors) and (node.traits.category in _KEEP or node.kind == "mean"):
             found[node] = least
     return found
+
+
+def _read(node: Node) -> list[Node]:
+    """Return the tensors that a node consumes, and what takes one apart, which has no shape itself."""
+    return [source for source in node.inputs if source.shape is not None or source.kind == "split"]
 
 
 def _is_never_negative(node: Node, known: set[Node]) -> bool:
@@ -49,7 +55,9 @@ def _is_never_negative(node: Node, known: set[Node]) -> bool:
         return True
     if node.mode == "bicubic" or any(number < 0 for number in node.numbers):
         return False  # cubic weights are negative in places
-    sources = node.tensors
+    sources = _read(node)
+    if node.kind == "pad":
+        return node.filling >= 0 and bool(sources) and known.issuperset(sources)
     return node.traits.non_negative == "if inputs are" and bool(sources) and known.issuperset(sources)
 
 

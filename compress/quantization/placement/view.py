@@ -63,7 +63,7 @@ class Node:
         factor: largest positive constant that a `mul` multiplies by; 0.0 if none.
         axes: of a reduction, counted from the front; None means all, or unknown.
         cast: type of an explicit cast, such as `float32`.
-        infinite: it pads with an infinite value.
+        filling: what it pads with; 0.0 if that is taken from the tensor.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Node:
     low: float = float("-inf")
     mode: str = ""
     cast: str = ""
-    infinite: bool = False
+    filling: float = 0.0
 
     @property
     def layer(self) -> str:
