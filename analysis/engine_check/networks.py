@@ -33,8 +33,7 @@ def _conv(inputs: int, outputs: int, kernel: int = 3, **more: Any) -> nn.Conv2d:
 
 def _norm(channels: int) -> nn.BatchNorm2d:
     made = nn.BatchNorm2d(channels)
-    for tensor in (made.running_mean, made.running_var, made.weight):
-        nn.init.uniform_(tensor, 0.5, 1.5)
+    made.running_mean, made.running_var = torch.rand(channels), torch.rand(channels) + 0.5
     nn.init.uniform_(made.weight, -0.5, 1.5)  # a negative factor turns the signs of a channel's integers
     return made
 
