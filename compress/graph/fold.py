@@ -156,7 +156,7 @@ def _channel_constant(
         value = torch.tensor(float(value))
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None
-    weight, shape = cast(Tensor, node_module(layer).weight), cast(tuple[int, ...], layer.meta["shape"])
+    weight, shape = tensor_of(node_module(layer)), layer.meta["shape"]
     sizes = (1,) * (len(shape) - value.dim()) + tuple(value.shape)
     if len(sizes) != len(shape) or sizes[1] not in (1, shape[1]) or any(n != 1 for i, n in enumerate(sizes) if i != 1):
         return None

@@ -131,82 +131,60 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def open_einsums(source: SourceFile) -> int:
-    """Write each Einsum that is a product of two matrices as a MatMul; in place.
-
-    Returns:
-        Number of products.
-    """
+    """Write each Einsum that is a product of two matrices as a MatMul, in place; return their number."""
     index = Index(source)
-    graph = index.graph
-    ranks = _ranks(source) if any(node.op_type == "Einsum" for node in graph.node) else {}
-    taken = {*index.initializers, *index.producers, *ranks}
-    nodes: list[onnx.NodeProto] = []
-    opened = 0
-    for node in graph.node:
-        found = None
-        if node.op_type == "Einsum" and node.domain in ("", "ai.onnx"):
-            fixed = [name in index.constants for name in node.input]
-            sizes = [ranks.get(name, 0) for name in node.input]
-            found = oriented_product(attribute(node, "equation", b"").decode(), sizes, fixed)
+    ranks = _ranks(source) if any(node.op_type == "Einsum" for node in index.graph.node) else {}
+
+    def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx"):
+            return None
+        fixed = [name in index.unchanging for name in node.input]
+        equation = attribute(node, "equation", b"").decode()
+        found = oriented_product(equation, [ranks.get(name, 0) for name in node.input], fixed)
         if found is None:
-            nodes.append(node)
-            continue
+            return None
         product, swapped = found
-        names = list(node.input)[::-1] if swapped else list(node.input)
+        left, right = reversed(node.input) if swapped else node.input
         made: list[onnx.NodeProto] = []
-        sides = [
-            _arranged(name, axes, node, taken, made, index)
-            for name, axes in zip(names, (product.left, product.right), strict=True)
-        ]
-        moved = product.result != tuple(range(len(product.result)))
-        result = free_name(f"{node.output[0]}_product", taken) if moved else node.output[0]
+        sides = [_arranged(left, product.left, node, index, made), _arranged(right, product.right, node, index, made)]
+        output, order = node.output[0], product.result
+        result = output if order == tuple(range(len(order))) else index.free(added_tensor(output, "product"))
         made.append(helper.make_node("MatMul", sides, [result], name=node.name))
-        if moved:
-            made.append(
-                helper.make_node(
-                    "Transpose", [result], [node.output[0]], name=f"{node.name}_order", perm=product.result
-                )
-            )
-        nodes += made
-        opened += 1
-    if opened:
-        replace_nodes(graph, nodes)
-    return opened
+        if result != output:
+            name = added_tensor(node.name, "order")
+            made.append(helper.make_node("Transpose", [result], [output], name=name, perm=order))
+        return made
+
+    return index.rewrite(opened)
 
 
 def _ranks(source: SourceFile) -> dict[str, int]:
     """Return the numbers of axes of tensors, where they are known."""
-    with contextlib.suppress(
-        InferenceError, ValueError
-    ):  # what shape inference refuses is reported where shapes are needed
+    with contextlib.suppress(InferenceError, ValueError):  # reported where shapes are needed
         proto = onnx.shape_inference.infer_shapes(without_weights(source.proto)).graph
         ranks = {tensor.name: len(tensor.dims) for tensor in proto.initializer}
-        values = (*proto.input, *proto.value_info)
-        shaped = {value.name: value.type.tensor_type for value in values}
+        shaped = {value.name: value.type.tensor_type for value in (*proto.input, *proto.value_info)}
         return ranks | {name: len(kind.shape.dim) for name, kind in shaped.items() if kind.HasField("shape")}
     return {}
 
 
-def _arranged(
-    name: str, axes: Axes, node: onnx.NodeProto, taken: set[str], made: list[onnx.NodeProto], index: Index
-) -> str:
+def _arranged(name: str, axes: Axes, einsum: onnx.NodeProto, index: Index, made: list[onnx.NodeProto]) -> str:
     """Return a tensor with its axes in another order and with axes of size 1, whose nodes are added to `made`."""
     order = [axis for axis in axes if axis is not None]
     if order != sorted(order):
-        turned = free_name(f"{node.output[0]}_turned", taken)
+        turned = index.free(added_tensor(einsum.output[0], "turned"))
         made.append(helper.make_node("Transpose", [name], [turned], name=turned, perm=order))
         name = turned
     single = [place for place, axis in enumerate(axes) if axis is None]
-    if single:
-        wider = free_name(f"{node.output[0]}_wider", taken)
-        if index.opset.get("", 13) >= 13:
-            places = free_name(f"{wider}_axes", taken)
-            index.graph.initializer.append(constant_tensor(places, np.asarray(single, np.int64)))
-            made.append(helper.make_node("Unsqueeze", [name, places], [wider], name=wider))
-        else:
-            made.append(helper.make_node("Unsqueeze", [name], [wider], name=wider, axes=single))
-        name = wider
-    return name
+    if not single:
+        return name
+    wider = index.free(added_tensor(einsum.output[0], "wider"))
+    if index.opset.get("", 1) < 13:
+        made.append(helper.make_node("Unsqueeze", [name], [wider], name=wider, axes=single))
+    else:
+        places = index.add_constant(added_tensor(wider, "axes"), np.asarray(single, np.int64))
+        made.append(helper.make_node("Unsqueeze", [name, places], [wider], name=wider))
+    return wider
 
 
 def fold_constants_after_layers(source: SourceFile) -> int:

@@ -109,7 +109,7 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
         node.axes = frozenset(d % len(shape) for d in dims) if shape and isinstance(dims, (list, tuple)) else None
     elif node.kind == "pad":
         filling = getattr(module, "value", None) if module is not None else _argument(source, 3, "value")
-        node.filling = float("nan") if isinstance(filling, fx.Node) else float(filling or 0)
+        node.filling = float(filling or 0) if isinstance(filling, (int, float, type(None))) else float("nan")
     elif source.op == "call_method" and source.target == "float":
         node.cast = "float32"
 
