@@ -45,8 +45,9 @@ _MASK = 2.0**14
 """Where masks of a softmax end: exp(-16384) is zero, and sums of masks stay finite."""
 _FLOAT = TensorProto.FLOAT
 _STANDARD = frozenset({"", "ai.onnx"})
-_PRODUCTS = onnx_operators(lambda t: t.category in {"weighted", "product"})
-_HEAVY = _PRODUCTS | onnx_operators(lambda t: t.category == "normalization") | {"Softmax", "LogSoftmax"}
+PRODUCTS = onnx_operators(lambda t: t.category in {"weighted", "product"})
+"""Convolutions and matrix products."""
+_HEAVY = PRODUCTS | onnx_operators(lambda t: t.category == "normalization") | {"Softmax", "LogSoftmax"}
 _ANY_TYPE = frozenset({"Shape", "Size", "IsNaN", "IsInf"})
 """Operators that read a tensor as it is."""
 _BOUNDS = frozenset({"Clip", "Min", "Max"})
@@ -517,7 +518,7 @@ class _Caster:
                 continue
             reason = ""
             if largest > limit:
-                mask = name in self.masks and ranges.highest[name] <= limit and self._op(name) not in _PRODUCTS
+                mask = name in self.masks and ranges.highest[name] <= limit and self._op(name) not in PRODUCTS
                 reason = "" if mask else f"values end beyond {self.name}: {name} reaches {largest:.3g}"
             elif (db := ranges.db(name)) < LOSS_DB[self.precision]:
                 reason = f"values are too small for {self.name}: {name} of at most {largest:.3g} keeps {db:.0f} dB"
@@ -559,7 +560,7 @@ class _Caster:
             changed = False
             for i, node in enumerate(self.nodes):
                 inputs, outputs = self.roles[i]
-                if i in self.kept or not outputs or node.op_type in _PRODUCTS | {"QuantizeLinear", "DequantizeLinear"}:
+                if i in self.kept or not outputs or node.op_type in PRODUCTS | {"QuantizeLinear", "DequantizeLinear"}:
                     continue
                 before = [node.input[k] for k in inputs if node.input[k] not in self.constants]
                 after = [node.output[k] for k in outputs]
@@ -621,7 +622,7 @@ class _Rewriting:
             Kept(
                 node=node.name or node.output[0],
                 op_type=node.op_type,
-                product=node.op_type in _PRODUCTS,
+                product=node.op_type in PRODUCTS,
                 reason=reason,
                 casts=self.casts[i],
             )
@@ -631,7 +632,7 @@ class _Rewriting:
         return Casting(
             precision=chosen.precision,
             nodes=len(halved),
-            products=sum(node.op_type in _PRODUCTS for node in halved),
+            products=sum(node.op_type in PRODUCTS for node in halved),
             casts=sum(node.op_type == "Cast" for node in self.made)
             - sum(node.op_type == "Cast" for node in chosen.nodes),
             kept=kept,
@@ -729,6 +730,9 @@ class _Rewriting:
             if value.name in self.chosen.initializers and value.name not in read:
                 del self.graph.input[k]
             elif value.name in types:
+                value.type.tensor_type.elem_type = types[value.name]
+        for value in self.graph.value_info:
+            if value.name in types:
                 value.type.tensor_type.elem_type = types[value.name]
         drop_unread(self.graph)
         self.chosen.proto.ir_version = max(self.chosen.proto.ir_version, 4)

@@ -154,7 +154,9 @@ def _ranges(proto: onnx.ModelProto, inputs: tuple[Tensor, ...], precision: str) 
     ranges, shown = Ranges(proto.graph, precision), onnx.ModelProto()
     shown.CopyFrom(proto)
     del shown.graph.output[:]
-    names = dict.fromkeys(name for node in proto.graph.node for name in node.output if name)
+    names = dict.fromkeys(
+        name for node in proto.graph.node if node.op_type != "Constant" for name in node.output if name
+    )
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     feeds = {value.name: x.detach().cpu().numpy() for value, x in zip(proto.graph.input, inputs, strict=True)}
     options = onnxruntime.SessionOptions()

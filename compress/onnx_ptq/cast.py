@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
-from compress.export.casting import HALVES, Casting, Ranges, cast_model, widened
+from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph.graph import opset_of
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import copied, name_nodes, raised
@@ -186,7 +186,8 @@ def _cast(
 def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
     """Return the float32 tensors that ONNX Runtime can compute."""
     unknown, graph = unknown_to_runtime(source.proto.graph), source.proto.graph
-    names = [value.name for value in graph.input] + [name for node in graph.node for name in node.output]
+    names = [value.name for value in graph.input]
+    names += [name for node in graph.node if node.op_type != "Constant" for name in node.output]
     given = {tensor.name for tensor in graph.initializer}
     wanted = (name for name in names if name not in unknown and name not in given)
     return [name for name in wanted if name and types.get(name) == onnx.TensorProto.FLOAT]
@@ -250,7 +251,7 @@ def _worst(
     for node in source.proto.graph.node:
         before = [found[name] for name in node.input if name in found]
         after = [found[name] for name in node.output if name in found]
-        if before and after and node.name not in kept:
+        if before and after and node.name not in kept and node.op_type not in PRODUCTS:
             losses.append((min(before) - min(after), node))
     losses.sort(key=lambda pair: -pair[0])
     chosen = [node for loss, node in losses[:_WORST] if loss > 3]
@@ -258,5 +259,5 @@ def _worst(
         one.name
         for node in chosen
         for one in (node, *(producers[name] for name in node.input if name in producers))
-        if one.name and one.name not in keep
+        if one.name and one.name not in keep and one.op_type not in PRODUCTS
     ]

@@ -254,3 +254,23 @@ def test_refusals(tmp_path):
     half = compress.cast_onnx(file, keep_io_types=False).path
     with pytest.raises(QuantizationError, match="holds no float32 operation"):
         compress.cast_onnx(half, tmp_path / "again.onnx")
+
+
+def test_files_that_state_all_types(tmp_path):
+    """torch's newer exporter states those of weights too."""
+    model = onnx.shape_inference.infer_shapes(Graph(3, 19).model(20))
+    model.graph.value_info.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
+    )
+    path = saved(model, tmp_path / "m.onnx")
+    assert compress.cast_onnx(path).casting.nodes > 10
+
+
+def test_constants_of_nodes_are_no_results(tmp_path):
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.float32([3]), "c")),
+        helper.make_node("Mul", ["x", "c"], ["y"], name="mul"),
+    ]
+    path = saved(model_of(nodes, {}), tmp_path / "m.onnx")
+    x = batches(1, size=8)[0].numpy()[:2]
+    assert sqnr(results(path, x)[0], results(compress.cast_onnx(path, batches=[x]).path, x)[0]) > 60
