@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import compress
+from compress import Callback
 from compress.data.base import DataSet
 from compress.data.memory import MemorySplit
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
-from compress.training.callbacks import Callback, Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from compress.training.loggers import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
 ROOT = Path(__file__).parents[2]
 
