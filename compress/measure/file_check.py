@@ -54,8 +54,13 @@ class FileCheck:
 def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: str) -> FileCheck:
     """Compare a quantized file with float on the first pictures of a batch.
 
-    Outputs that are no floats, whose size depends on values, or that are zero in float are left out. The batch is as
-    `quantize_onnx` takes it.
+    Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
+
+    Args:
+        float_path: file that it was made from.
+        path: quantized file.
+        batch: as `quantize_onnx` takes it.
+        target: that the file was quantized for.
 
     Examples:
         >>> spec = compress.QuantSpec(target="onnxruntime")

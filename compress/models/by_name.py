@@ -78,14 +78,14 @@ def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
 
     Args:
         spec: name, weights and options.
-        num_classes: of the data.
-        task: of a plain torchvision name.
+        num_classes: number of classes of the data.
+        task: its networks of torchvision are those that a plain name means.
 
     Returns:
-        The model, without the notes of `build_model_with_notes`.
+        The model; `build_model_with_notes` also returns notes, such as that of a new classifier.
 
     Raises:
-        ModelError: model or weights do not exist or download, or options do not fit.
+        ModelError: the model or the named weights do not exist or cannot be downloaded, or the options do not fit.
         CheckpointError: the weights file is missing, damaged or of another model.
 
     Examples:

@@ -73,7 +73,11 @@ def load(
 def save(model: nn.Module, path: Path | str) -> Path:
     """Write a module's weights and quantizer ranges as safetensors with a checksum; whole or not at all.
 
-    A quantized network is rebuilt by `insert_quantizers` with the same model and spec.
+    Code is not saved: a quantized network is rebuilt by `insert_quantizers` with the same model and spec.
+
+    Args:
+        model: any module, on any device.
+        path: file that ends in .safetensors.
 
     Raises:
         CheckpointError: another ending, a lazy module, or the file cannot be written.

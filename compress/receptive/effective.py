@@ -101,9 +101,10 @@ def effective_receptive_field(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> EffectiveReceptiveField:
-    """The effective receptive field of the central unit of one layer (arXiv 1701.04128).
+    """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
 
-    Arguments and errors are those of `effective_receptive_fields`. Sizes of the map are in pixels (`.metrics`).
+    The arguments and errors are those of `effective_receptive_fields`, which measures several layers in one pass. The
+    map is (height, width); its sizes are in pixels (`.metrics`).
 
     Examples:
         >>> field = compress.effective_receptive_field(model, images, layer="0")

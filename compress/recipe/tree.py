@@ -111,12 +111,12 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        recipe: path, or a name in ./recipes or shipped with compress; its key `base` names another, relative to its
-            folder, which it changes.
-        overrides: `section.key=value` in YAML; indices reach into lists (`rules.0.enable=false`).
+        recipe: a path; or a name (`resnet50`, `resnet50.yaml`) in ./recipes or among those that ship with compress. Its
+            key `base` names another recipe, whose keys it changes: a path relative to its own folder, or a name.
+        overrides: `section.key=value` each, the value in YAML; an index reaches into a list (`rules.0.enable=false`).
 
     Raises:
-        RecipeError: no recipe, no YAML, or keys, types or ranges (all are listed).
+        RecipeError: no such recipe, not YAML, or keys, types or ranges that are not allowed (all of them are listed).
 
     Examples:
         >>> recipe = compress.load_recipe("quickstart", ["data.batch_size=16", "qat=null"])

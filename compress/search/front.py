@@ -47,11 +47,12 @@ class Front:
     """The result of a search.
 
     Attributes:
-        lab: builds its networks.
-        points: float first.
-        chosen: before fine-tuning; None without a bound.
-        timed: latency model and check.
-        failed: configurations with reasons.
+        lab: with which its networks are built.
+        points: all that were measured, the float network first.
+        chosen: keeps the bound, before fine-tuning; None without a bound.
+        timed: the latency model and its check.
+        failed: configurations that could not be built or run, with the reason.
+        notes: sentences for the user.
 
     Examples:
         >>> front = compress.search(model, images, batches, latency=0.5)  # doctest: +SKIP

@@ -76,30 +76,31 @@ def search(
 ) -> Front:
     """Search over precision, 2:4 sparsity, width and depth; every point of the result was measured on the engine.
 
-    An integer program over latency and accuracy models starts, NSGA-II goes on. Fine-tune `front.network(front.chosen)`
-    afterwards.
+    An integer program over a latency model and an accuracy model gives the first configurations, NSGA-II goes on.
+    Fine-tune `front.network(front.chosen)` afterwards.
 
     Args:
         model: trained float network; not changed.
-        example_inputs: to trace with.
-        batches: training images; targets are not used.
+        example_inputs: traced with.
+        batches: images of the training split, or (images, targets), whose targets are not used.
         engine: `openvino`, `onnxruntime`, `cuda`, ...
-        latency: choose the most accurate within this share of float's time.
-        max_drop: choose the fastest that gives at most so many percent of held-out images another class; with neither,
-            nothing is chosen.
+        latency: choose the most accurate network within this share of the float network's time.
+        max_drop: choose the fastest network that gives at most so many percent of held-out images another class. With
+            neither, nothing is chosen.
         spec: space and effort.
         quantization: its target becomes the engine's own.
-        out: folder of plan and trials.
-        storage: for several workers: an Optuna URL or a file; None = in `out`.
-        cache: of latencies; None = the user's.
-        role: `worker` takes part in the search in `out`.
+        out: folder of the plan and, without a storage, of the trials.
+        storage: of trials, for several workers: a URL of Optuna's, or a file; None = a file in `out`.
+        cache: folder of latencies; None = the user's.
+        role: `worker` only takes part in the trials of a search that was begun in `out`.
         resume: go on with the search in `out`.
-        progress: listener.
+        progress: advanced during long work.
 
     Raises:
-        SearchError: no bound, one that cannot be met (names the best), nothing to choose, or another search in `out`.
+        SearchError: the bound is no bound, or cannot be met (names the best found); nothing can be chosen; or `out`
+            holds another search.
         EngineError: an unknown engine.
-        EngineUnavailableError: not on this machine.
+        EngineUnavailableError: an engine that is not on this machine.
         ModelError: the model cannot be traced.
 
     Examples:

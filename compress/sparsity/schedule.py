@@ -55,9 +55,12 @@ class MaskSchedule:
             raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
 
     def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Update the masks and the optimizer's state for masked weights; to be called after every optimizer step.
+        """Update the masks and mask the optimizer's state; to be called after every optimizer step.
 
-        `step` is the number of optimizer steps done, 1 to `total_steps` of the whole training.
+        Args:
+            step: optimizer steps done, 1 to total_steps.
+            total_steps: of the whole training.
+            optimizer: made the step; its state is masked if masks change.
         """
         if self.spec.schedule == "one-shot":
             if step == 1:  # the momentum of an optimizer that is older than the masks would move masked weights

@@ -9,7 +9,7 @@ from compress.training.spec import TrainSpec
 
 
 class Callback:
-    """Override the methods that you need; only rank 0 calls.
+    """A callback; override the methods that you need. With several processes only rank 0 calls it.
 
     >>> class Best(Callback):
     ...     def epoch(self, name, row):
@@ -17,10 +17,10 @@ class Callback:
     """
 
     def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
-        """A training (`train`, `qat`, ...) begins, or goes on."""
+        """A training (`train`, `qat`, ...) begins, or goes on after `done` steps."""
 
     def step(self, name: str, step: int, figures: Mapping[str, float]) -> None:
-        """A step, from 1; `figures` are the epoch's means so far and `lr`."""
+        """A step has ended, counted from 1; `figures` are the epoch's means so far and `lr`."""
 
     def epoch(self, name: str, row: EpochRow) -> None:
         """An epoch has ended."""

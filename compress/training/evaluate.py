@@ -95,11 +95,23 @@ def evaluate(
     progress: Progress = QUIET,
     name: str = "evaluate",
 ) -> Evaluation:
-    """Measure in evaluation mode; modes are restored.
+    """Measure `model` on `split` in evaluation mode; every module's mode is restored afterwards.
+
+    Args:
+        model: moved to `device`; takes images (N, C, H, W).
+        split: images and targets, in their stored order.
+        batch_size: images of one step over all processes together.
+        task: loss and metric; None = classification.
+        device: None = the process's own.
+        processes: each must call, and gets the same result.
+        precision: `fp32`, or autocast in `bf16` or `fp16`.
+        limit: number of images; None = all.
+        progress: is informed of every batch.
+        name: name of the progress bar.
 
     Raises:
-        DataError: no image, fewer than processes, or a metric that is no number.
-        ModelError: a failure, or wrong outputs.
+        DataError: no image, fewer images a batch than processes, or a metric that is no number.
+        ModelError: the model fails, or its outputs are not those of the task.
         RecipeError: fp16 on the CPU.
 
     Examples:

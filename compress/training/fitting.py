@@ -36,17 +36,17 @@ def fit(
     """Train `model`, float or quantized, in place.
 
     Args:
-        model: from images to outputs.
-        data: two splits, or a DataLoader of (images, targets) or mappings such as {"pixel_values": images, "labels":
-            targets}.
+        model: any module from images to outputs.
+        data: a data set of two splits, or a DataLoader of (images, targets) or of mappings such as {"pixel_values":
+            images, "labels": targets}.
         spec: None = `TrainSpec()`.
-        val: a loader; None = the training images.
-        loss: (outputs, targets) -> mean; None = the task's, else cross entropy.
-        metric: as `meters.task_metric`; None = top-1, or the own loss.
-        batch_size: None = the loader's.
-        folder: of checkpoints and log; None = no files.
-        task: of a recipe; not with `loss` or `metric`.
-        **options: of `compress.training.loop.fit`: teacher, device, resume, progress, ...
+        val: a loader to evaluate on, for a DataLoader; None = the training images.
+        loss: (outputs, targets) -> a batch's mean loss; None = the task's, cross entropy without a task.
+        metric: what `meters.task_metric` takes; None = top-1, with an own loss the loss.
+        batch_size: images of a step; None = the loader's.
+        folder: takes checkpoints and the log; None = no files.
+        task: loss and metric of a recipe; not with `loss` or `metric`.
+        **options: further arguments of `compress.training.loop.fit`: teacher, device, resume, progress, ...
 
     Raises:
         RecipeError: no batch size, or a task with a loss; and as `compress.training.loop.fit`.

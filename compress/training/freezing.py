@@ -67,19 +67,19 @@ def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None
 
 
 def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Replace running statistics by means over `batches`, in place.
+    """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
 
     For masked networks (Li et al., arXiv 2007.02491, section 3.2).
 
     Args:
-        model: unfolded; modes are restored.
-        batches: as of `compress.calibrate`, preprocessed as for evaluation.
+        model: its BatchNorm layers are not folded; its modes are restored.
+        batches: training images, preprocessed as for evaluation: whatever `compress.calibrate` takes.
 
     Returns:
-        Number of layers; with 0 no batch was read.
+        Number of layers whose statistics were replaced; with 0 the batches were not read.
 
     Raises:
-        DataError: none, or unfit; nothing is changed.
+        DataError: no batch, or one does not fit; nothing is changed.
 
     Examples:
         >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again

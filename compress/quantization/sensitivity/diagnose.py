@@ -124,8 +124,14 @@ def diagnose(
 ) -> Diagnosis:
     """Quantize a network and find where it loses accuracy.
 
-    As for `sensitivity`: without targets, effects are signal to noise and agreement alone. The calibration data can be
-    read repeatedly.
+    Args:
+        model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
+        example_inputs: inputs that the model is traced with.
+        batches: calibration data, as for `quantize`, which can be read repeatedly.
+        images: batches that effects are measured on; without targets by signal to noise and agreement alone.
+        spec: target, rules and methods.
+        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
+        progress: is informed of each layer.
 
     Raises:
         QuantizationError: no images, or nothing can be quantized.

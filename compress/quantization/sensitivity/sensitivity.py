@@ -56,9 +56,13 @@ class Sensitivity:
     """Sensitivity of all layers of a network under one specification.
 
     Attributes:
+        images: number of images that the effects were measured on.
         float_score: the metric of the float network; None for images without targets.
         quantized: effect if everything is quantized.
-        rows: in graph order; what is only quantized along with its layer (a residual add) is no row.
+        rows: the layers in graph order. An operation that is only quantized along with another (a residual add) is
+            not a row, because it follows its layer.
+        metric: name of the metric.
+        unit: of the metric; `%` for a share.
 
     Examples:
         >>> found = compress.sensitivity(model, images[:1], batches, batches)

@@ -25,12 +25,12 @@ class QuantizationCycle:
     """The parts of quantization-aware training that a loop must call, in this order.
 
     Attributes:
-        example_inputs: for tracing and export.
-        batches: for calibration.
+        example_inputs: inputs that the model is traced and exported with.
+        batches: calibration data, as for `compress.quantize`.
         spec: None = `QuantSpec()`.
-        qat: only `scales`, `ema_decay` and `freeze_*` are followed.
-        export_to: ONNX file, or None.
-        export: arguments of `export_onnx`.
+        qat: only `scales`, `ema_decay`, `freeze_batchnorm_epoch` and `freeze_ranges_epoch` are followed.
+        export_to: ONNX file to write at the end; None = none.
+        export: further arguments of `export_onnx`, such as {"precision": "fp16"}.
 
     Examples:
         >>> cycle = compress.QuantizationCycle(example_inputs=images[:1], batches=batches)
@@ -53,7 +53,7 @@ class QuantizationCycle:
     average: WeightAverage | None = None
 
     def begin(self, model: nn.Module) -> fx.GraphModule:
-        """A quantized and calibrated copy, for the optimizer.
+        """Return the model quantized and calibrated, for the optimizer; the model itself is not changed.
 
         Raises:
             CompressError: as `compress.quantize`.
@@ -65,15 +65,15 @@ class QuantizationCycle:
         return self.model
 
     def epoch(self, epoch: int) -> None:
-        """Freeze BatchNorm as `qat` says; after `model.train()`; from 0."""
+        """Freeze BatchNorm where `qat` says so; after `model.train()`. Epochs are counted from 0."""
         freeze_batchnorm(self._model(), self.qat, epoch)
 
     def before_step(self, epoch: int) -> None:
-        """Leave out frozen ranges."""
+        """Leave frozen ranges out of the next step."""
         drop_frozen_gradients(self._model(), self.qat, epoch)
 
     def after_step(self, step: int) -> None:
-        """Average the weights of a step, from 1."""
+        """Take the weights of a step, counted from 1, into their mean."""
         if self.qat.ema_decay is None:
             return
         if self.average is None:  # the loop has moved the model to its device by now
@@ -81,11 +81,11 @@ class QuantizationCycle:
         self.average.update(step)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Mean weights while the block runs."""
+        """Give the model its mean weights while the block runs."""
         return nullcontext() if self.average is None else self.average.swapped()
 
     def end(self) -> Path | None:
-        """Install mean weights, fix ranges, export.
+        """Install the mean weights, fix learned ranges, and export the file.
 
         Raises:
             CompressError: as `compress.export_onnx`.
