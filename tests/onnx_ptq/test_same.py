@@ -1,11 +1,17 @@
 """A torch model and the ONNX file of the same model get the same quantizers."""
 
-import functools
+from __future__ import annotations
 
+import functools
+import warnings
+
+import numpy as np
 import pytest
 import torch
 
 import compress
+from analysis.random_networks.check import inputs
+from analysis.random_networks.network import TABLES, Network, Step
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
@@ -95,3 +101,45 @@ def test_quantizers_of_our_own_float_export(exported, tmp_path):
     spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"), smooth=None)
     result = quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec)
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
+
+
+FLOAT_IN_TORCH = {"hook after", "hook before", "addmm"}
+"""A layer with hooks, and a product with a parameter that is no layer's weight, stay float and say so."""
+OTHERWISE_WRITTEN = {
+    "shared bn": "a BatchNorm that is called twice stays, and a file holds two",
+    "in place": "SiLU in place is not looked for",
+    "swin of version 2": "a file holds the results of layers that compute with constants alone",
+    "list of branches": "of two branches of one length, the other is the identity",
+    "conv of circles": "the exporter writes slices, which share the scale of the image that they are of",
+}
+"""Operations that an older exporter's file spells with others, or that it does not write."""
+LAYERS_ALIKE = [name for name in TABLES[0] if name not in FLOAT_IN_TORCH | OTHERWISE_WRITTEN.keys()]
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("first", range(0, 48, 12))
+def test_random_networks_get_the_same_quantizers_through_both_readers(tmp_path, first, target):
+    """Each layer of the random networks between two convolutions, as a module and as the file of that module."""
+    x, spec = inputs(), QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
+    differ = []
+    for name in LAYERS_ALIKE[first : first + 12]:
+        model = Network((Step("conv bn relu", 1), Step(name, 2), Step("conv", 3))).eval()
+        file = tmp_path / "float.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                torch.onnx.export(model, (x,), str(file), dynamo=False, opset_version=17)
+            except torch.onnx.OnnxExporterError:
+                continue  # it loses the size of what it pads
+        result = quantize_onnx_file(file, [x], spec=spec, out=tmp_path / "int8.onnx")
+        (ours, our_weights), (theirs, their_weights) = (
+            quantizers(one.placement, report.amax)
+            for qmodel in [compress.quantize(model, x, [x], spec=spec)]
+            for one, report in ((qmodel, qmodel.report.calibration), (result, result.calibration))
+        )
+        same = [key for key, _ in ours] == [key for key, _ in theirs] and np.allclose(
+            [scale for _, scale in ours], [scale for _, scale in theirs], rtol=1e-3
+        )
+        if not same or {str(f) for f, _ in our_weights} != {str(f) for f, _ in their_weights}:
+            differ.append(name)
+    assert not differ
