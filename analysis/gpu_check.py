@@ -154,8 +154,7 @@ def _worker(name: str, batch: int) -> int:
             for mode in ("recorded", "parallel")
         }
         if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-            shared = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-            tried["synchronized", "recorded"] = shared.train()
+            tried["synchronized", "recorded"] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)).train()
         times = {"entropy calibration": _calibration(model, x)}
         times |= {f"{kind} {mode}": _step(net, kind == "int8", mode, x, y)[1] for (kind, mode), net in tried.items()}
         weights = torch.cat([p.detach().flatten() for p in tried["int8", "recorded"].parameters()])
@@ -173,14 +172,12 @@ def _worker(name: str, batch: int) -> int:
 
 def _calibration(model: nn.Module, x: Tensor) -> float:
     """Milliseconds of a batch in each process when all together calibrate on 8,192 images."""
-    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="entropy"))
-    qmodel = compress.insert_quantizers(copy.deepcopy(model).eval(), x[:1], spec)
+    activations = compress.ActivationSpec(calibrator="entropy")
+    qmodel = compress.insert_quantizers(copy.deepcopy(model).eval(), x[:1], compress.QuantSpec(activations=activations))
     several = dist.get_world_size() > 1
-    compress.calibrate(qmodel, [x], all_reduce=several)
-    torch.cuda.synchronize()
+    compress.calibrate(qmodel, [x], all_reduce=several)  # ends on the host
     batches, start = [x] * (8192 // len(x) // dist.get_world_size()), time.perf_counter()
     compress.calibrate(qmodel, batches, all_reduce=several)
-    torch.cuda.synchronize()
     return (time.perf_counter() - start) / len(batches) * 1e3
 
 
