@@ -62,9 +62,8 @@ def leave_out(module: fx.GraphModule, block: Block) -> None:
 def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Blocks that share a format: the deepest module with several layers that is no stage.
 
-    >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer1.1.conv2", "fc"])
-    {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'layer1.1': ('layer1.1.conv1', \
-    'layer1.1.conv2'), 'fc': ('fc',)}
+    >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"])
+    {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'fc': ('fc',)}
     """
     counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
     grouped: dict[str, list[str]] = {}

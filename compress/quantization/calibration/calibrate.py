@@ -288,9 +288,12 @@ def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tens
     before = {consumer: (tensor, site) for site in placement.activations for tensor, consumer in site.edges}
     found: dict[str, Tensor] = {}
     for node in view.nodes:  # in graph order: the input of an average may be an average
-        if node.kind not in AVERAGES or node.name not in of_tensor or node.name not in before:
+        consumer = node
+        while consumer.name not in before and consumer.inputs and consumer.inputs[0].kind == "identity":
+            consumer = consumer.inputs[0]  # files leave it out
+        if node.kind not in AVERAGES or node.name not in of_tensor or consumer.name not in before:
             continue
-        tensor, given = before[node.name]
+        tensor, given = before[consumer.name]
         most, own = _values(node, nodes[tensor]), of_tensor[node.name]
         step = scale_from_amax(found.get(given.name, amax[given.name]), given.format).max() / most
         least = float(amax_from_scale(step, own.format))

@@ -26,7 +26,8 @@ class Centred(nn.Module):
 
     def forward(self, x):
         x = self.stem(x)
-        x = x - x.mean((2, 3), keepdim=True) + self.offset
+        x = x - x.mean((2, 3), keepdim=True)
+        x = x if self.offset is None else x + self.offset
         return self.last(x * torch.sigmoid(self.gate(nn.functional.adaptive_avg_pool2d(x, 1))))
 
 
@@ -48,9 +49,10 @@ def from_file(model, x, path):
 WAYS = (from_model, from_file)
 
 
+@pytest.mark.parametrize("offset", [None, 0.0])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_with_an_average_of_zero_runs(tmp_path, way):
-    model, x = made(0.0)
+def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
+    model, x = made(offset)
     path, _, _ = way(model, x, tmp_path / "m.onnx")
     session = open_session(path)
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -61,12 +63,12 @@ def test_a_file_with_an_average_of_zero_runs(tmp_path, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_an_average_are_no_finer_than_its_values_and_others_stay(tmp_path, way):
     scales = {}
-    for offset in (0.0, 1.0):
+    for offset in (None, 1.0):
         _, placement, amax = way(*made(offset), tmp_path / "m.onnx")
         scale = {site.name: float(scale_from_amax(amax[site.name], site.format)) for site in placement.activations}
         reads = {tensor: consumer for site in placement.activations for tensor, consumer in site.edges}
         of_tensor = {tensor: scale[site.name] for site in placement.activations for tensor, _ in site.edges}
         (before,) = [t for t, c in reads.items() if "adaptive_avg_pool" in c or "GlobalAveragePool" in c]
         scales[offset] = (of_tensor[reads[before]], of_tensor[before] / PLACES)
-    assert scales[0.0][0] == pytest.approx(scales[0.0][1])
+    assert scales[None][0] == pytest.approx(scales[None][1])
     assert scales[1.0][0] > scales[1.0][1]

@@ -89,7 +89,7 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
     "a part of anything": (lambda m, y, z: y.repeat(1, 2, 1, 1).chunk(2, 1)[1], False),
     "a border of zeros": (lambda m, y, z: F.pad(F.relu(y), (1, 1)).flip(2), True),
     "a border below zero": (lambda m, y, z: F.pad(F.relu(y), (1, 1), value=-1.0), False),
-    "a mirrored border": (lambda m, y, z: F.pad(F.relu(y), (1, 1), mode="reflect"), True),
+    "a mirrored border": (lambda m, y, z: F.pad(F.relu(y), (1, 1, 0, 0), mode="reflect"), True),
 }
 
 
