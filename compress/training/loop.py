@@ -32,6 +32,7 @@ from compress.training.prepare import (
     check_models,
     example_batch,
     feature_pairs,
+    is_recorded,
     not_finite,
     surroundings,
     to_channels_last,
@@ -205,7 +206,7 @@ class _Training:
         passes = Passes(
             forward, teach, self.features, model=model, task=task, spec=spec, scaler=self.scaler, device=device
         )
-        self.passes = RecordedPasses(passes, spec, processes) if spec.cuda_graphs and device.type == "cuda" else passes
+        self.passes = RecordedPasses(passes, spec, processes) if is_recorded(spec, device) else passes
         self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
         self.best = BestWeights(model) if spec.keep_best else None
 

@@ -133,7 +133,7 @@ def wrap(
         graph = compile_regions(graph)
     module: nn.Module = OutputsOf(graph, task.select)
     no_sync: NoSync = nullcontext
-    if processes.world_size > 1 and not (spec.cuda_graphs and device.type == "cuda"):  # recorded: averaged after it
+    if processes.world_size > 1 and not is_recorded(spec, device):  # recorded passes exchange gradients themselves
         module = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -145,6 +145,11 @@ def wrap(
             module.register_comm_hook(None, bf16_compress_hook)
         no_sync = module.no_sync
     return (torch.compile(module) if spec.compile and not by_region else module), no_sync
+
+
+def is_recorded(spec: TrainSpec, device: torch.device) -> bool:
+    """Return whether the passes of a step become a CUDA graph."""
+    return spec.cuda_graphs and device.type == "cuda"
 
 
 def keep_compiled() -> None:
