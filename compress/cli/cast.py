@@ -25,7 +25,7 @@ from compress.cli.options import JsonOption
 from compress.onnx_ptq.cast import cast_onnx
 
 _IMAGES = 32
-"""Pictures that ranges are measured on, unless `--images` says more."""
+"""Images that ranges are measured on, unless `--images` says more."""
 
 
 def cast(

@@ -3,7 +3,7 @@
 TensorRT 10 and 11 compute in the types that a file says. Every float tensor becomes float16 or bfloat16, with Casts at
 the borders of the operations that stay float32: those whose types the standard fixes, whose constants vanish, whose
 values end beyond the type or are too small for it, and which add up more than it holds. What values there are is known
-from `Ranges`, measured on pictures; without them, operators that are known to overflow stay float32.
+from `Ranges`, measured on images; without them, operators that are known to overflow stay float32.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from compress.onnx_graph.graph import (
     drop_unread,
     free_name,
     inputs_of,
+    opset_of,
     replace_attributes,
     subgraphs,
     tensor_names,
@@ -40,7 +41,7 @@ LOSS_DB = {"fp16": 50.0, "bf16": 35.0}
 """Signal to noise that the rounding of one tensor must keep: values of usual size keep 73 and 55 dB."""
 
 _MARGIN = 2.0
-"""Other pictures may reach so many times the largest value that was measured."""
+"""Other images may reach so many times the largest value that was measured."""
 _MASK = 2.0**14
 """Where masks of a softmax end: exp(-16384) is zero, and sums of masks stay finite."""
 _FLOAT = TensorProto.FLOAT
@@ -194,8 +195,7 @@ class Ranges:
 
     def db(self, name: str) -> float:
         """Return the signal to noise that rounding leaves of a tensor; infinite where nothing is lost."""
-        signal, noise = self._power[f"signal {name}"], self._power[f"noise {name}"]
-        return np.inf if not signal or not noise else float(10 * np.log10(signal / noise))
+        return decibel(self._power[f"signal {name}"], self._power[f"noise {name}"])
 
     def _inner(self, node: onnx.NodeProto, x: NDArray[Any]) -> float:
         axes = self._axes_of(node, x.ndim)
@@ -274,7 +274,7 @@ class _Caster:
         self.numpy = helper.tensor_dtype_to_np_dtype(self.dtype)
         self.name = self.numpy.name
         self.largest = LARGEST[precision]
-        self.opset = max((e.version for e in proto.opset_import if e.domain in _STANDARD), default=0)
+        self.opset = opset_of(proto)
         self.functions = {(function.domain, function.name) for function in proto.functions}
         self.nodes = list(self.graph.node)
         self.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
@@ -350,7 +350,10 @@ class _Caster:
             if i not in self.kept and any(map(self.is_float, (*node.input, *node.output))):
                 self._constants_of(i, node)
         self._calibrated()
-        self._measured() if self.ranges is not None else self._by_operator()
+        if self.ranges is not None:
+            self._measured(self.ranges)
+        else:
+            self._by_operator()
         self._join()
 
     def keep(self, i: int, reason: str) -> None:
@@ -413,7 +416,8 @@ class _Caster:
             to_integer = node.op_type == "Cast" and not any(map(self.is_float, node.output))
             if to_integer and attribute(node, "to", 0) not in (*HALVES.values(), TensorProto.DOUBLE):
                 waiting += [node.input[0]]
-                self.keep(i, "") if self.is_float(node.input[0]) else None
+                if self.is_float(node.input[0]):
+                    self.keep(i, "")
             elif node.op_type in {"Resize", "Upsample", "Range", "NonMaxSuppression"}:
                 waiting += [name for k, name in enumerate(node.input) if k not in self.roles[i][0]]
         while waiting:
@@ -454,7 +458,7 @@ class _Caster:
             if bound or self._may_be_mask(node):
                 return ""
             return f"a constant is beyond {self.name}: {name} holds {largest:.3g}"
-        db = _sqnr(finite, _rounded(finite, self.numpy))
+        db = decibel(_power(finite), _power(finite - _rounded(finite, self.numpy)))
         if db >= LOSS_DB[self.precision] or k in _BIASES.get(node.op_type, ()):
             return ""
         if node.op_type in {"Add", "Sub"} and not self._divided(node):
@@ -508,10 +512,8 @@ class _Caster:
                             place, f"values end beyond {self.name}: {node.input[0]} was calibrated to {largest:.3g}"
                         )
 
-    def _measured(self) -> None:
+    def _measured(self, ranges: Ranges) -> None:
         """Leave float32 what was seen to end beyond the type, to be too small for it, or to add up too much."""
-        ranges = self.ranges
-        assert ranges is not None
         limit = self.largest / _MARGIN
         for name, largest in ranges.largest.items():
             if not self.is_float(name) or name in self.constants:
@@ -541,9 +543,11 @@ class _Caster:
         for i, node in enumerate(self.nodes):
             if i in self.kept or not self.roles[i][1]:
                 continue
-            if node.op_type in _RISKY or self._squares(node):
-                reason = f"{node.op_type} may end beyond {self.name}, and no pictures were given to tell"
-                self._to_division(i, reason) if self._squares(node) else self.keep(i, reason)
+            reason = f"{node.op_type} may end beyond {self.name}, and no pictures were given to tell"
+            if self._squares(node):
+                self._to_division(i, reason)
+            elif node.op_type in _RISKY:
+                self.keep(i, reason)
 
     def _squares(self, node: onnx.NodeProto) -> bool:
         if node.op_type == "Mul":
@@ -809,6 +813,6 @@ def _power(x: NDArray[Any]) -> float:
     return float(np.square(x, dtype=np.float64).sum())
 
 
-def _sqnr(exact: NDArray[Any], got: NDArray[Any]) -> float:
-    signal, noise = _power(exact), _power(exact - got)
+def decibel(signal: float, noise: float) -> float:
+    """Return a signal to noise, of powers, in dB; infinite where nothing is lost."""
     return np.inf if not signal or not noise else 10 * float(np.log10(signal / noise))

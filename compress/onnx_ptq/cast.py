@@ -1,4 +1,4 @@
-"""Half precision for the float32 part of an ONNX file, decided by what its tensors are on the user's pictures."""
+"""Half precision for the float32 part of an ONNX file, decided by what its tensors are on the user's images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
-from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
+from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, decibel, widened
 from compress.onnx_graph.graph import opset_of
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import copied, name_nodes, raised
@@ -40,8 +40,8 @@ class CastFile:
     Attributes:
         path: the new file.
         casting: what is in half precision, and what stays float32, with the reasons.
-        images: number of pictures that ranges were measured on; 0 = constants and operators alone decided.
-        sqnr_db: signal to noise of the least output against float32, computed as the file says; None without pictures.
+        images: number of images that ranges were measured on; 0 = constants and operators alone decided.
+        sqnr_db: signal to noise of the least output against float32, computed as the file says; None without images.
         notes: sentences for everything that the user should know.
     """
 
@@ -69,7 +69,7 @@ def cast_onnx(
         path: file of opset 7 to 25, float or with Q/DQ pairs.
         out: file to write, whole or not at all; None = `<name>.<precision>.onnx` beside the file.
         precision: `fp16` or `bf16`.
-        batches: pictures that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.
+        batches: images that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.
         keep_io_types: leave inputs and outputs float32.
 
     Raises:
@@ -230,9 +230,9 @@ def _db(exact: NDArray[Any], got: NDArray[Any]) -> float | None:
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     signal = float(np.square(a[np.isfinite(a)]).sum())
     noise = float(np.square((a - b)[~same]).sum())
-    if noise == 0 or signal == 0:
-        return None if signal == 0 else np.inf
-    return -np.inf if not np.isfinite(noise) else 10 * float(np.log10(signal / noise))
+    if signal == 0:
+        return None
+    return decibel(signal, noise) if np.isfinite(noise) else -np.inf
 
 
 def _worst(
