@@ -7,7 +7,8 @@ import torchvision
 from torch import nn
 
 from compress.errors import CheckpointError, ModelError
-from compress.models.by_name import ModelSpec, build_model, build_model_with_notes
+from compress.models.by_name import build_model, build_model_with_notes
+from compress.models.spec import ModelSpec
 
 SMALL = "shufflenet_v2_x0_5"
 

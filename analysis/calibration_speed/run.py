@@ -20,7 +20,7 @@ from analysis.calibration_speed import report
 from analysis.calibration_speed.report import PLAIN, Timing
 from analysis.common.study import Row, command_line, software, study_parser
 from compress.files import write_json
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import ActivationSpec, QuantSpec

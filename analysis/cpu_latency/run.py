@@ -15,9 +15,10 @@ import torchvision
 
 import compress
 from analysis.common.study import Row, command_line, study_parser
-from compress.data import BatchPlan
+from compress.data.base import BatchPlan
 from compress.files import write_json, write_text
-from compress.measure import describe_machine, latency_ratio, measure_latency
+from compress.measure.latency import latency_ratio, measure_latency
+from compress.measure.machine import describe_machine
 
 IMAGES = 64
 NNCF = """

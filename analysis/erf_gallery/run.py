@@ -8,7 +8,8 @@ import torch
 
 from analysis.common.study import study_parser
 from compress.files import write_json
-from compress.models.by_name import ModelSpec, build_model
+from compress.models.by_name import build_model
+from compress.models.spec import ModelSpec
 from compress.plots.erf import draw_gallery, draw_growth, theory_side
 from compress.plots.style import save_figure, styled, to_png
 from compress.receptive import EffectiveReceptiveField, ErfOptions, effective_receptive_fields

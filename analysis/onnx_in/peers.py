@@ -32,7 +32,8 @@ import compress
 from analysis.common.study import Feeds, Row, command_line, software, study_parser
 from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
 from compress.files import write_json
-from compress.measure import describe_machine, measure_latency
+from compress.measure.latency import measure_latency
+from compress.measure.machine import describe_machine
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.run import FloatSession
 

@@ -18,7 +18,8 @@ from analysis.real_accuracy.methods import logits_of
 from analysis.real_accuracy.statistics import figures
 from compress.data.base import Split
 from compress.files import write_text
-from compress.measure import describe_machine, latency_ratio, measure_latency
+from compress.measure.latency import latency_ratio, measure_latency
+from compress.measure.machine import describe_machine
 from compress.quantization.spec import QuantSpec
 from compress.support.text import display
 

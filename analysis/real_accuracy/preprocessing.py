@@ -17,7 +17,7 @@ from analysis.common.study import Row, command_line, listed, software, study_par
 from analysis.real_accuracy.methods import float_file, logits_of
 from analysis.real_accuracy.networks import EVERY, Subject, efficientnet_lite0
 from compress.files import write_text
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 SIDE, NAME = 224, "preprocessing"

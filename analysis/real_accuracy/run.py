@@ -23,7 +23,7 @@ from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
 from analysis.real_accuracy.statistics import figures
 from compress.errors import CompressError
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from compress.models.weights import read_state_dict
 from compress.pipeline.state import read_state_file
 from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records.files import METRICS
-from compress.training import load_model, save_model
+from compress.training.checkpoint import load_model, save_model
 
 BATCH = 200
 """Inputs between two looks at the clock."""

@@ -10,7 +10,7 @@ from analysis.common.side_by_side import Ended, side_by_side
 from analysis.common.study import Row, newest_rows, study_parser
 from analysis.sweep import report
 from analysis.sweep.names import names
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 
 
 def main() -> None:

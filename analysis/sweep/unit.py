@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 import compress
 from analysis.common.study import Row
 from compress.graph.report import leaves_of
-from compress.measure import latency_ratio, measure_latency
+from compress.measure.latency import latency_ratio, measure_latency
 from compress.measure.parity import agreement, sqnr_db
 from compress.quantization.report import placement_of
 

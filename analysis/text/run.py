@@ -32,7 +32,7 @@ import compress
 from analysis.common.study import Feeds, Row, command_line, software, study_parser
 from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 from compress.quantization.spec import QuantSpec
 
 RESAMPLES, TIMED = 2000, 20

@@ -8,7 +8,7 @@ from typing import Any
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
 from compress.engines import engine_availability
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 
 
 def doctor(as_json: JsonOption = False) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.networks import blank_images, chosen_recipe, network_of, weights_text
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
-from compress.data import BatchPlan, load_data
+from compress.data.base import BatchPlan
+from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.pipeline.again import finished_run, network, variants_in
 from compress.receptive import ErfOptions

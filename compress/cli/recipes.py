@@ -13,9 +13,9 @@ import yaml
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
 from compress.data.spec import DATASETS
-from compress.engines.registry import ENGINES
 from compress.errors import RecipeError
 from compress.files import write_text
+from compress.measure.spec import ENGINE_NAMES
 from compress.quantization.spec import TARGETS
 from compress.recipe.files import find_recipe, recipe_names
 from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
@@ -102,7 +102,7 @@ def init(
         "train": {"epochs": epochs if epochs is not None else 0 if weights else 8},
         "quantization": {"target": targets if len(targets) > 1 else targets[0]},
         "qat": None if qat_epochs == 0 else {"epochs": qat_epochs or 2},
-        "bench": {"engines": [name for name in targets if name in ENGINES] or ["openvino"]},
+        "bench": {"engines": [name for name in targets if name in ENGINE_NAMES] or ["openvino"]},
     }
     parse_recipe(tree, source=str(path))
     title = " ".join(f"{model} on {data}, for {', '.join(targets)}".split())  # one line: the rest would be keys

@@ -45,7 +45,7 @@ from compress.pipeline import COMMANDS, default_folder
 from compress.pipeline import run as run_recipe
 from compress.recipe.tree import load_recipe
 from compress.records.run import FILE_RESULT
-from compress.training import init_processes
+from compress.training.distributed import init_processes
 
 
 def _command(name: str) -> Callable[..., None]:

@@ -13,14 +13,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
-from pydantic import Field
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +29,7 @@ from compress.export.casting import Ranges, cast_model
 from compress.export.cleanup import clean, pads_into_convolutions
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.prepare import prepare
+from compress.export.spec import ExportSpec
 from compress.export.targets import finish_for, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.files import replacing
@@ -40,36 +40,6 @@ from compress.graph.trace import check_module
 from compress.onnx_graph.graph import drop_unread
 from compress.quantization.report import QuantizationReport
 from compress.support.validation import validate
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportSpec:
-    """Form of an ONNX file.
-
-    Attributes:
-        opset: from 19 on, Q/DQ have half-precision scales per channel; from 21 on, weights of 4 bits are INT4.
-        precision: type of everything that is not quantized; strongly typed engines run exactly that.
-        dynamic_batch: leave the batch size open.
-        channel_scales: place of the scales of a weight's channels: at the `weight`, or after the layer at its `output`,
-            with which TensorRT-RTX moves fewer bytes (see `compress.export.tensorrt`).
-        nms: for a detector of torchvision, write `<variant>.nms.onnx` too, which ends with boxes, scores and labels:
-            decoding and non-maximum suppression, in float32, are in the file.
-        require: fails the run if an engine does not compute so: `int8` (all that is INT8 in the file), `fp16` (no
-            product in FP32).
-
-    Examples:
-        >>> spec = compress.ExportSpec(precision="fp16")
-        >>> compress.load_recipe("quickstart", ["export.precision=fp16"]).export == spec
-        True
-    """
-
-    opset: Annotated[int, Field(ge=19)] = 19
-    precision: Literal["fp32", "fp16"] = "fp32"
-    dynamic_batch: bool = True
-    channel_scales: Literal["weight", "output"] = "weight"
-    nms: bool = False
-    require: Literal["int8", "fp16"] | None = None
-
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")

@@ -12,8 +12,8 @@ from compress.engines import Engine
 from compress.errors import RunError, near_misses
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
-from compress.measure import BenchSpec
 from compress.measure.metric import Metric
+from compress.measure.spec import BenchSpec
 from compress.pipeline.folder import read_state, recipe_from_anywhere, recipe_of
 from compress.pipeline.run import NetworkFiles, Run, stem
 from compress.pipeline.steps.evaluate import TIMINGS, bench

@@ -25,7 +25,7 @@ from compress.recipe.tree import Recipe
 from compress.report import write_report
 from compress.report.write import write_card
 from compress.support.progress import NoProgress, Progress
-from compress.training import SINGLE, Processes
+from compress.training.distributed import SINGLE, Processes
 from compress.variants import Variant
 
 

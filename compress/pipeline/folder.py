@@ -12,7 +12,7 @@ from compress.data.base import Fingerprint, changed_data
 from compress.errors import RecipeError, RunError
 from compress.files import expand_user, write_text
 from compress.measure.metric import Metric
-from compress.models.by_name import ModelSpec
+from compress.models.spec import ModelSpec
 from compress.pipeline.lock import LOCK_FILE, OWNER_FILE, FolderLock, lock_folder
 from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
 from compress.recipe.tree import Recipe, load_recipe

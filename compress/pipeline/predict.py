@@ -23,7 +23,7 @@ from compress.files import read_regular, replacing
 from compress.pipeline.again import chosen_variant, networks_of
 from compress.pipeline.saved import run_without_data
 from compress.support.limits import IMAGE_PIXELS
-from compress.tasks import Task
+from compress.tasks.base import Task
 
 TOP = 5
 LEAST_SCORE = 0.4

@@ -22,9 +22,10 @@ from compress.quantization.spec import QuantSpec, Target
 from compress.recipe.tree import Recipe
 from compress.sparsity.spec import SparsitySpec
 from compress.support.progress import NoProgress, Progress
-from compress.tasks import Task, make_task
-from compress.tasks.load import detector_head
-from compress.training import SINGLE, Processes, QATSpec
+from compress.tasks.base import Task
+from compress.tasks.load import detector_head, make_task
+from compress.training.distributed import SINGLE, Processes
+from compress.training.spec import QATSpec
 from compress.variants import Variant
 
 _Section = TypeVar("_Section")

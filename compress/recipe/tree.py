@@ -18,9 +18,9 @@ import yaml
 
 from compress.data.spec import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError
-from compress.export.onnx import ExportSpec
+from compress.export.spec import ExportSpec
 from compress.measure.spec import BenchSpec, bench_contradictions
-from compress.models.by_name import ModelSpec
+from compress.models.spec import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
 from compress.recipe.files import read_recipe
 from compress.search.spec import SearchSpec, search_contradictions
@@ -28,7 +28,7 @@ from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
 from compress.support.imports import is_import_path
 from compress.support.safe_yaml import load_yaml
 from compress.support.validation import keys_of, parse, switched
-from compress.tasks.load import TaskName, task_contradictions
+from compress.tasks.spec import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 
 _ADDED = (("data", "max_pixels"), ("data", "interpolation"), ("data", "other_classes"), ("export", "nms"))

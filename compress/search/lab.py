@@ -19,7 +19,7 @@ from compress.engines.base import Engine
 from compress.engines.registry import build_engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
-from compress.measure import Latency, measure_latency
+from compress.measure.latency import Latency, measure_latency
 from compress.measure.quiet import NOT_MEASURED
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
@@ -31,7 +31,7 @@ from compress.search.structure import Structure
 from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
-from compress.training import recalibrate_batchnorm
+from compress.training.freezing import recalibrate_batchnorm
 
 REFERENCE = "float"
 _QUICK = 1  # calibration batches of a network that is only timed

@@ -16,7 +16,7 @@ from torch import nn
 from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json
-from compress.measure import measure_latency
+from compress.measure.latency import measure_latency
 from compress.measure.machine import describe_machine
 
 GPU_BLOCK = 16

@@ -14,7 +14,7 @@ from compress.search.blocks import leave_out
 from compress.search.space import Configuration, left_out, widths_of
 from compress.search.structure import Structure
 from compress.search.surgery import kept_positions, remove_channels
-from compress.training import recalibrate_batchnorm
+from compress.training.freezing import recalibrate_batchnorm
 
 Scores = Mapping[str, Tensor]
 """For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.models.by_name import ModelSpec, build_model
+from compress.models.by_name import build_model
+from compress.models.spec import ModelSpec
 from compress.search.network import apply
 from compress.search.structure import analyse
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,24 +12,15 @@ from torch import Tensor
 from compress.detection.detectors import DetectorHead, is_detector
 from compress.detection.two_stage import TwoStageHead, is_two_stage
 from compress.errors import DataError, RecipeError, near_misses
-from compress.models.by_name import ModelSpec, build_whole
+from compress.models.by_name import build_whole
+from compress.models.spec import ModelSpec
 from compress.support.imports import imported, is_import_path
 from compress.support.meters import TaskMetric, task_metric
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.classification import classification
 from compress.tasks.detection import check_rows, detection, output_tuple
-from compress.tasks.segmentation import LOSSES, segmentation
-
-TaskName = Literal["classification", "segmentation", "detection", "own"]
-TASKS: tuple[TaskName, ...] = get_args(TaskName)
-
-_LOSSES: dict[str, tuple[str, ...]] = {
-    "classification": ("cross_entropy",),
-    "segmentation": tuple(LOSSES),
-    "detection": ("detector",),
-    "own": (),
-}
-"""Losses by task; the first is the default."""
+from compress.tasks.segmentation import segmentation
+from compress.tasks.spec import LOSSES_OF, TASKS, allowed_names, lacking_parts
 
 
 def make_task(
@@ -59,7 +50,7 @@ def make_task(
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
     if name == "own":
         return _own(loss, metric)
-    known = loss if loss in _LOSSES[name] else _LOSSES[name][0]
+    known = loss if loss in LOSSES_OF[name] else LOSSES_OF[name][0]
     if len(labels) == 1 and name != "detection" and loss in (None, known):
         raise DataError(
             f"the data have one class, {labels[0]!r}: {name} needs two or more to learn what tells them apart; put the "
@@ -71,7 +62,7 @@ def make_task(
     else:
         task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
     if loss is not None and loss != known:
-        task = replace(task, loss=own_loss(_resolved(loss, "loss", _LOSSES[name])))
+        task = replace(task, loss=own_loss(_resolved(loss, "loss", LOSSES_OF[name])))
     if metric is not None:
         found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
         decided = task.metric.classes if len(labels) > 1 else None  # one channel has one argmax, whatever it holds
@@ -81,30 +72,24 @@ def make_task(
 
 
 def _own(loss: Any, metric: Any) -> Task:
-    lacking = _lacking(loss, metric)
+    lacking = lacking_parts(loss, metric)
     if lacking:
         raise RecipeError(lacking)
     judged = task_metric(_resolved(metric, "metric", ()), select=one_or_all)
     return own(loss=own_loss(_resolved(loss, "loss", ())), metric=judged)
 
 
-def _lacking(loss: Any, metric: Any) -> str:
-    """Return what the task `own` lacks, in words; "" if it has both parts."""
-    names = [name for name, value in (("loss", loss), ("metric", metric)) if value is None]
-    return f"task own has no {' and no '.join(names)}: name yours, package.module:function" if names else ""
-
-
 def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: DetectorHead | None) -> Task:
     if detector is not None:
         own_decode = detector.decode if decode is None else decode
         return detection(labels, loss=detector.loss, decode=own_decode, check=detector.check)
-    if loss is None or loss in _LOSSES["detection"] or decode is None:
+    if loss is None or loss in LOSSES_OF["detection"] or decode is None:
         lacking = "decode" if decode is None else "loss"
         raise RecipeError(
             f"{lacking} is not set, and the model is no detector of torchvision, which has its own: "
             "give loss and decode, package.module:function each"
         )
-    return detection(labels, loss=own_loss(_resolved(loss, "loss", _LOSSES["detection"])), decode=decode)
+    return detection(labels, loss=own_loss(_resolved(loss, "loss", LOSSES_OF["detection"])), decode=decode)
 
 
 def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, int]) -> DetectorHead | None:
@@ -126,30 +111,13 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
     return DetectorHead(built, image_size, num_classes) if is_detector(built) else None
 
 
-def task_contradictions(task: str, loss: str | None, metric: str | None, decode: str | None = None) -> Iterator[str]:
-    """Yield a line if a part is neither a known name nor a path."""
-    if decode is not None and (task != "detection" or not is_import_path(decode)):
-        yield f"decode is {decode!r}: it must be null, or package.module:function for the task detection"
-    if task == "own" and (lacking := _lacking(loss, metric)):
-        yield lacking
-    known = _LOSSES[task]
-    if not (loss is None or loss in known or is_import_path(loss)):
-        yield f"loss is {loss!r}{near_misses(loss, known)} ({_allowed(known)})"
-    if not (metric is None or is_import_path(metric)):
-        yield f"metric is {metric!r}: it must be null or package.module:name"
-
-
 def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
     """The object that a text names, else the object itself."""
     if not isinstance(given, str):
         return given
     if not is_import_path(given):
-        raise RecipeError(f"{key} is {given!r}{near_misses(given, known)} ({_allowed(known)})")
+        raise RecipeError(f"{key} is {given!r}{near_misses(given, known)} ({allowed_names(known)})")
     return imported(given, key=key, error=RecipeError)
-
-
-def _allowed(known: Sequence[str]) -> str:
-    return f"one of: {', '.join(known)}, or package.module:function" if known else "package.module:function"
 
 
 def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:

@@ -16,8 +16,8 @@ from compress.graph.inputs import size_remark
 from compress.support.imports import any_failure
 from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress
-from compress.tasks import Task, classification
-from compress.tasks.base import first_tensor
+from compress.tasks.base import Task, first_tensor
+from compress.tasks.classification import classification
 from compress.training.distributed import SINGLE, Processes
 from compress.training.spec import Precision
 

@@ -13,7 +13,8 @@ from compress.data.base import DataSet
 from compress.data.loader import loader_data
 from compress.errors import DataError, RecipeError
 from compress.support.meters import MeanOf, TaskMetric, task_metric
-from compress.tasks import Task, classification
+from compress.tasks.base import Task
+from compress.tasks.classification import classification
 from compress.tasks.load import own, own_loss
 from compress.training import loop
 from compress.training.log import TrainReport

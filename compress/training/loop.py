@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
 from compress.errors import CheckpointError, CompressError, DataError
 from compress.support.progress import Progress
-from compress.tasks import Task, classification
+from compress.tasks.base import Task
+from compress.tasks.classification import classification
 from compress.training.augment import make_augment
 from compress.training.best import BestWeights, WeightAverage, check_reference, stop_reason
 from compress.training.callbacks import Callback, Callbacks

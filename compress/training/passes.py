@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from compress.errors import CompressError, RecipeError
 from compress.kernels.memory_format import along_axis
 from compress.quantization.modules import _QuantWeight
-from compress.tasks import Task
+from compress.tasks.base import Task
 from compress.training.distributed import GradientExchange, Processes
 from compress.training.evaluate import autocast
 from compress.training.features import FeaturePairs

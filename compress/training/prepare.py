@@ -22,7 +22,7 @@ from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
 from compress.qat_fusion.regions import compile_regions
 from compress.support.meters import whole
-from compress.tasks import Task
+from compress.tasks.base import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import OutputsOf, modes_restored, outputs_of
 from compress.training.features import FeaturePairs

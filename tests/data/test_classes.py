@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from compress.cli.app import app
 from compress.cli.networks import chosen_recipe, network_of
-from compress.data import DataSpec, load_data
-from compress.data.load import class_count
+from compress.data.load import class_count, load_data
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 

@@ -1,6 +1,7 @@
 import pytest
 
-from compress.data import DATASETS, DataSpec, check_data_spec, load_data
+from compress.data.load import load_data
+from compress.data.spec import DATASETS, DataSpec, check_data_spec
 from compress.errors import DataError
 
 

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from compress.data import BatchPlan, DataSpec, load_data
+from compress.data.base import BatchPlan
+from compress.data.load import load_data
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CODE = """

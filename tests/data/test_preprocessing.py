@@ -2,7 +2,8 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
 
-from compress.data import DataSpec, Preprocessing
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 from torch.nn import functional as F
 
-from compress.data import BatchPlan, DataSpec, load_data
+from compress.data.base import BatchPlan
+from compress.data.load import load_data
 from compress.data.shapes import noise, paint
 from compress.data.shapes_banks import EXTENT, OUTLINES, PATTERNS, VERSIONS, outline_bank, pattern_bank, polygon
 from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes, with_clutter
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CPU = torch.device("cpu")

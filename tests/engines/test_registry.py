@@ -11,7 +11,7 @@ import torch
 from compress.engines import ENGINES, Availability, build_engine, engine_availability
 from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
-from compress.measure import BenchSpec, check_bench_spec
+from compress.measure.spec import ENGINE_NAMES, BenchSpec, check_bench_spec
 from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
 from compress.support.progress import NoProgress
@@ -119,13 +119,18 @@ def test_numbers_out_of_range_are_refused(tmp_path, number):
             build_engine(path, **{name: number})
 
 
-def test_a_row_is_all_that_a_new_engine_needs(tmp_path, monkeypatch):
+def test_recipes_know_the_engines_of_the_table():
+    assert tuple(ENGINES) == ENGINE_NAMES
+
+
+def test_a_row_and_its_name_are_all_that_a_new_engine_needs(tmp_path, monkeypatch):
     entry = EngineEntry(
         availability=lambda: Availability(name="mine", available=True, version="1", devices=("CPU",)),
         load=lambda path, build: GivenEngine(lambda x: x.mean(axis=(2, 3)), shape=(build.batch_size, 3, 8, 8)),
         options={"speed": "how fast"},
     )
     monkeypatch.setitem(ENGINES, "mine", entry)
+    monkeypatch.setattr("compress.measure.spec.ENGINE_NAMES", (*ENGINE_NAMES, "mine"))
     assert "mine" in {row.name for row in engine_availability() if row.available}
     spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
     check_bench_spec(spec)

@@ -30,8 +30,7 @@ from compress.models.weights import read_state_dict
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records import read_run
-from compress.training import init_processes
-from compress.training.distributed import SINGLE
+from compress.training.distributed import SINGLE, init_processes
 
 DEEP = "[" * 100_000
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -6,9 +6,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from compress import TorchEngine, build_engine, export_onnx
 from compress.errors import DataError, EngineError
-from compress.measure import compare_figures, measure_metric
+from compress.measure.figures import compare_figures, measure_metric
 from compress.support.meters import task_metric
-from compress.tasks import segmentation
+from compress.tasks.segmentation import segmentation
 
 IMAGES = torch.randn(7, 2, 8, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 3, (7, 8, 12), generator=torch.Generator().manual_seed(2))

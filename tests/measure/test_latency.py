@@ -9,8 +9,7 @@ import torch
 
 from compress.engines import TorchEngine, build_engine
 from compress.errors import EngineError
-from compress.measure import Latency, latency_ratio, measure_latency
-from compress.measure.latency import RUNS_PER_TURN
+from compress.measure.latency import RUNS_PER_TURN, Latency, latency_ratio, measure_latency
 from tests.engines.models import classifier
 from tests.measure.fakes import GivenEngine, Listener
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 
 
 def test_it_is_this_machine():

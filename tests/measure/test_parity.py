@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from sklearn.metrics import accuracy_score
 
 from compress.errors import EngineError
-from compress.measure import agreement, compare_logits, sqnr_db
+from compress.measure.parity import agreement, compare_logits, sqnr_db
 
 FLOATS = hnp.arrays(np.float32, (6, 4), elements=st.floats(-1e3, 1e3, width=32))
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from compress.measure import first_quiet, measure_latency
+from compress.measure.latency import first_quiet, measure_latency
 from compress.measure.quiet import CpuTime, cpu_time, disturbance, judge, paired_interval
 from tests.measure.fakes import GivenEngine
 

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.errors import EngineError
-from compress.measure import model_sizes
+from compress.measure.sizes import model_sizes
 from tests.engines.models import classifier, quantized_classifier
 
 

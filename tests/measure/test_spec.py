@@ -3,7 +3,7 @@
 import pytest
 
 from compress.errors import RecipeError
-from compress.measure import BenchSpec, check_bench_spec
+from compress.measure.spec import BenchSpec, check_bench_spec
 
 
 def test_defaults_and_every_engine_pass():

@@ -8,7 +8,8 @@ from onnx import helper
 
 import compress
 from compress.errors import ModelError, QuantizationError
-from compress.models.by_name import ModelSpec, build_model
+from compress.models.by_name import build_model
+from compress.models.spec import ModelSpec
 from compress.quantization.report import placement_of
 from compress.quantization.spec import TARGETS, QuantSpec
 from tests.networks import TinyResNet, with_statistics

@@ -127,7 +127,7 @@ def test_a_training_that_takes_accuracy_away_is_told(finished, tmp_path):
 
 
 def test_calibration_never_sees_the_evaluation_split():
-    from compress.data import load_data
+    from compress.data.load import load_data
 
     data = load_data(RECIPE.data)
     assert len(data.train) == 1348 and len(data.val) == 200

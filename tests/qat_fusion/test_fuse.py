@@ -17,7 +17,8 @@ import compress
 from compress import Quantizer, learn_scales
 from compress.errors import ExportError, QuantizationError, RecipeError
 from compress.quantization.numerics import QuantFormat
-from compress.training import QATSpec, check_train_spec, fit
+from compress.training.fitting import fit
+from compress.training.spec import QATSpec, check_train_spec
 from tests.networks import TinyResNet, network
 from tests.qat_fusion.common import (
     TARGETS,

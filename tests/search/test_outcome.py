@@ -9,7 +9,7 @@ import pytest
 from compress.search.front import Point, pareto
 from compress.search.lab import Figures
 from compress.search.outcome import Attempt, Bound, Outcome, after, best, order
-from compress.tasks import classification
+from compress.tasks.classification import classification
 
 
 def outcome(ratio):

@@ -12,7 +12,9 @@ from compress.errors import CheckpointError
 from compress.models.weights import load_state
 from compress.sparsity.masks import verify_nm
 from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
-from compress.training import FinetuneSpec, fit, load_model, save_model
+from compress.training.checkpoint import load_model, save_model
+from compress.training.fitting import fit
+from compress.training.spec import FinetuneSpec
 from tests.sparsity.nets import small
 from tests.training.toy import toy_data
 

@@ -8,8 +8,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from compress.errors import DataError, ModelError, RecipeError
-from compress.tasks import make_task
 from compress.tasks.detection import MeanPrecision, detection
+from compress.tasks.load import make_task
 
 LABELS = ("red cell", "white cell", "platelet")
 

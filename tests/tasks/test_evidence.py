@@ -11,9 +11,11 @@ from scipy.stats import binomtest
 
 from compress.errors import DataError
 from compress.measure.bootstrap import compare_evidence
-from compress.tasks import classification, make_task, segmentation
+from compress.tasks.classification import classification
 from compress.tasks.detection import detection
 from compress.tasks.evidence import everything
+from compress.tasks.load import make_task
+from compress.tasks.segmentation import segmentation
 
 
 def identity(outputs):

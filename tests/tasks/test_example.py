@@ -11,7 +11,7 @@ import torch
 
 from compress import TrainSpec, build_model, fit, load_data, load_recipe
 from compress.support.progress import NoProgress
-from compress.tasks import make_task
+from compress.tasks.load import make_task
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

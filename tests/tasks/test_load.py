@@ -6,7 +6,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from compress.errors import DataError, RecipeError
 from compress.support.meters import TaskMetric, task_metric
-from compress.tasks import make_task
+from compress.tasks.load import make_task
 
 LABELS = ("a", "b", "c")
 

@@ -8,8 +8,8 @@ from torchmetrics.functional.classification import multiclass_jaccard_index
 
 import compress
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
-from compress.tasks import segmentation
 from compress.tasks.detection import detection
+from compress.tasks.segmentation import segmentation
 
 COARSE = QuantSpec(
     target="openvino",

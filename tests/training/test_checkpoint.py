@@ -9,9 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.errors import CheckpointError
-from compress.training import load_checkpoint, load_model, save_checkpoint, save_model
 from compress.training.best import BestWeights, WeightAverage
-from compress.training.checkpoint import read_checkpoint, restore_checkpoint
+from compress.training.checkpoint import (
+    load_checkpoint,
+    load_model,
+    read_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    save_model,
+)
 from compress.training.tensor_file import read_tensors, write_tensors
 from tests.training.toy import convnet, linear
 

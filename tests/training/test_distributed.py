@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from compress.errors import CompressError
-from compress.training import Processes, init_processes
-from compress.training.distributed import average_running_statistics
+from compress.training.distributed import Processes, average_running_statistics, init_processes
 from tests.training.test_resume import run
 from tests.training.toy import convnet
 

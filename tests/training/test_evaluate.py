@@ -7,8 +7,8 @@ from torch import nn
 from compress.data.base import BatchPlan
 from compress.errors import CompressError, DataError, ModelError, RecipeError
 from compress.tasks.base import first_tensor
-from compress.training import SINGLE, Processes, evaluate
-from compress.training.evaluate import OutputsOf, outputs_of
+from compress.training.distributed import SINGLE, Processes
+from compress.training.evaluate import OutputsOf, evaluate, outputs_of
 from tests.training.toy import ToySplit, convnet, linear
 
 

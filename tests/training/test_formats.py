@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from compress.errors import CheckpointError
 from compress.support.progress import NoProgress
-from compress.training import TrainSpec, fit, load_model
+from compress.training.checkpoint import load_model
+from compress.training.fitting import fit
+from compress.training.spec import TrainSpec
 from tests.training.toy import linear, toy_data
 
 FORMATS = Path(__file__).parent / "formats"

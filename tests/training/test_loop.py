@@ -14,8 +14,11 @@ from torch.nn import functional as F
 from compress.data.base import BatchPlan, DataSet
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
-from compress.tasks import classification
-from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
+from compress.tasks.classification import classification
+from compress.training.distributed import Processes
+from compress.training.evaluate import evaluate
+from compress.training.fitting import fit
+from compress.training.spec import QATSpec, TrainSpec
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 

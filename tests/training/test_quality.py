@@ -14,11 +14,13 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
 from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
-from compress.tasks import segmentation
-from compress.training import TrainSpec, check_train_spec, evaluate, fit
+from compress.tasks.segmentation import segmentation
 from compress.training.augment import make_augment
+from compress.training.evaluate import evaluate
 from compress.training.features import FeaturePairs, feature_distance
+from compress.training.fitting import fit
 from compress.training.optim import learning_rate
+from compress.training.spec import TrainSpec, check_train_spec
 from tests.training.toy import CLASSES, ToySplit, convnet, toy_data
 
 FAST = TrainSpec(epochs=4, lr=0.05, warmup_epochs=0, checkpoint_steps=2)

@@ -1,8 +1,7 @@
 import pytest
 
 from compress.errors import RecipeError
-from compress.training import QATSpec, TrainSpec, check_train_spec
-from compress.training.spec import identity_of
+from compress.training.spec import QATSpec, TrainSpec, check_train_spec, identity_of
 
 
 @pytest.mark.parametrize(

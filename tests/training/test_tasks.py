@@ -10,8 +10,9 @@ from torch import nn
 from compress.data.base import DataSet, Split
 from compress.data.preprocessing import Preprocessing
 from compress.errors import CompressError, RecipeError
-from compress.tasks import segmentation
-from compress.training import TrainSpec, fit
+from compress.tasks.segmentation import segmentation
+from compress.training.fitting import fit
+from compress.training.spec import TrainSpec
 from tests.training.toy import convnet, toy_data
 
 LABELS = ("dark", "bright")

@@ -12,7 +12,8 @@ from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.errors import CompressError, ModelError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.nms import export_with_nms
-from compress.export.onnx import ExportSpec, export_onnx, metadata_entries
+from compress.export.onnx import export_onnx, metadata_entries
+from compress.export.spec import ExportSpec
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric

@@ -22,7 +22,7 @@ from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target
 from compress.records.files import BLOCK
-from compress.training import load_model, save_model
+from compress.training.checkpoint import load_model, save_model
 from compress.variants import Variant
 
 _MANY_CLIPPED = 0.02  # share of the values beyond the range; percentile and mse leave out far fewer

@@ -15,7 +15,7 @@ from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
 from compress.quantization.report import placement_of
 from compress.sparsity.parametrization import apply_masks, squash_masks
-from compress.training import load_model
+from compress.training.checkpoint import load_model
 from compress.variants import Variant
 
 

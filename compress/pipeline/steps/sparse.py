@@ -23,7 +23,8 @@ from compress.sparsity.parametrization import apply_masks, masked_layers, squash
 from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import mask_options, sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
-from compress.training import load_model, recalibrate_batchnorm, save_model
+from compress.training.checkpoint import load_model, save_model
+from compress.training.freezing import recalibrate_batchnorm
 from compress.variants import Variant
 
 GPU = "a100"

@@ -10,8 +10,11 @@ from compress.models.by_name import BuiltModel, build_model, build_model_with_no
 from compress.pipeline.run import Run
 from compress.recipe.tree import Recipe
 from compress.support.meters import TaskMetric
-from compress.training import TrainReport, TrainSpec, fit, load_model, save_model
+from compress.training.checkpoint import load_model, save_model
+from compress.training.fitting import fit
+from compress.training.log import TrainReport
 from compress.training.loop import AfterStep
+from compress.training.spec import TrainSpec
 from compress.variants import Variant
 
 

@@ -16,7 +16,7 @@ from compress.data.load import load_data
 from compress.errors import EngineError, RecipeError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import latency_ratio, time_files
+from compress.measure.latency import latency_ratio, time_files
 from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.again import finished_run, network

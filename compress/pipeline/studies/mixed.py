@@ -19,8 +19,10 @@ from compress.engines.registry import require_engine
 from compress.errors import QuantizationError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import BenchSpec, EngineFigures, Latency, compare_figures, time_files
+from compress.measure.figures import EngineFigures, compare_figures
+from compress.measure.latency import Latency, time_files
 from compress.measure.layer_times import measure_engine_layers
+from compress.measure.spec import BenchSpec
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge

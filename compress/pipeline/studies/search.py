@@ -13,7 +13,7 @@ from torch import nn
 from compress.data.load import load_data
 from compress.errors import RunError, SearchError
 from compress.files import write_json
-from compress.measure import describe_machine
+from compress.measure.machine import describe_machine
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import build_float, float_step
@@ -29,7 +29,7 @@ from compress.search.structure import analyse
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored
-from compress.training import load_model
+from compress.training.checkpoint import load_model
 from compress.variants import Variant
 
 STEP = "search"

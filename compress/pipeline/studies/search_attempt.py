@@ -12,8 +12,8 @@ from torch import nn
 from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import time_files
-from compress.models.by_name import ModelSpec
+from compress.measure.latency import time_files
+from compress.models.spec import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
@@ -22,7 +22,8 @@ from compress.search.front import Front, Point
 from compress.search.lab import quantization_of, sparsity_spec, time_ratio
 from compress.search.outcome import Attempt
 from compress.search.space import sparse_layers
-from compress.training import TrainSpec, save_model
+from compress.training.checkpoint import save_model
+from compress.training.spec import TrainSpec
 from compress.variants import Variant
 
 REBUILD = "compress.search.rebuild:network"
