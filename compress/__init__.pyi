@@ -18,7 +18,7 @@ from compress.export.spec import ExportSpec as ExportSpec
 from compress.graph.trace import trace as trace
 from compress.interop.pytorch_quantization import from_pytorch_quantization as from_pytorch_quantization
 from compress.measure.accuracy import measure_accuracy as measure_accuracy
-from compress.measure.figures import measure_metric as measure_metric
+from compress.measure.accuracy import measure_metric as measure_metric
 from compress.measure.file_check import check_onnx as check_onnx
 from compress.measure.latency import measure_latency as measure_latency
 from compress.measure.spec import BenchSpec as BenchSpec
@@ -33,8 +33,8 @@ from compress.pipeline.saved import load as load
 from compress.pipeline.saved import save as save
 from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
 from compress.quantization.calibration.calibrate import calibrate as calibrate
+from compress.quantization.learned import learn_offsets as learn_offsets
 from compress.quantization.learned import learn_scales as learn_scales
-from compress.quantization.offsets import learn_offsets as learn_offsets
 from compress.quantization.placement.decisions import Placement as Placement
 from compress.quantization.placement.insert import insert_quantizers as insert_quantizers
 from compress.quantization.ptq.quantize import quantize as quantize
@@ -64,10 +64,10 @@ from compress.sparsity.parametrization import squash_masks as squash_masks
 from compress.sparsity.schedule import MaskSchedule as MaskSchedule
 from compress.sparsity.sparsifier import sparsify as sparsify
 from compress.sparsity.spec import SparsitySpec as SparsitySpec
-from compress.training.callbacks import Callback as Callback
 from compress.training.evaluate import evaluate as evaluate
 from compress.training.fitting import fit as fit
 from compress.training.freezing import recalibrate_batchnorm as recalibrate_batchnorm
+from compress.training.loggers import Callback as Callback
 from compress.training.loops.cycle import QuantizationCycle as QuantizationCycle
 from compress.training.passes import record_step as record_step
 from compress.training.spec import QATSpec as QATSpec

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from compress.detection.detectors import DetectorHead
-from compress.detection.losses import batch_loss, matches, padded
+from compress.detection.detectors import DetectorHead, batch_loss, matches, padded
 from tests.tiny_detectors import FAMILIES, SIZE, retinanet, ssd
 
 BATCHED = ("retinanet", "ssd")
@@ -63,7 +62,7 @@ def test_matches_do_not_depend_on_how_many_images_are_matched_at_a_time(make, mo
     truth = padded(random_targets(torch.Generator().manual_seed(9), [3, 0, 6, 1]))
     anchors = head.anchors(torch.device("cpu"))
     whole = matches(detector.proposal_matcher, truth, anchors)
-    monkeypatch.setattr("compress.detection.losses._LARGEST", 1)
+    monkeypatch.setattr("compress.detection.detectors._LARGEST", 1)
     assert torch.equal(matches(detector.proposal_matcher, truth, anchors), whole)
     for row, target in zip(whole, random_targets(torch.Generator().manual_seed(9), [3, 0, 6, 1]), strict=True):
         learned = row[row >= 0].unique()

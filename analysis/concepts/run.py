@@ -19,7 +19,7 @@ from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.spec import QuantSpec
-from compress.sparsity.masks import nm_mask
+from compress.sparsity.parametrization import nm_mask
 
 CALIBRATORS = ("max", "percentile", "mse", "entropy")
 _COLOURS = ("alarm", "amber", "green", "purple")

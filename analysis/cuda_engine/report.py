@@ -16,8 +16,7 @@ from typing import Any
 
 from analysis.common.study import listed
 from compress.files import write_json, write_text
-from compress.roofline_model.device_table import TABLE, table_device
-from compress.roofline_model.devices import Device
+from compress.roofline_model.devices import TABLE, Device, table_device
 
 _LEAST_SHARE = 0.02
 _REACHED = 0.6

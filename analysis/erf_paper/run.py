@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from analysis.common.study import Row, study_parser
 from compress.files import write_json
-from compress.plots.erf import draw_gallery
-from compress.plots.erf_study import draw_depth, draw_training, power_law, ring_share
+from compress.plots.erf import draw_depth, draw_gallery, draw_training, power_law, ring_share
 from compress.plots.style import save_figure
 from compress.receptive import EffectiveReceptiveField, ErfOptions, effective_receptive_field, mean_field
 from compress.receptive.metrics import (

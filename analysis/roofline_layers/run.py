@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from analysis.common.study import study_parser
 from compress.graph.trace import trace
-from compress.plots.roofline_teaching import (
+from compress.plots.roofline import (
     Block,
     block_of,
     draw_blocks,

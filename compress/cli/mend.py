@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.markup import escape
 
 from compress.cli.console import OUT, print_json, print_table
-from compress.measure.quiet import NOT_MEASURED
+from compress.measure.latency import NOT_MEASURED
 from compress.pipeline.studies.mend import MendReport
 from compress.pipeline.studies.sensitivity import plain
 from compress.quantization.sensitivity.compare import Effect

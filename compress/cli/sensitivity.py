@@ -13,7 +13,7 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.report import show_finished_steps
 from compress.errors import RecipeError
-from compress.measure.quiet import NOT_MEASURED
+from compress.measure.latency import NOT_MEASURED
 from compress.pipeline import default_folder
 from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run

@@ -1,13 +1,22 @@
-"""Images with boxes, for detection.
+"""Images with boxes, for detection, in the layouts of COCO and PASCAL VOC.
 
-Training images are scaled by 0.7 to 1.4, moved and mirrored; of a cut box, 30 % must be left.
+Training images are scaled by 0.7 to 1.4, moved and mirrored; of a cut box, 30 % must be left. COCO has three layouts,
+where {split} is a name such as train or train2017; boxes of crowds are neither learned nor counted:
+
+    root/annotations/instances_{split}.json   root/{split}/
+    root/annotations/instances_{split}.json   root/images/{split}/
+    root/train/_annotations.coco.json, root/valid/_annotations.coco.json, each beside its images
+
+VOC: root/JPEGImages/, root/Annotations/NAME.xml, root/ImageSets/Main/train.txt and val.txt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
@@ -16,13 +25,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.base import file_parts
-from compress.data.counter import uniform
+from compress.data.base import DataSet, file_parts, uniform
 from compress.data.decode import read_image
+from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device
 from compress.data.spec import DataSpec
 from compress.data.workers import Item, ItemSplit, Place
-from compress.errors import DataError
+from compress.errors import DataError, first_few, near_misses
+from compress.files import read_json, read_regular
 
 _SCALES = (0.7, 1.4)
 _DRAWS = 4
@@ -218,3 +228,257 @@ def moved(
 def _areas(boxes: Boxes) -> Boxes:
     sides = (boxes[:, 2:] - boxes[:, :2]).clip(0)
     return sides[:, 0] * sides[:, 1]
+
+
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def voc_data(spec: DataSpec) -> DataSet:
+    """Images and boxes under `spec.root`; difficult objects are ignored.
+
+    Raises:
+        DataError: a missing or damaged file, or an unlearnable box.
+    """
+    root = Path(str(spec.root)).expanduser()
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        if not (root / folder).is_dir():
+            raise DataError(
+                f"data.root: there is no folder {(root / folder).absolute()}; VOC's layout is JPEGImages/, "
+                "Annotations/ and ImageSets/Main/ with train.txt and val.txt"
+            )
+    images = {f.stem: f for f in sorted((root / "JPEGImages").iterdir()) if f.suffix.lower() in EXTENSIONS}
+    classes = tuple(spec.classes or ())
+
+    def split(name: str, limit: int | None, augment: bool) -> BoxSplit:
+        skipped: list[str] = []
+        found = list(_annotations(root, _names(root, name)[:limit], images, spec, skipped))
+        part = BoxSplit(found, classes, spec, augment=augment)
+        part.skipped += skipped
+        return part
+
+    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+def _names(root: Path, split: str) -> list[str]:
+    file = root / "ImageSets" / "Main" / f"{split}.txt"
+    if not file.is_file():
+        raise DataError(f"data.root: there is no file {file.absolute()}, which lists the images of {split}")
+    names = [line.split()[0] for line in read_regular(file).decode("utf-8", "replace").splitlines() if line.strip()]
+    if not names:
+        raise DataError(f"{file} names no image")
+    return names
+
+
+def _annotations(
+    root: Path, names: list[str], images: Mapping[str, Path], spec: DataSpec, skipped: list[str]
+) -> Iterator[Annotation]:
+    lost = [name for name in names if name not in images]
+    if lost and spec.on_error == "raise":
+        raise DataError(f"{len(lost)} images are not in {root / 'JPEGImages'}: {first_few(lost)}")
+    for name in names:
+        file = root / "Annotations" / f"{name}.xml"
+        try:
+            if name not in images:
+                raise DataError(f"{root / 'JPEGImages' / name} is missing")
+            yield read_voc(file, images[name], spec)
+        except DataError as error:
+            if spec.on_error == "raise":
+                raise DataError(f"{error}; data.on_error: skip leaves the image out") from None
+            skipped.append(str(file))
+
+
+def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
+    """Read one XML file of VOC.
+
+    Raises:
+        DataError: a missing or damaged file, an unknown class, or a bad box.
+    """
+    classes = tuple(spec.classes or ())
+    try:
+        tree = ElementTree.fromstring(read_regular(file))
+    except FileNotFoundError:
+        raise DataError(f"there is no annotation {file}") from None
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise DataError(f"{file} is not readable XML ({error})") from None
+    sides = tuple(int(_number(tree, f"size/{side}", file)) for side in ("width", "height"))
+    rows = []
+    for item in tree.iterfind("object"):
+        label = (item.findtext("name") or "").strip()
+        if label not in classes and label and spec.other_classes == "background":
+            continue
+        if label not in classes:
+            raise DataError(
+                f"{file} names the class {label!r}{near_misses(label, classes)}; data.classes has {', '.join(classes)}"
+                f"{AS_BACKGROUND if label else ''}"
+            )
+        difficult = (item.findtext("difficult") or "").strip() == "1"
+        box = [_number(item, f"bndbox/{side}", file) for side in _SIDES]
+        rows.append((box, classes.index(label), difficult))
+    return annotation(image, str(file), (sides[0], sides[1]) if min(sides) > 0 else None, rows)
+
+
+def _number(tree: ElementTree.Element, path: str, file: Path) -> float:
+    text = tree.findtext(path)
+    try:
+        return float(text or "")
+    except ValueError:
+        raise DataError(f"{file}: {path} is {text!r}; it must be a number") from None
+
+
+def coco_data(spec: DataSpec) -> DataSet:
+    """Images and boxes under `spec.root`.
+
+    Raises:
+        DataError: a missing or damaged file, or an unlearnable box.
+    """
+    root = Path(str(spec.root)).expanduser()
+    found: tuple[str, ...] | None = None if spec.classes is None else tuple(spec.classes)
+
+    def split(name: str, limit: int | None, augment: bool) -> BoxSplit:
+        nonlocal found
+        file, images = coco_files(root, name)
+        content = coco_content(file)
+        labels = classes_in(content, file)
+        found = found or tuple(labels.values())
+        _check_named(found, tuple(labels.values()), file, spec)
+        skipped: list[str] = []
+        part = BoxSplit(
+            list(_coco_annotations(content, file, images, found, spec, skipped, limit)), found, spec, augment=augment
+        )
+        part.skipped += skipped
+        return part
+
+    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+def _check_named(named: tuple[str, ...], known: tuple[str, ...], file: Path, spec: DataSpec) -> None:
+    """Refuse a class without category where others become background: it may be misspelt."""
+    strange = [name for name in named if name not in known]
+    if strange and spec.other_classes == "background":
+        raise DataError(
+            f"data.classes names {first_few(strange)}{near_misses(strange[0], known)}, which is no category of {file} "
+            f"({first_few(known)})"
+        )
+
+
+def _coco_annotations(
+    content: dict[str, Any],
+    file: Path,
+    folder: Path,
+    classes: tuple[str, ...],
+    spec: DataSpec,
+    skipped: list[str],
+    limit: int | None,
+) -> Iterator[Annotation]:
+    """Yield annotations; skipped ones are added to `skipped`."""
+    names = classes_in(content, file)
+    by_image: dict[Any, list[Any]] = {}
+    for item in content["annotations"]:
+        by_image.setdefault(item.get("image_id") if isinstance(item, dict) else None, []).append(item)
+    known = {image.get("id") for image in content["images"] if isinstance(image, dict)}
+    if strays := [str(key) for key in by_image if key not in known]:
+        raise DataError(f"{file} has annotations of images that it does not list: image_id {first_few(strays)}")
+    for image in content["images"][:limit]:
+        where = f"{file}, image {_name(image)}"
+        try:
+            path = folder / str(image["file_name"])
+            if not path.is_file():
+                raise DataError(f"{where}: there is no file {path}")
+            size = int(image.get("width") or 0), int(image.get("height") or 0)
+            found = (_row(item, names, classes, spec) for item in by_image.get(image["id"], ()))
+            rows = [row for row in found if row is not None]
+            yield annotation(path, where, size if min(size) > 0 else None, rows)
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            text = str(error) if isinstance(error, DataError) else f"{where}: {type(error).__name__}: {error}"
+            text = text if text.startswith(str(file)) else f"{where}: {text}"
+            if spec.on_error == "raise":
+                raise DataError(f"{text}; data.on_error: skip leaves the image out") from None
+            skipped.append(where)
+
+
+def _row(
+    item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...], spec: DataSpec
+) -> tuple[list[float], int, bool] | None:
+    """Box, class, and whether it is a crowd; None if it is background."""
+    category = int(item["category_id"])
+    if category in names and names[category] not in classes and spec.other_classes == "background":
+        return None
+    if category not in names or names[category] not in classes:
+        named = f" ({names[category]})" if category in names else ""
+        raise DataError(
+            f"annotation {item.get('id')} has category_id {category}{named}, which is none of the classes "
+            f"({first_few(classes)}){AS_BACKGROUND if named else ''}"
+        )
+    left, top, width, height = (float(value) for value in item["bbox"])
+    return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))
+
+
+def _name(image: Any) -> str:
+    return str(image.get("file_name", image.get("id")) if isinstance(image, dict) else image)
+
+
+_BESIDE = {"train": ("train",), "val": ("valid", "val")}
+
+
+def coco_classes(spec: DataSpec) -> tuple[str, ...]:
+    """Categories of the training split by id.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    file, _ = coco_files(Path(str(spec.root)).expanduser(), "train")
+    return tuple(classes_in(coco_content(file), file).values())
+
+
+def coco_files(root: Path, split: str) -> tuple[Path, Path]:
+    """JSON file and image folder of a split."""
+    for name in _BESIDE[split]:
+        if (file := root / name / "_annotations.coco.json").is_file():
+            return file, file.parent
+    files = sorted((root / "annotations").glob(f"instances_{split}*.json"))
+    if len(files) != 1:
+        raise DataError(
+            f"data.root: {root.absolute()} holds {len(files)} files annotations/instances_{split}*.json"
+            f"{' (' + first_few([f.name for f in files]) + ')' if files else ''}; it must hold one, or "
+            f"{_BESIDE[split][0]}/_annotations.coco.json beside the images"
+        )
+    name = files[0].stem.removeprefix("instances_")
+    for folder in (root / name, root / "images" / name):
+        if folder.is_dir():
+            return files[0], folder
+    raise DataError(f"data.root: there is no folder {(root / name).absolute()} with the images of {files[0]}")
+
+
+def coco_content(file: Path) -> dict[str, Any]:
+    """Read a COCO file.
+
+    Raises:
+        DataError: no JSON, or without images, annotations or categories.
+    """
+    try:
+        content = read_json(file)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{file} is not readable JSON ({error})") from None
+    parts = ("images", "annotations", "categories")
+    lacking = [p for p in parts if not isinstance(content, dict) or not isinstance(content.get(p), list)]
+    if lacking:
+        raise DataError(f"{file} has no list of {first_few(lacking)}; COCO's files have {', '.join(parts)}")
+    empty = [part for part in parts if not content[part]]
+    if empty:
+        raise DataError(f"{file} has no {first_few(empty)}: nothing to detect")
+    return dict(content)
+
+
+def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
+    """Categories by id, sorted.
+
+    Raises:
+        DataError: a category without id or name, or a repeated id.
+    """
+    try:
+        found = {int(item["id"]): str(item["name"]) for item in content["categories"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file}: a category has no id or name ({type(error).__name__}: {error})") from None
+    if len(found) != len(content["categories"]):
+        raise DataError(f"{file}: two categories have the same id; each needs its own")
+    return dict(sorted(found.items()))

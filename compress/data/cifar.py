@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.data.base import DataSet
-from compress.data.drawn import Movement
-from compress.data.memory import memory_data
+from compress.data.memory import Movement, memory_data
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.counter import uniform
+from compress.data.base import uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.workers import Place
 from compress.errors import DataError

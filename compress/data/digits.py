@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.data.base import DataSet
-from compress.data.counter import stratified_order
-from compress.data.drawn import Movement
-from compress.data.memory import memory_data
+from compress.data.base import DataSet, stratified_order
+from compress.data.memory import Movement, memory_data
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError

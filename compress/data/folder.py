@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, file_parts, seed_of_changes
-from compress.data.counter import bounded
+from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, file_parts, seed_of_changes
 from compress.data.decode import Decoded, Decoder, collate, prepare
 from compress.data.jpeg import Reader, check_decoder, decode_packed, pack
 from compress.data.memory import to_device

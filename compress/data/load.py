@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from compress.data.base import DataSet
+from compress.data.boxes import coco_classes, coco_data, voc_data
 from compress.data.cifar import cifar_data
-from compress.data.coco import coco_classes, coco_data
 from compress.data.digits import digits_data
 from compress.data.folder import class_folders, folder_data
 from compress.data.masks import mask_data
 from compress.data.own import own_data
 from compress.data.shapes import DEFAULT_SHAPES, shapes_data
 from compress.data.spec import DataSpec, check_data_spec
-from compress.data.voc import voc_data
 from compress.errors import DataError
 from compress.files import expand_user
 from compress.support.imports import is_import_path

@@ -22,8 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.base import DataSet, file_parts
-from compress.data.counter import uniform
+from compress.data.base import DataSet, file_parts, uniform
 from compress.data.decode import read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device

@@ -1,18 +1,123 @@
-"""A split in memory, which the device resizes, moves and normalizes."""
+"""Splits whose images the device makes or keeps, moves and normalizes."""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.base import Batch, DataSet, hash_seed
-from compress.data.counter import bounded, uniform
-from compress.data.drawn import DRAWS, Drawn, DrawnSplit, Movement, move
+from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, hash_seed, uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
+
+CHUNK_IMAGES = 8192
+
+Drawn = tuple[Tensor, ...]
+"""Tensors that images are made from; the first dimension counts images."""
+
+
+class DrawnSplit(Split):
+    """A split that makes its images on the device.
+
+    Attributes:
+        chunk_images: whose random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the CPU.
+    """
+
+    chunk_images: int | None = None
+
+    @abstractmethod
+    def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
+        """Return what the images at `indices` (n,) int64 are made of."""
+
+    @abstractmethod
+    def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
+        """Images (n, 3, S, S) and targets (n,) of a slice of that."""
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """See `Split.load`."""
+        drawn = self.draw(torch.tensor(indices, dtype=torch.int64), epoch=epoch, device=device)
+        return self.make(drawn, epoch=epoch, device=device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """See `Split.batches`."""
+        device = torch.device(device)
+        most = self.chunk_images or (CHUNK_IMAGES if device.type == "cuda" else 1)
+        for shares in _chunks([share for share in self.batch_indices(plan) if share], most):
+            together = torch.tensor([index for share in shares for index in share], dtype=torch.int64)
+            drawn = self.draw(together, epoch=plan.epoch, device=device)
+            sizes = [len(share) for share in shares]
+            for parts in zip(*(tensor.split(sizes) for tensor in drawn), strict=True):
+                yield self.make(parts, epoch=plan.epoch, device=device)
+
+
+def _chunks(shares: list[list[int]], most: int) -> Iterator[list[list[int]]]:
+    group: list[list[int]] = []
+    count = 0
+    for share in shares:
+        group.append(share)
+        count += len(share)
+        if count >= most:
+            yield group
+            group, count = [], 0
+    if group:
+        yield group
+
+
+DRAWS = 5
+"""Random numbers for one movement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """The largest movement of an image.
+
+    Attributes:
+        shift, zoom: as shares of the side.
+        flip: mirror every second image left to right.
+    """
+
+    shift: float = 0.0
+    degrees: float = 0.0
+    zoom: float = 0.0
+    flip: bool = False
+
+    def matrices(self, draws: Tensor, image_size: int) -> Tensor:
+        """Return (N, 2, 3) float64 maps from output to input coordinates, -1 to 1 (x, y), from (N, 5) draws of [0, 1).
+
+        Without rotation and zoom the shift is a whole number of pixels.
+        """
+        signed = draws * 2 - 1
+        shift = signed[:, :2] * (2 * self.shift)
+        if not self.degrees and not self.zoom:
+            shift = (shift * image_size / 2).round() * 2 / image_size
+        angle = signed[:, 2] * math.radians(self.degrees)
+        scale = 1 / (1 + signed[:, 3] * self.zoom)
+        mirror = torch.where(draws[:, 4] < 0.5, -1.0, 1.0) if self.flip else torch.ones_like(scale)
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        rows = torch.stack((cos * mirror, -sin, shift[:, 0], sin * mirror, cos, shift[:, 1]), dim=1)
+        return rows.view(-1, 2, 3)
+
+
+def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
+    """Return the input position of each output pixel, (N, S, S, 2), for (N, 2, 3) float32 maps.
+
+    As torch's `affine_grid` with align_corners=False, without its matrix product in TF32.
+    """
+    at = (torch.arange(image_size, device=matrices.device, dtype=torch.float32) * 2 + 1) / image_size - 1
+    by_row = at[None, :, None, None] * matrices[:, None, None, :, 1] + matrices[:, None, None, :, 2]
+    return by_row + at[None, None, :, None] * matrices[:, None, None, :, 0]
+
+
+def move(images: Tensor, matrices: Tensor) -> Tensor:
+    """Resample (N, C, S, S) images bilinearly; pixels from outside are black."""
+    grid = affine_grid(matrices.float().to(images.device), images.shape[-1])
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
 
 _FINGERPRINT_BYTES = 1 << 28  # of images, read for the fingerprint at most
 _MOST_SHARE = 4  # a GPU keeps images that take at most one part in so many of its free memory

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from compress.graph.batches import device_of
+from compress.graph.inputs import device_of
 from compress.graph.modules import ByMode
 from compress.graph.ops import node_kind, node_module
 from compress.graph.traits import SHAPES

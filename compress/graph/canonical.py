@@ -9,13 +9,12 @@ from torch import fx, nn
 
 from compress.graph.attention import open_attention
 from compress.graph.compare import Reference
-from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm, fold_constants
 from compress.graph.functional import functions_to_modules, open_paddings, products_to_linear
 from compress.graph.inplace import follow_changes
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
-from compress.graph.spelled import activations_in_one
+from compress.graph.spelled import activations_in_one, open_einsums
 from compress.graph.trace import check_module, propagate_shapes, trace
 from compress.graph.traits import SHAPES
 

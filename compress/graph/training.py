@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from compress.graph.batches import device_of
 from compress.graph.compare import relative_error
-from compress.graph.inputs import copies_of, named_tensors, run_with
+from compress.graph.inputs import copies_of, device_of, named_tensors, run_with
 from compress.graph.isolation import equal, restored
 from compress.graph.modules import ByMode, InTraining
 from compress.graph.ops import node_kind

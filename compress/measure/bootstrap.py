@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from compress.errors import DataError
-from compress.tasks.evidence import Evidence, Hits, everything
+from compress.tasks.base import Evidence, Hits, everything
 
 RESAMPLES = 1000
 LEVEL = 0.95

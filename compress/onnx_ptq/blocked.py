@@ -26,7 +26,7 @@ from compress.engines.base import Arrays
 from compress.onnx_graph.graph import attribute, replace_nodes
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, results_of, session_options
-from compress.quantization.calibration.samples import LOOK, Sample, drawn_places, is_sampled, largest_magnitude
+from compress.quantization.calibration.histogram import LOOK, Sample, drawn_places, is_sampled, largest_magnitude
 
 BLOCKS = (16, 8)
 """Channels of a block, with AVX-512 and without."""

@@ -31,8 +31,8 @@ from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor
-from compress.graph.einsum import Axes, oriented_product
 from compress.graph.fold import folded_parameters
+from compress.graph.spelled import Axes, oriented_product
 from compress.onnx_graph.graph import (
     attribute,
     constant_tensor,

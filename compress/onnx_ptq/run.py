@@ -16,7 +16,7 @@ from compress.engines.arrays import import_library, library_errors, shape_text
 from compress.engines.base import Arrays, TensorInfo
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
-from compress.graph.batches import batch_inputs
+from compress.graph.inputs import batch_inputs
 from compress.onnx_graph.graph import inputs_of, subgraphs
 from compress.onnx_ptq.load import SourceFile
 

@@ -1,7 +1,9 @@
-"""Accuracy against latency, and the spread of latency."""
+"""Accuracy against latency, with labels that do not overlap; the spread of latency; the front of a search."""
 
 from __future__ import annotations
 
+import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,6 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from compress.measure.metric import Judged
-from compress.plots.labels import place_labels
 from compress.plots.style import (
     LIGHT,
     MARKERS,
@@ -28,6 +29,89 @@ from compress.plots.style import (
 from compress.records.summary import SummaryRow
 from compress.support.text import significant
 from compress.variants import Variant
+
+_Place = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1 with x0 <= x1 and y0 <= y1."""
+
+_RINGS = (4.0, 9.0, 16.0, 26.0, 40.0, 60.0, 85.0)
+_ANGLES = 16
+_SWEEPS = 3
+_CLEARLY = 3.0
+"""By how much a label is nearer to its own point than to any other."""
+
+
+def place_labels(
+    anchors: Sequence[_Place],
+    sizes: Sequence[_Place],
+    *,
+    bounds: Box,
+    obstacles: Sequence[Box] = (),
+    point_radius: float = 5.0,
+    gap: float = 1.5,
+) -> list[Box]:
+    """A box for each label.
+
+    Args:
+        anchors: points that every label avoids.
+        sizes: in the units of `anchors`.
+        bounds: the area for labels.
+        obstacles: boxes to avoid.
+        point_radius: half the side of a point.
+        gap: room kept around labels.
+    """
+    taken = [_around(a, point_radius) for a in anchors] + list(obstacles)
+    crowding = [-sum(1.0 / (1.0 + math.dist(a, b)) for b in anchors) for a in anchors]
+    order = sorted(range(len(anchors)), key=lambda i: (crowding[i], i))
+    boxes: list[Box | None] = [None] * len(anchors)
+    for _ in range(_SWEEPS):
+        before = list(boxes)
+        for i in order:
+            others = taken + [_grown(box, gap) for j, box in enumerate(boxes) if box is not None and j != i]
+            candidates = _candidates(anchors[i], sizes[i], point_radius)
+            rivals = [anchor for j, anchor in enumerate(anchors) if j != i]
+            boxes[i] = min(candidates, key=lambda box: _cost(box, anchors[i], others, bounds, rivals))
+        if boxes == before:
+            break
+    return [box for box in boxes if box is not None]
+
+
+def overlap(a: Box, b: Box) -> float:
+    """Area that two boxes share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _candidates(anchor: _Place, size: _Place, radius: float) -> list[Box]:
+    boxes = []
+    for ring in _RINGS:
+        reach = radius + ring
+        for k in range(_ANGLES):
+            dx, dy = math.cos(2 * math.pi * k / _ANGLES), math.sin(2 * math.pi * k / _ANGLES)
+            x, y = anchor[0] + reach * dx + dx * size[0] / 2, anchor[1] + reach * dy + dy * size[1] / 2
+            boxes.append((x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2))
+    return boxes
+
+
+def _cost(box: Box, anchor: _Place, others: Sequence[Box], bounds: Box, rivals: Sequence[_Place]) -> float:
+    area = max((box[2] - box[0]) * (box[3] - box[1]), 1e-9)
+    covered = sum(overlap(box, other) for other in others) / area
+    outside = 1 - overlap(box, bounds) / area
+    own = _distance(anchor, box)
+    mistaken = any(_distance(rival, box) < own + _CLEARLY for rival in rivals)  # it would be read as another's
+    return 1e4 * (covered + 2 * outside) + 300 * mistaken + own
+
+
+def _distance(point: _Place, box: Box) -> float:
+    return math.dist(point, (min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])))
+
+
+def _around(point: _Place, radius: float) -> Box:
+    return (point[0] - radius, point[1] - radius, point[0] + radius, point[1] + radius)
+
+
+def _grown(box: Box, gap: float) -> Box:
+    return (box[0] - gap, box[1] - gap, box[2] + gap, box[3] + gap)
+
 
 TOP1 = Judged()
 _LOG_FROM = 6.0  # largest over smallest latency beyond which a linear axis hides the fast end
@@ -199,3 +283,86 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     bare(axes, grid="x")
+
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
+_RADIUS = {"front": 5.5, "chosen": 8.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A point of the picture.
+
+    Attributes:
+        x: time over that of the float network.
+        text: shown under the pointer.
+    """
+
+    x: float
+    y: float
+    kind: str
+    text: str
+
+
+_COLOURS = {"front": "blue", "chosen": "green", "trial": "grey", "baseline": "amber"}
+_NAMES = {"front": "front", "chosen": "chosen", "trial": "other trials", "baseline": "uniform"}
+
+
+def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: str) -> Figure:
+    """The front as a figure."""
+    figure = new_figure(form, 3.4)
+    axes = figure.subplots()
+    for kind, colour in _COLOURS.items():
+        own = [mark for mark in marks if mark.kind == kind]
+        if own:
+            size = 60 if kind == "chosen" else 24
+            axes.scatter([m.x for m in own], [m.y for m in own], s=size, color=LIGHT[colour], label=_NAMES[kind])
+    steps = sorted((m.x, m.y) for m in marks if m.kind in {"front", "chosen"})
+    axes.plot([x for x, _ in steps], [y for _, y in steps], color=LIGHT["blue"], linewidth=1, zorder=1)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.legend()
+    return figure
+
+
+def front_svg(marks: Sequence[Mark], *, width: float, label: str, x_label: str, y_label: str) -> str:
+    """The front as <svg>, each mark with a title; `width` is in pixels, `label` the text alternative."""
+    height = 0.62 * width
+    right = max([mark.x for mark in marks] + [0.1]) * 1.06
+    top = max([mark.y for mark in marks] + [1e-6]) * 1.06
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across, up = (width - _LEFT - _RIGHT) * x / right, (height - _TOP - _BOTTOM) * y / top
+        return round(_LEFT + across, 1), round(height - _BOTTOM - up, 1)
+
+    parts = []
+    for i in range(6):
+        x, y = at(right * i / 5, top * i / 5)
+        parts.append(_line(x, _TOP, x, height - _BOTTOM) + _text(x, height - _BOTTOM + 16, f"{right * i / 5:.2f}"))
+        parts.append(_line(_LEFT, y, width - _RIGHT, y) + _text(_LEFT - 6, y + 4, f"{top * i / 5:.2g}", anchor="end"))
+    parts.append(_text(width / 2, height - 6, x_label))
+    parts.append(f'<g transform="rotate(-90 12 {height / 2:.0f})">{_text(12, height / 2, y_label)}</g>')
+    steps = " ".join("{},{}".format(*at(m.x, m.y)) for m in _sorted(marks) if m.kind in {"front", "chosen"})
+    parts.append(f'<polyline points="{steps}" fill="none" stroke="var(--blue)"/>')
+    for mark in sorted(marks, key=lambda m: list(_COLOURS).index(m.kind), reverse=True):
+        x, y = at(mark.x, mark.y)
+        title = html.escape(mark.text)
+        parts.append(
+            f'<circle cx="{x}" cy="{y}" r="{_RADIUS.get(mark.kind, 4.0)}" fill="var(--{_COLOURS[mark.kind]})" '
+            f'tabindex="0"><title>{title}</title></circle>'
+        )
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return f'<svg viewBox="{box}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+
+
+def _sorted(marks: Sequence[Mark]) -> list[Mark]:
+    return sorted(marks, key=lambda mark: mark.x)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1}" y1="{y1:.1f}" x2="{x2}" y2="{y2:.1f}" stroke="var(--grid)"/>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
+    words = html.escape(text)
+    return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="var(--muted)">{words}</text>'

@@ -15,8 +15,7 @@ from compress.errors import ModelError, ReceptiveFieldError, near_misses
 from compress.graph.inplace import preserve_input
 from compress.graph.inputs import flat_tensors
 from compress.graph.trace import trace
-from compress.receptive.table import ReceptiveField, ReceptiveFieldTable
-from compress.receptive.theoretical import graph_receptive_field, receptive_field
+from compress.receptive.theoretical import ReceptiveField, ReceptiveFieldTable, graph_receptive_field, receptive_field
 
 T = TypeVar("T")
 

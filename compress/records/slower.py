@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
 
+from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric
-from compress.measure.quiet import NOT_MEASURED
 from compress.records.rows import SlowRow
 from compress.records.summary import family
 from compress.support.text import display, significant

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compress.engines.registry import target_of
+from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric, judged_by
-from compress.measure.quiet import NOT_MEASURED
 from compress.support.text import display, fixed, in_bytes, scored, significant
 from compress.variants import Variant
 

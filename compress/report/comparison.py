@@ -8,8 +8,8 @@ from typing import Any
 
 from compress.errors import RunError
 from compress.files import write_text
+from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import judged_by
-from compress.measure.quiet import NOT_MEASURED
 from compress.records.run import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table

@@ -11,8 +11,16 @@ from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Judged, judged_by
 from compress.plots.curves import MOST_CLASSES, draw_precision, draw_training, phases
 from compress.plots.graph import draw_block
-from compress.plots.histograms import clipped_share, draw_histograms, interesting
-from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.plots.layers import (
+    clipped_share,
+    draw_bytes,
+    draw_histograms,
+    draw_sqnr,
+    interesting,
+    sqnr_series,
+    weight_groups,
+    worst,
+)
 from compress.plots.stacked import draw_end_to_end, draw_engines
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
 from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from compress.measure.latency import BUSY, NOT_MEASURED
 from compress.measure.metric import PAIRED, Judged, Metric, judged_by
-from compress.measure.quiet import BUSY, NOT_MEASURED
 from compress.records.rows import IntervalRow
 from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
 from compress.support.meters import amount_of

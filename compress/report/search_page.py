@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compress.files import replacing, write_json, write_text
-from compress.plots.front import Mark, draw_front, front_svg
 from compress.plots.style import WIDE, styled, to_png
+from compress.plots.tradeoff import Mark, draw_front, front_svg
 from compress.recipe.tree import Recipe
 from compress.report.blocks import (
     Block,

@@ -1,14 +1,29 @@
 """Rooflines: bounds on the time of each layer, from its macs and bytes and from measured or specified peaks."""
 
-from compress.roofline_model.ceilings import Ceiling, Ceilings, Sample, ceilings_path, load_ceilings
 from compress.roofline_model.counting import Operation, Workload, convolution, workload
-from compress.roofline_model.device_table import DEVICE_NAMES, TABLE
-from compress.roofline_model.devices import PRECISIONS, Device
-from compress.roofline_model.measure import measure_ceilings, measure_torch_times
-from compress.roofline_model.model import Roofline, Row, find_device, roofline, roofline_of
-from compress.roofline_model.sparse import SparseBound, SparseLayer, sparse_bound
+from compress.roofline_model.devices import DEVICE_NAMES, PRECISIONS, TABLE, Device
+from compress.roofline_model.measure import (
+    Ceiling,
+    Ceilings,
+    Sample,
+    ceilings_path,
+    load_ceilings,
+    measure_ceilings,
+    measure_torch_times,
+)
+from compress.roofline_model.model import (
+    Roofline,
+    Row,
+    SparseBound,
+    SparseLayer,
+    WhatIf,
+    find_device,
+    roofline,
+    roofline_of,
+    sparse_bound,
+    what_if,
+)
 from compress.roofline_model.tables import ceilings_text, devices_text, rows_text, summary_text, what_if_text
-from compress.roofline_model.what_if import WhatIf, what_if
 
 __all__ = [
     "DEVICE_NAMES",

@@ -1,12 +1,11 @@
 """The roofline of a network: for each layer, a lower bound of its time on a device, and the roof that limits it.
 
-attainable = min(peak, arithmetic_intensity * bandwidth) (Williams et al., CACM 52(4), 2009), so the least time is
-max(flops / peak, bytes / bandwidth). Caches and kernel launches are not included.
+From two of them follow upper bounds of the gain from 2:4 weights, precision, fusion and batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -14,10 +13,10 @@ from torch import nn
 
 from compress.errors import RooflineError, near_misses
 from compress.graph.inputs import Inputs
-from compress.roofline_model.ceilings import machine_device
-from compress.roofline_model.counting import Kernel, Operation, Workload, workload
-from compress.roofline_model.device_table import table_device
-from compress.roofline_model.devices import Device, Precision, parse_precision
+from compress.graph.trace import trace
+from compress.roofline_model.counting import PRODUCTS, Kernel, Operation, Workload, count, workload
+from compress.roofline_model.devices import SPARSE, Device, Precision, parse_precision, table_device
+from compress.roofline_model.measure import machine_device
 
 Bound = Literal["memory", "compute", "unknown"]
 
@@ -270,3 +269,212 @@ def _peak(op: Operation, device: Device, precision: Precision) -> float:
     dense = device.peak_flops_per_s(precision.base)
     share = op.sparse_macs / op.macs if op.macs else 0.0
     return 1 / (share / peak + (1 - share) / dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayer:
+    """A convolution, matrix product or attention.
+
+    Attributes:
+        layer: module path, or the node's name.
+        kind, detail: see `Operation`.
+        masked: True if its weight is 2:4.
+        bound: the roof that limits it when dense.
+        dense_ms, sparse_ms: least time for the batch, dense and as `masked` says.
+        share: of the dense network's least time.
+    """
+
+    layer: str
+    kind: str
+    detail: str
+    masked: bool
+    bound: Bound
+    dense_ms: float
+    sparse_ms: float
+    share: float
+
+    @property
+    def speedup(self) -> float:
+        """Upper bound of its speed-up; 1 = no gain."""
+        return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseBound:
+    """Upper bound of the gain from 2:4 weights for a network on a device.
+
+    Attributes:
+        precision: of both networks, such as `int8`.
+        rows: every product of known cost, in the order of the graph.
+        dense_ms: least time of the whole dense network, fused.
+        unknown: operations of unknown cost, which totals do not include.
+    """
+
+    device: str
+    precision: str
+    batch_size: int
+    rows: tuple[SparseLayer, ...]
+    dense_ms: float
+    unknown: tuple[str, ...]
+
+    @property
+    def sparse_ms(self) -> float:
+        """Least time of the network with its masked layers 2:4."""
+        return self.dense_ms - sum(row.dense_ms - row.sparse_ms for row in self.rows)
+
+    @property
+    def speedup(self) -> float:
+        """Upper bound of the network's speed-up."""
+        return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
+
+    def speedup_with(self, layers: Collection[str]) -> float:
+        """The upper bound if only these masked layers run as 2:4."""
+        saved = sum(row.dense_ms - row.sparse_ms for row in self.rows if row.layer in layers)
+        return self.dense_ms / (self.dense_ms - saved) if self.dense_ms > saved else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All rows and totals as plain values for JSON."""
+        rows = [{**asdict(row), "speedup": row.speedup} for row in self.rows]
+        return {**asdict(self), "rows": rows, "sparse_ms": self.sparse_ms, "speedup": self.speedup}
+
+
+def sparse_bound(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    masked: Collection[str],
+    device: str | Device = "h200",
+    precision: str = "int8",
+    batch_size: int | None = None,
+) -> SparseBound:
+    """Compare the rooflines of a network with dense weights and with 2:4 weights in some layers.
+
+    `masked` are module paths; dimension 0 of the first input is the batch, unless `batch_size` says so. The precision
+    is without the suffix `-2:4`; device as in `roofline`.
+
+    Raises:
+        RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer.
+        ModelError: the model fails on its inputs or cannot be traced.
+    """
+    base = parse_precision(precision).base
+    work = workload(model, example_inputs, fused=True)
+    work = work if batch_size is None else work.with_batch(batch_size)
+    names = [_layer(op) for op in work.operations]
+    for path in masked:
+        if path not in names:
+            raise RooflineError(f"{path!r} is not a layer that runs{near_misses(path, names) or '.'}")
+    chosen = tuple(op if name in masked else _dense(op) for op, name in zip(work.operations, names, strict=True))
+    dense = roofline_of(work, device=device, precision=base)
+    sparse = roofline_of(replace(work, operations=chosen), device=device, precision=base + SPARSE)
+    total = dense.least_time_ms
+    rows = tuple(
+        SparseLayer(
+            layer=name,
+            kind=before.kind,
+            detail=before.detail,
+            masked=name in masked,
+            bound=before.bound,
+            dense_ms=before.least_time_ms,
+            sparse_ms=after.least_time_ms,
+            share=before.least_time_ms / total if total else 0.0,
+        )
+        for name, before, after in zip(names, dense.rows, sparse.rows, strict=True)
+        if before.kind in PRODUCTS and before.least_time_ms is not None and after.least_time_ms is not None
+    )
+    return SparseBound(
+        device=dense.device.name,
+        precision=base,
+        batch_size=dense.batch_size,
+        rows=rows,
+        dense_ms=total,
+        unknown=dense.unknown,
+    )
+
+
+def _layer(op: Operation) -> str:
+    """The path of the product's module, or the operation's name."""
+    return op.paths[0] if op.paths else op.name
+
+
+def _dense(op: Operation) -> Operation:
+    return replace(op, sparse_macs=0, sparse_weight_elements=0)
+
+
+_AS_IT_IS = ("fp16", "bf16", "fp32")
+"""Precisions in which networks run that nobody has compressed, the fastest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """One scenario; figures are None if the device lacks the precision.
+
+    Attributes:
+        name: such as `int8 + fusion`.
+        least_time_ms: lower bound for one image.
+        images_per_s: upper bound.
+        speedup: over the first scenario, image for image.
+        memory_bound_share: share of the time in layers bound by memory.
+        reason: why the device cannot run it.
+    """
+
+    name: str
+    precision: str
+    fused: bool
+    batch_size: int
+    least_time_ms: float | None = None
+    images_per_s: float | None = None
+    speedup: float | None = None
+    memory_bound_share: float | None = None
+    reason: str = ""
+
+
+def what_if(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    device: str | Device = "h200",
+    precision: str | None = None,
+    batch_sizes: Iterable[int] = (1, 8, 32, 128),
+) -> tuple[WhatIf, ...]:
+    """The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
+
+    All but the last have the batch size of the inputs; the last are fused, in the device's best precision. `precision`
+    None = the first of fp16, bf16 and fp32 that the device has.
+
+    Raises:
+        RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.
+        ModelError: the model fails on its inputs or cannot be traced.
+    """
+    found = find_device(device)
+    precision = precision or next((p for p in _AS_IT_IS if p in found.precisions), "fp32")
+    found.peak_flops_per_s(precision)
+    graph_module = trace(model, example_inputs)
+    plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
+    sparse = f"int8{SPARSE}"
+    best = next((p for p in (sparse, "int8") if p in found.precisions), precision)
+    steps: list[tuple[str, Workload, str]] = [
+        (f"{precision}, as it is", plain, precision),
+        (f"{precision} + fusion", fused, precision),
+        ("int8", plain, "int8"),
+        ("int8 + fusion", fused, "int8"),
+        (f"{sparse} + fusion", fused, sparse),
+    ]
+    steps += [(f"{best} + fusion, batch {size}", fused.with_batch(size), best) for size in batch_sizes]
+    base = roofline_of(plain, device=found, precision=precision)
+    return tuple(_scenario(name, work, wanted, found, base) for name, work, wanted in steps)
+
+
+def _scenario(name: str, work: Workload, precision: str, device: Device, base: Roofline) -> WhatIf:
+    unknown = WhatIf(name=name, precision=precision, fused=work.fused, batch_size=work.batch_size)
+    try:
+        result = roofline_of(work, device=device, precision=precision)
+    except RooflineError as error:
+        return replace(unknown, reason=str(error))
+    return replace(
+        unknown,
+        precision=result.precision,
+        least_time_ms=result.least_time_ms / work.batch_size,
+        images_per_s=result.images_per_s,
+        speedup=result.images_per_s / base.images_per_s,
+        memory_bound_share=result.memory_bound_share,
+    )

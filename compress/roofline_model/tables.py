@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from compress.roofline_model.ceilings import CONV, Ceilings
-from compress.roofline_model.device_table import TABLE
-from compress.roofline_model.devices import PRECISIONS, SPARSE, Device, parse_precision
-from compress.roofline_model.model import Roofline, Row
-from compress.roofline_model.what_if import WhatIf
+from compress.roofline_model.devices import PRECISIONS, SPARSE, TABLE, Device, parse_precision
+from compress.roofline_model.measure import CONV, Ceilings
+from compress.roofline_model.model import Roofline, Row, WhatIf
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

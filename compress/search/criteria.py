@@ -12,8 +12,7 @@ from torch.nn import functional
 from compress.errors import SearchError, near_misses
 from compress.graph.inputs import flat_tensors
 from compress.search.network import Scores
-from compress.search.structure import Structure, WidthGroup
-from compress.search.surgery import Axis
+from compress.search.structure import Axis, Structure, WidthGroup
 
 CRITERIA = ("magnitude", "batchnorm", "taylor", "fisher", "reconstruction")
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

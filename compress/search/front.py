@@ -11,8 +11,7 @@ from compress.errors import SearchError
 from compress.search.accuracy_model import AccuracyModel
 from compress.search.lab import Figures, Lab, build, quantization_of, with_formats
 from compress.search.latency_model import Check, check, rank_correlation
-from compress.search.space import Configuration, key_of
-from compress.search.start import Otherwise, otherwise
+from compress.search.space import Configuration, Otherwise, key_of, otherwise
 from compress.search.timing import Timed
 
 FLOAT_POINT, START = "float", "start"

@@ -19,11 +19,10 @@ from compress.engines.base import Engine
 from compress.engines.registry import build_engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
-from compress.measure.latency import Latency, measure_latency
-from compress.measure.quiet import NOT_MEASURED
+from compress.measure.latency import NOT_MEASURED, Latency, measure_latency
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
-from compress.search.costs import Costs
+from compress.search.latency_model import Costs
 from compress.search.network import Scores, apply, distance, reconstruct, removed_classes
 from compress.search.space import FLOAT, Configuration, Space, formats_of, left_out, sparse_layers
 from compress.search.spec import SearchSpec

@@ -10,10 +10,8 @@ from torch import Tensor, fx, nn
 
 from compress.errors import SearchError
 from compress.graph.inputs import flat_tensors
-from compress.search.blocks import leave_out
 from compress.search.space import Configuration, left_out, widths_of
-from compress.search.structure import Structure
-from compress.search.surgery import kept_positions, remove_channels
+from compress.search.structure import Structure, kept_positions, leave_out, remove_channels
 from compress.training.freezing import recalibrate_batchnorm
 
 Scores = Mapping[str, Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.errors import SearchError
-from compress.measure.quiet import NOT_MEASURED
+from compress.measure.latency import NOT_MEASURED
 from compress.search.front import Front, Point
 from compress.support.meters import TaskMetric, amount_of
 from compress.support.text import scored, signed

@@ -1,51 +1,116 @@
-"""From a trained network to a measured front."""
+"""From a trained network to a measured front; both models are kept on disk."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from compress.engines.registry import ENGINES
 from compress.errors import EngineError, EngineUnavailableError, SearchError, near_misses
-from compress.files import write_json
-from compress.graph.batches import Batches, device_of, model_inputs
-from compress.graph.inputs import Inputs
+from compress.files import read_json, write_json
+from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
 from compress.quantization.spec import QuantSpec, Target
 from compress.search.accuracy_model import AccuracyModel, rate_choices
 from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
-from compress.search.multiple import channel_block
+from compress.search.latency_model import Sample, check, fit
 from compress.search.network import apply
-from compress.search.plan import read_block, read_plan, write_plan
-from compress.search.space import Configuration, make_space
+from compress.search.space import Configuration, Space, best_within, key_of, make_space, uniform
 from compress.search.spec import SearchSpec, check_search_spec
-from compress.search.start import best_within, uniform
 from compress.search.structure import analyse
-from compress.search.timing import Timed, time_more, time_space
-from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
+from compress.search.timing import Timed, channel_block, time_more, time_space
+from compress.search.trials import add_starts, ended, failures, open_study, optuna, results, run_trials
 from compress.support.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from optuna import Study
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from compress.search.space import Space, key_of
-from compress.search.trials import ended
+PLAN = "plan.json"
+_ANEW = "name another folder (out), or remove this one"
 
-if TYPE_CHECKING:
-    from optuna import Study
+
+def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) -> Path:
+    """Write the models of a search into its folder."""
+    return write_json(
+        folder / PLAN,
+        {
+            "identity": identity(lab),
+            "engine": lab.engine,
+            "block": lab.block,
+            "check": {"predicted": timed.check.predicted, "measured": timed.check.measured},
+            "smallest": timed.smallest,
+            "cached": timed.cached,
+            "samples": [[json.loads(key), s.time, dict(s.layers)] for key, s in timed.samples.items()],
+            "accuracy": asdict(accuracy),
+        },
+    )
+
+
+def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Timed, AccuracyModel] | None:
+    """Return the models of the search in a folder; None if there is none.
+
+    Raises:
+        SearchError: it is needed and missing, present without `resume`, of another search, or damaged.
+    """
+    path = folder / PLAN
+    if not path.is_file():
+        if needed:
+            raise SearchError(f"{folder} holds no search: begin it without --worker, and let workers join afterwards")
+        return None
+    if not resume:
+        raise SearchError(f"{folder} holds a search already; resume goes on with it, or {_ANEW}")
+    try:
+        tree = read_json(path)
+        if tree["identity"] != identity(lab):
+            raise SearchError(f"{folder} holds a search of another network, space or engine; {_ANEW}")
+        return _timed(tree, lab), AccuracyModel(**tree["accuracy"])
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
+
+
+def read_block(folder: Path) -> int | None:
+    """The block of channels of a folder's search, or None."""
+    path = folder / PLAN
+    try:
+        return int(read_json(path)["block"]) if path.is_file() else None
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
+
+
+def identity(lab: Lab) -> str:
+    """A text that differs between searches of incomparable trials."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(lab.structure.graph.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    same = replace(lab.spec, trials=1, hours=None, attempts=1)  # these may change when a search goes on
+    digest.update(json.dumps([asdict(same), lab.engine, dict(lab.space.elements)]).encode())
+    return digest.hexdigest()[:24]
+
+
+def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
+    seen = tree["check"]
+    samples = {
+        key_of(c): Sample(costs=lab.costs.of(c), time=time, layers=layers) for c, time, layers in tree["samples"]
+    }
+    return Timed(
+        model=fit(list(samples.values()), block=lab.block),
+        check=check(seen["predicted"], seen["measured"]),
+        samples=samples,
+        cached=int(tree["cached"]),
+    )
 
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}

@@ -1,4 +1,4 @@
-"""What a search may change: channels, blocks, formats."""
+"""What of a network can be made smaller: groups of channels, blocks, units of layers; removing channels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import copy
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,14 +17,204 @@ from compress.graph.canonical import drop_assertions
 from compress.graph.compare import Reference
 from compress.graph.float_model import check_float_model
 from compress.graph.functional import functions_to_modules
+from compress.graph.inplace import preserve_input
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
+from compress.graph.ops import node_kind
 from compress.graph.trace import propagate_shapes, trace
-from compress.search.blocks import Block, residual_blocks, units
-from compress.search.surgery import Axis, axes_of, removable, remove_channels
-from compress.sparsity.channel_classes import Channels
-from compress.sparsity.groups import channels_of
+from compress.graph.traits import WEIGHTED
+from compress.sparsity.groups import Channels, Use, channels_of
+
+LARGEST_UNIT = 6
+"""Weighted layers of a module that share one format at most; larger modules are whole stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A residual block: node `add` sums node `identity` and a branch that depends on it alone."""
+
+    name: str
+    add: str
+    identity: str
+    layers: tuple[str, ...]
+
+
+def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
+    """Blocks x + f(x) whose f has weights and feeds only the sum."""
+    found: list[Block] = []
+    for node in graph.nodes:
+        operands = [x for x in node.args[:2] if isinstance(x, fx.Node)] if node_kind(node) == "add" else []
+        if len(operands) != 2 or operands[0].meta.get("shape") != operands[1].meta.get("shape"):
+            continue
+        for identity, end in (operands, operands[::-1]):
+            branch = _branch(identity, end)
+            if branch is None or any(user not in branch and user is not node for x in branch for user in x.users):
+                continue
+            layers = _weighted_paths(x for x in graph.nodes if x in branch)
+            if layers:
+                name = _common(layers) or node.name
+                taken = {block.name for block in found}
+                name = f"{name} ({node.name})" if name in taken else name
+                found.append(Block(name=name, add=node.name, identity=identity.name, layers=layers))
+                break
+    return tuple(found)
+
+
+def leave_out(module: fx.GraphModule, block: Block) -> None:
+    """Replace a block by its identity, in place; the caller removes dead code.
+
+    An operation that overwrote the sum returns a new tensor from here on.
+    """
+    nodes = {node.name: node for node in module.graph.nodes}
+    if block.add in nodes and block.identity in nodes:
+        for consumer in nodes[block.add].users:
+            preserve_input(module, consumer)
+        nodes[block.add].replace_all_uses_with(nodes[block.identity])
+
+
+def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Blocks that share a format: the deepest module with several layers that is no stage.
+
+    >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"])
+    {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'fc': ('fc',)}
+    """
+    counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
+    grouped: dict[str, list[str]] = {}
+    for layer in layers:
+        deepest = next((prefix for prefix in _prefixes(layer) if counts[prefix] > 1), "")
+        name = deepest if deepest and counts[deepest] <= LARGEST_UNIT else layer
+        grouped.setdefault(name, []).append(layer)
+    return {name: tuple(own) for name, own in grouped.items()}
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
+    """Nodes after `identity` to `end`; None if `end` depends on anything else."""
+    seen: set[fx.Node] = set()
+    waiting, reached = [end], False
+    while waiting:
+        node = waiting.pop()
+        if node is identity:
+            reached = True
+            continue
+        if node in seen:
+            continue
+        if node.op == "placeholder":
+            return None
+        seen.add(node)
+        waiting += node.all_input_nodes
+    return seen if reached and end is not identity else None
+
+
+def _weighted_paths(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(str(n.target) for n in nodes if n.op == "call_module" and node_kind(n) in WEIGHTED)
+
+
+def _common(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    shared = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LAYERS = (*_CONVOLUTIONS, *_NORMS, nn.Linear, nn.PReLU)
+
+
+def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
+    """Why channels with these uses cannot be removed, or ""."""
+    for use in uses:
+        path, _, name = use.path.rpartition(".")
+        try:
+            module = graph.get_submodule(path)
+        except AttributeError:
+            module = None
+        if module is None or (name not in module._parameters and name not in module._buffers):
+            return f"meet the constant {use.path}"
+        if use.rows is not None:
+            return f"meet {path}, a grouped convolution"
+        if not isinstance(module, _LAYERS):
+            return f"meet {path}, a {type(module).__name__}"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of a tensor along channels: `role` as of `Use`, `classes` the channel at each position."""
+
+    path: str
+    axis: int
+    role: str
+    classes: Tensor
+
+
+def axes_of(channels: Channels) -> tuple[Axis, ...]:
+    """Return every axis along channels with its classes."""
+    return tuple(
+        Axis(path=use.path, axis=use.axis, role=use.role, classes=channels.classes(use.numbers))
+        for use in channels.uses.values()
+    )
+
+
+def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequence[int]) -> fx.GraphModule:
+    """Return a copy of a network without the classes `removed`, of groups that may shrink."""
+    small = copy.deepcopy(graph)
+    changed: dict[str, nn.Module] = {}
+    for axis in axes:
+        keep = kept_positions(axis, removed)
+        if len(keep) == len(axis.classes):
+            continue
+        path, _, name = axis.path.rpartition(".")
+        module = small.get_submodule(path)
+        value = getattr(module, name).detach()
+        _assign(module, name, value.index_select(axis.axis, keep.to(value.device)))
+        changed[path] = module
+    for module in changed.values():
+        _count_again(module)
+    return small
+
+
+def kept_positions(axis: Axis, removed: Sequence[int]) -> Tensor:
+    """Positions along an axis that stay, in order."""
+    gone = torch.isin(axis.classes, torch.tensor(list(removed), dtype=torch.int64))
+    return (~gone).nonzero().flatten()
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    if name in module._parameters:
+        trained = module.get_parameter(name).requires_grad
+        module._parameters[name] = nn.Parameter(value.clone(), requires_grad=trained)
+    else:
+        module._buffers[name] = value.clone()
+
+
+def _count_again(module: nn.Module) -> None:
+    """Take a layer's numbers of channels from its tensors."""
+    layer: Any = module
+    if isinstance(module, _CONVOLUTIONS):
+        depthwise = module.groups == module.in_channels == module.out_channels and module.groups > 1
+        layer.out_channels = layer.weight.shape[0]
+        if depthwise:
+            layer.groups = layer.in_channels = layer.weight.shape[0]
+        else:
+            layer.in_channels = layer.weight.shape[1] * module.groups
+    elif isinstance(module, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+    elif isinstance(module, _NORMS):
+        sized = layer.running_mean if layer.running_mean is not None else layer.weight
+        layer.num_features = len(sized)
+    elif isinstance(module, nn.PReLU):
+        layer.num_parameters = layer.weight.numel()
 
 
 @dataclass(frozen=True, kw_only=True)

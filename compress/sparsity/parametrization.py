@@ -1,11 +1,21 @@
-"""Masks on a model: a parametrization of `weight` that deep-copies, pickles and compiles."""
+"""Masks on a model: a parametrization of `weight` that deep-copies, pickles and compiles.
+
+Masks: boolean tensors of a weight's shape, True where the weight stays. All functions are pure.
+
+An n:m mask keeps n of every m consecutive *input channels* (axis 1), each group at one kernel position, as NVIDIA's
+sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378).
+
+Learned selection of n:m masks by the Gumbel softmax (MaskLLM, Fang et al., arXiv 2409.17481); weights train too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -13,8 +23,216 @@ from torch.nn.utils import parametrize
 from compress.errors import SparsityError, near_misses
 from compress.graph.modules import bake, register_picklable
 from compress.graph.ops import tensor_of
-from compress.sparsity.selection import SCALE, TEMPERATURE, Selection, as_groups, first_logits, gumbel_softmax, patterns
-from compress.sparsity.spec import parse_pattern
+from compress.sparsity.spec import Pattern, parse_pattern
+
+DEVIATION, STRENGTH = 0.01, 3.0
+"""Standard deviation of the first logits, and of how many deviations the mask by magnitude is ahead."""
+TEMPERATURE, SCALE = (4.0, 0.05), (100.0, 500.0)
+"""First and last value, between which each moves linearly."""
+TRAVEL = 0.2
+"""How far Adam can move a logit in all; the mask by magnitude begins 0.06 ahead of the one that shares none of it."""
+REGULARIZATION = 1e-5
+"""Of the squared weights that a mask keeps, which the loss is lowered by, so that gradients do not vanish."""
+BETAS, EPSILON = (0.9, 0.999), 1e-12
+
+
+def patterns(n: int, m: int, device: torch.device | None = None) -> Tensor:
+    """All masks that keep n of m, float (C(m, n), m).
+
+    >>> patterns(1, 3)
+    tensor([[1., 0., 0.],
+            [0., 1., 0.],
+            [0., 0., 1.]])
+    """
+    kept = torch.tensor(list(combinations(range(m), n)), device=device)
+    return torch.zeros(len(kept), m, device=device).scatter_(1, kept, 1.0)
+
+
+def as_groups(weight: Tensor, m: int) -> Tensor:
+    """A weight (out, in, ...) as (groups, m): m consecutive input channels at one kernel position."""
+    return weight.movedim(1, -1).reshape(-1, m)
+
+
+def from_groups(groups: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `as_groups`."""
+    out, channels, *kernel = shape
+    return groups.reshape(out, *kernel, channels).movedim(-1, 1)
+
+
+def first_logits(mask: Tensor, masks: Tensor, noise: Tensor) -> Tensor:
+    """Logits (groups, C) that prefer a mask: the paper's prior, noise + strength * deviation * similarity.
+
+    `mask` is (groups, m), `masks` (C, m), `noise` (groups, C), standard normal.
+    """
+    shared = mask.to(masks.dtype) @ masks.T
+    return DEVIATION * (noise + STRENGTH * (shared - shared.mean(1, keepdim=True)))
+
+
+def gumbel_softmax(logits: Tensor, noise: Tensor, scale: float | Tensor, temperature: float | Tensor) -> Tensor:
+    """Shares of the patterns in the soft mask, softmax((scale * logits + noise) / temperature); all (groups, C).
+
+    `noise` is standard Gumbel; probabilities of the patterns are softmax(scale * logits). Low temperatures bring the
+    shares near to 0 and 1.
+    """
+    return ((scale * logits + noise) / temperature).softmax(1)
+
+
+def logit_gradient(shares: Tensor, masks: Tensor, gradient: Tensor, factor: float | Tensor) -> Tensor:
+    """Gradient of the logits, (groups, C), from that (groups, m) of the soft mask; `factor` is scale / temperature."""
+    worth = gradient @ masks.T
+    return factor * shares * (worth - (shares * worth).sum(1, keepdim=True))
+
+
+def gumbel_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Standard Gumbel numbers, -log(-log(u))."""
+    return -torch.empty(shape, device=device).exponential_(generator=generator).log()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A time of the selection, the `count`-th update; each value may be a tensor () instead.
+
+    `lr` is of the logits; `noise` is its factor: 0 draws the best pattern.
+    """
+
+    count: float | Tensor
+    lr: float | Tensor
+    scale: float | Tensor
+    temperature: float | Tensor
+    noise: float | Tensor = 1.0
+
+    @classmethod
+    def at(cls, share: float, *, count: int, updates: float) -> Moment:
+        """The values at a share (0 to 1) of so many updates."""
+        temperature, scale = (first + share * (last - first) for first, last in (TEMPERATURE, SCALE))
+        return cls(count=count, lr=TRAVEL / max(1.0, updates), scale=scale, temperature=temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """State of the selection, each (groups, C); `advance` changes it in place.
+
+    Attributes:
+        mean, square: Adam's moments of the logits' gradients (Kingma and Ba, arXiv 1412.6980).
+        shares: of the patterns in the soft mask that was drawn last.
+    """
+
+    logits: Tensor
+    mean: Tensor
+    square: Tensor
+    shares: Tensor
+
+    def advance(self, weight: Tensor, gradient: Tensor, masks: Tensor, noise: Tensor, now: Moment) -> Tensor:
+        """Move the logits against their gradient; return the mask drawn, boolean (groups, m).
+
+        A gradient (groups, m), of the loss with respect to the mask, counts as zero where it is not finite; `noise`,
+        (groups, C), is standard Gumbel.
+        """
+        drawn = masks[self.shares.argmax(1)]
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0) - 2 * REGULARIZATION * weight.square() * drawn
+        slope = logit_gradient(self.shares, masks, gradient, now.scale / now.temperature)
+        self.mean.lerp_(slope, 1 - BETAS[0])
+        self.square.lerp_(slope.square(), 1 - BETAS[1])
+        mean, square = (
+            part / (1 - beta**now.count) for part, beta in zip((self.mean, self.square), BETAS, strict=True)
+        )
+        self.logits.sub_(now.lr * mean / (square.sqrt() + EPSILON))
+        self.shares.copy_(gumbel_softmax(self.logits, now.noise * noise, now.scale, now.temperature))
+        return masks[self.shares.argmax(1)] > 0
+
+
+def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> Tensor:
+    """Keep the n best of every m consecutive input channels; of equal scores the lower channel.
+
+    The weight is (out, in, ...), the scores have its shape (None = magnitudes); `m` divides the input channels.
+
+    Raises:
+        SparsityError: n and m do not fit each other or the weight, or a score is NaN or infinite.
+
+    >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 0.5]]), 2, 4)
+    tensor([[False,  True,  True, False]])
+    """
+    if not 1 <= n < m:
+        raise SparsityError(f"pattern {n}:{m} keeps {n} of every {m}: n must be at least 1 and below m")
+    if weight.ndim < 2 or weight.shape[1] % m:
+        raise SparsityError(
+            f"pattern {n}:{m} needs input channels (axis 1) that are a multiple of {m}, and the weight is "
+            f"{tuple(weight.shape)}: leave this layer dense"
+        )
+    groups = _scores(weight, scores).movedim(1, -1).unflatten(-1, (-1, m))  # (out, ..., in / m, m)
+    # The rank is the number of better elements, which needs no sort; of equal elements the lower channel is better.
+    rank = torch.zeros(groups.shape, dtype=torch.int16, device=weight.device)
+    index = torch.arange(m, device=weight.device)
+    for j in range(m):
+        other = groups[..., j : j + 1]
+        rank += (other > groups) | ((other == groups) & (j < index))
+    return (rank < n).flatten(-2).movedim(-1, 1).contiguous()
+
+
+def unstructured_mask(weight: Tensor, ratio: float, *, scores: Tensor | None = None) -> Tensor:
+    """Remove the share `ratio`, rounded to whole elements, with the smallest scores (None = magnitudes).
+
+    Raises:
+        SparsityError: ratio is not between 0 and 1, or a score is NaN or infinite.
+    """
+    if not 0 <= ratio <= 1:
+        raise SparsityError(f"the share taken away is {ratio}: it must be between 0 and 1")
+    order = _scores(weight, scores).flatten().sort(descending=True, stable=True).indices
+    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+    mask[order[: weight.numel() - round(ratio * weight.numel())]] = True
+    return mask.view(weight.shape)
+
+
+def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = None) -> Tensor:
+    """Mask of `weight` by an n:m or unstructured pattern; errors as in those functions, or for a channel pattern."""
+    if pattern.kind == "nm":
+        return nm_mask(weight, pattern.n, pattern.m, scores=scores)
+    if pattern.kind == "unstructured":
+        return unstructured_mask(weight, pattern.ratio, scores=scores)
+    raise SparsityError(f"pattern {pattern} removes whole channels and has no mask: call compress.prune_channels")
+
+
+def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:
+    """A step on the way to `mask`: it removes only the share `level` of its elements, smallest magnitudes first."""
+    masked = int(mask.numel() - mask.sum())
+    spared = masked - round(level * masked)
+    order = weight.detach().abs().masked_fill(mask, -1.0).flatten().sort(descending=True, stable=True).indices
+    partial = mask.clone().flatten()
+    partial[order[:spared]] = True
+    return partial.view(mask.shape)
+
+
+def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
+    """Share of the weight's L1 norm that stays; 1 for zeros."""
+    magnitudes = weight.detach().abs().double()
+    total = magnitudes.sum().item()
+    return (magnitudes * mask).sum().item() / total if total else 1.0
+
+
+def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) -> int:
+    """Count the groups of m consecutive values along `axis` with more than n non-zeros; 0 = the pattern holds.
+
+    Integer weights must have zero point 0. `axis` is that of the input channels: 1 for Conv, and Gemm with transB; 0
+    for MatMul's right operand.
+
+    Raises:
+        SparsityError: the axis does not exist or m does not divide it.
+    """
+    if not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
+        raise SparsityError(f"{n}:{m} needs a multiple of {m} along axis {axis}, and the weight is {weight.shape}")
+    nonzero = np.moveaxis(weight != 0, axis, -1)
+    groups = nonzero.reshape(*nonzero.shape[:-1], -1, m)
+    return int((groups.sum(axis=-1) > n).sum())
+
+
+def _scores(weight: Tensor, scores: Tensor | None) -> Tensor:
+    chosen = weight.detach().abs() if scores is None else scores.detach()
+    if chosen.shape != weight.shape:
+        raise SparsityError(f"scores of {tuple(chosen.shape)} do not fit a weight of {tuple(weight.shape)}")
+    if not bool(torch.isfinite(chosen).all()):
+        raise SparsityError("the weight (or its scores) holds NaN or infinite values, which have no rank")
+    return chosen
+
 
 _PREFIX = "parametrizations.weight."
 

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.graph.batches import first_inputs
-from compress.graph.inputs import run_with
+from compress.graph.inputs import first_inputs, run_with
 from compress.sparsity.eligibility import weight_of
-from compress.sparsity.masks import nm_mask, unstructured_mask
+from compress.sparsity.parametrization import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
 from compress.support.progress import NoProgress, Progress
 

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.sparsity.masks import partial_mask, pattern_mask
-from compress.sparsity.parametrization import LearnedMask, MaskedLayer, masked_layers
-from compress.sparsity.selection import Moment, as_groups, from_groups, gumbel_noise
+from compress.sparsity.parametrization import (
+    LearnedMask,
+    MaskedLayer,
+    Moment,
+    as_groups,
+    from_groups,
+    gumbel_noise,
+    masked_layers,
+    partial_mask,
+    pattern_mask,
+)
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
 
 GRADUAL_UPDATES = 100

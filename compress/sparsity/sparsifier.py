@@ -15,8 +15,7 @@ from compress.graph.isolation import alone
 from compress.graph.trace import check_module
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import Eligibility, chosen_layers, eligibility
-from compress.sparsity.masks import kept_magnitude, pattern_mask
-from compress.sparsity.parametrization import apply_masks, masked_layers
+from compress.sparsity.parametrization import apply_masks, kept_magnitude, masked_layers, pattern_mask
 from compress.sparsity.saliency import prune_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress

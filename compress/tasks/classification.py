@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from compress.errors import ModelError
 from compress.support.meters import Figures, TaskMetric
-from compress.tasks.base import Task, first_tensor, soft_distance
-from compress.tasks.evidence import Hits
+from compress.tasks.base import Hits, Task, first_tensor, soft_distance
 
 _TOP = 5
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from compress.errors import ModelError
 from compress.support.meters import Figures, TaskMetric
-from compress.tasks.base import Loss, Task, first_tensor, soft_distance
-from compress.tasks.evidence import Confusions
+from compress.tasks.base import Confusions, Loss, Task, first_tensor, soft_distance
 
 IGNORED = 255
 """Class of pixels that neither the loss nor the metric counts."""

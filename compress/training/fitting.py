@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from compress.data.base import DataSet
-from compress.data.loader import loader_data
+from compress.data.own import loader_data
 from compress.errors import DataError, RecipeError
 from compress.support.meters import MeanOf, TaskMetric, task_metric
 from compress.tasks.base import Task

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import DataError
-from compress.graph.batches import model_inputs
-from compress.graph.inputs import run_with
+from compress.graph.inputs import model_inputs, run_with
 from compress.quantization.learned import LearnedQuantizer
 from compress.training.evaluate import modes_restored
 from compress.training.optim import matched

@@ -21,12 +21,12 @@ from compress.tasks.base import Task
 from compress.tasks.classification import classification
 from compress.training.augment import make_augment
 from compress.training.best import BestWeights, WeightAverage, check_reference, stop_reason
-from compress.training.callbacks import Callback, Callbacks
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
+from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state, synchronized
 from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
 from compress.training.log import Position, TrainReport, best_row, diverged, summarize, write_log
+from compress.training.loggers import Callback, Callbacks
 from compress.training.optim import check_schedule, learning_rate, make_optimizer
 from compress.training.passes import Passes, RecordedPasses
 from compress.training.prepare import (
@@ -40,7 +40,6 @@ from compress.training.prepare import (
     wrap,
 )
 from compress.training.spec import TrainSpec, check_train_spec, identity_of
-from compress.training.synchronized import synchronized
 
 
 class Waiting:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from compress.data.drawn import Movement, affine_grid, move
+from compress.data.memory import Movement, affine_grid, move
 
 MIDDLE = torch.full((1, 5), 0.5, dtype=torch.float64)
 

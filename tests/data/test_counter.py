@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from compress.data.base import hash_seed
-from compress.data.counter import random_bits, uniform
+from compress.data.base import hash_seed, random_bits, uniform
 
 MASK = (1 << 64) - 1
 

@@ -11,9 +11,8 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from compress.data.base import BatchPlan
-from compress.data.jpeg import check_decoder, decode_jpegs
+from compress.data.jpeg import check_decoder, decode_jpegs, nvjpeg
 from compress.data.load import load_data
-from compress.data.nvjpeg import nvjpeg
 from compress.data.spec import DataSpec
 from compress.data.workers import ahead
 from compress.errors import DataError

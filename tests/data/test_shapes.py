@@ -11,9 +11,24 @@ from torch.nn import functional as F
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.data.shapes import noise, paint
-from compress.data.shapes_banks import EXTENT, OUTLINES, PATTERNS, VERSIONS, outline_bank, pattern_bank, polygon
-from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes, with_clutter
+from compress.data.shapes import (
+    EXTENT,
+    LAYERS,
+    OBJECT,
+    OUTLINES,
+    PATTERNS,
+    TONES,
+    VERSIONS,
+    Scenes,
+    class_names,
+    make_scenes,
+    noise,
+    outline_bank,
+    paint,
+    pattern_bank,
+    polygon,
+    with_clutter,
+)
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 

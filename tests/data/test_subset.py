@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.data.counter import bounded, stratified_order
+from compress.data.base import bounded, stratified_order
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))

@@ -6,7 +6,7 @@ from torch import nn
 
 from compress import ActivationSpec, AdaRoundSpec, QuantSpec, quantize
 from compress.errors import DataError
-from compress.graph.batches import batch_inputs, model_inputs
+from compress.graph.inputs import batch_inputs, model_inputs
 from compress.sparsity.saliency import calibration_inputs
 
 X, Y = torch.randn(4, 3, 8, 8), torch.randn(4, 1, 8, 8)

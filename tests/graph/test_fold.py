@@ -6,8 +6,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from compress import quantize, trace
 from compress.graph.fold import fold_batchnorm
-from compress.sparsity.masks import nm_mask
-from compress.sparsity.parametrization import apply_masks, masks_of
+from compress.sparsity.parametrization import apply_masks, masks_of, nm_mask
 from tests.networks import TinyResNet, with_statistics
 
 

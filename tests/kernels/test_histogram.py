@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compress.kernels.histogram import KINDS, SOURCE, compile_cuda, compiler
-from compress.quantization.calibration import histogram, samples
+from compress.quantization.calibration import histogram
 from compress.quantization.calibration.amax import row_amax
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_what_does_not_compile_says_where(nvrtc):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_a_gpu_counts_what_the_processor_does(dtype, monkeypatch):
-    monkeypatch.setattr(samples, "_SAMPLED", 1 << 40)  # the processor counts all values, as the GPU does
+    monkeypatch.setattr(histogram, "_SAMPLED", 1 << 40)  # the processor counts all values, as the GPU does
     torch.manual_seed(0)
     growing = [torch.zeros(99), torch.randn(3_000_001).relu(), 2 * torch.randn(700_003), 40 * torch.randn(900_000)]
     gpu, cpu = (histogram.Histogram.empty(1, histogram.MAX_BINS, torch.device(d)) for d in ("cuda", "cpu"))

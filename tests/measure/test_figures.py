@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from compress import TorchEngine, build_engine, export_onnx
 from compress.errors import DataError, EngineError
-from compress.measure.figures import compare_figures, measure_metric
+from compress.measure.accuracy import compare_figures, measure_metric
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 

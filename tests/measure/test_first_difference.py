@@ -10,7 +10,7 @@ from torch import nn
 import compress
 from compress import build_engine
 from compress.errors import EngineError
-from compress.measure.first_difference import first_difference, probe_file
+from compress.measure.layer_parity import first_difference, probe_file
 from compress.measure.parity import sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
 from tests.exact import WEIGHTS

@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from PIL import Image
 
-from compress.plots.histograms import clipped_share, expected_sqnr_db, interesting, largest
-from compress.plots.labels import place_labels
-from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.plots.layers import (
+    clipped_share,
+    draw_bytes,
+    draw_sqnr,
+    expected_sqnr_db,
+    interesting,
+    largest,
+    sqnr_series,
+    weight_groups,
+    worst,
+)
 from compress.plots.style import DARK, LIGHT, NARROW, WIDE, settle, styled, to_inline_svg, to_png, variant_colours
-from compress.plots.tradeoff import Point, draw_tradeoff
+from compress.plots.tradeoff import Point, draw_tradeoff, place_labels
 from compress.records.rows import Histogram, LayerRow
 
 

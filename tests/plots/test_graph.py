@@ -10,8 +10,7 @@ from torch import nn
 
 from compress import QuantSpec, insert_quantizers
 from compress.errors import QuantizationError
-from compress.plots.graph import draw_block
-from compress.plots.graph_layout import lay_out
+from compress.plots.graph import draw_block, lay_out
 from compress.plots.style import NARROW, WIDE, to_inline_svg, to_png
 from compress.quantization.block_graph import block_graph, typical_block
 from tests.networks import TinyResNet

@@ -11,14 +11,18 @@ from matplotlib.text import Text
 from PIL import Image
 from torch import nn
 
-from compress.plots.roofline import draw_ceilings, draw_roofline, draw_rooflines, family, roofline_caption
-from compress.plots.roofline_teaching import (
+from compress.plots.roofline import (
     Block,
     convolution_rows,
     draw_blocks,
+    draw_ceilings,
     draw_convolution_shares,
     draw_convolutions,
+    draw_roofline,
+    draw_rooflines,
+    family,
     network_blocks,
+    roofline_caption,
 )
 from compress.plots.style import save_figure, styled
 from compress.roofline_model import Ceiling, Ceilings, Sample, find_device, roofline_of, workload

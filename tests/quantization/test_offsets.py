@@ -11,9 +11,8 @@ from torch import nn
 
 import compress
 from compress.errors import QuantizationError
-from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.learned import OffsetQuantizer, ZeroPointQuantizer, freeze_scales, learn_scales
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.offsets import OffsetQuantizer, ZeroPointQuantizer
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.exact import open_session

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
-from compress.receptive.compression import radial_distance
+from compress.receptive.effective import radial_distance
 from compress.receptive.metrics import (
     above_threshold,
     contribution_area,

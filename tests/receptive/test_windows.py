@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.receptive.windows import (
+from compress.receptive.fields import (
     IDENTITY,
     fit,
     interpolated,

@@ -6,8 +6,7 @@ import pytest
 
 from compress.search.latency_model import Sample, check, fit
 from compress.search.search import NEAR, corrected, go_on
-from compress.search.space import key_of
-from compress.search.start import best_within
+from compress.search.space import best_within, key_of
 from compress.search.timing import Timed
 from compress.search.trials import open_study, results
 from compress.support.progress import NoProgress

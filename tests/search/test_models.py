@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import SearchError
-from compress.search import multiple
+from compress.search import timing
 from compress.search.accuracy_model import rate_choices
-from compress.search.costs import Costs
 from compress.search.lab import build, with_formats
-from compress.search.latency_model import Sample, check, fit, rank_interval
+from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
 from compress.search.network import distance
 from compress.search.search import _lab
-from compress.search.space import Space, make_space
+from compress.search.space import Space, best_within, make_space, otherwise, uniform
 from compress.search.spec import SearchSpec
-from compress.search.start import best_within, otherwise, uniform
 from compress.search.structure import analyse
 from compress.search.timing import Timed
 from compress.support.progress import NoProgress
@@ -117,15 +115,15 @@ def test_the_interval_of_a_rank_correlation():
 
 
 def test_the_block_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(multiple, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
-    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 16
-    monkeypatch.setattr(multiple, "_times", lambda engine: pytest.fail("measured again"))
-    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 16
-    assert multiple.channel_block("tensorrt", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(timing, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
+    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(timing, "_times", lambda engine: pytest.fail("measured again"))
+    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
+    assert timing.channel_block("tensorrt", version="1", cache=tmp_path) == 16
     (file,) = tmp_path.iterdir()
     file.write_text("[]")
-    monkeypatch.setattr(multiple, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
-    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 8
+    monkeypatch.setattr(timing, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
+    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 8
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])

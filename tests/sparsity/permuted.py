@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.sparsity.channel_permutation import permute_channels
-from compress.sparsity.masks import kept_magnitude, nm_mask
+from compress.sparsity.parametrization import kept_magnitude, nm_mask
 from compress.sparsity.spec import SparsitySpec
 from tests.networks import with_statistics
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.sparsity.masks import verify_nm
+from compress.sparsity.parametrization import verify_nm
 from tests.fresh import finish, start
 from tests.sparsity.two_processes import work
 

@@ -10,8 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from compress import MaskSchedule, SparsitySpec, sparsify
 from compress.errors import CheckpointError
 from compress.models.weights import load_state
-from compress.sparsity.masks import verify_nm
-from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
+from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks, verify_nm
 from compress.training.checkpoint import load_model, save_model
 from compress.training.fitting import fit
 from compress.training.spec import FinetuneSpec

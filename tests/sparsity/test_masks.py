@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from compress.errors import SparsityError
-from compress.sparsity.masks import kept_magnitude, nm_mask, partial_mask, pattern_mask, unstructured_mask, verify_nm
+from compress.sparsity.parametrization import (
+    kept_magnitude,
+    nm_mask,
+    partial_mask,
+    pattern_mask,
+    unstructured_mask,
+    verify_nm,
+)
 from compress.sparsity.spec import parse_pattern
 
 NM = st.sampled_from([(2, 4), (1, 4), (3, 4), (1, 2), (4, 8), (2, 6)])

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import SparsityError
-from compress.sparsity.masks import kept_magnitude, nm_mask
-from compress.sparsity.permutation_search import kept_by_order, search_permutation
+from compress.sparsity.channel_permutation import kept_by_order, search_permutation
+from compress.sparsity.parametrization import kept_magnitude, nm_mask
 
 
 def kept(matrix, n, m, order):

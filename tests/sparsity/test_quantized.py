@@ -8,8 +8,7 @@ import torch
 
 from compress import QATSpec, QuantSpec, SparsitySpec, calibrate, fit, insert_quantizers, sparsify
 from compress.quantization.learned import freeze_scales, learn_scales
-from compress.sparsity.masks import verify_nm
-from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks
+from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks, verify_nm
 from tests.sparsity.nets import batch, small
 from tests.training.toy import toy_data
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from compress.errors import DataError, SparsityError
 from compress.sparsity import saliency
-from compress.sparsity.masks import nm_mask, verify_nm
+from compress.sparsity.parametrization import nm_mask, verify_nm
 from compress.sparsity.saliency import (
     as_matrix,
     calibration_inputs,

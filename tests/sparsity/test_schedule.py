@@ -6,8 +6,14 @@ from torch import nn
 
 from compress import SparsitySpec, sparsify
 from compress.errors import SparsityError
-from compress.sparsity.masks import nm_mask, unstructured_mask, verify_nm
-from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
+from compress.sparsity.parametrization import (
+    masked_layers,
+    masks_of,
+    nm_mask,
+    squash_masks,
+    unstructured_mask,
+    verify_nm,
+)
 from compress.sparsity.schedule import MaskSchedule, mask_optimizer_state
 from tests.sparsity.nets import batch, small
 

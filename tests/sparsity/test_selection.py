@@ -8,9 +8,7 @@ from torch import nn
 
 from compress import MaskSchedule, sparsify
 from compress.errors import SparsityError
-from compress.sparsity.masks import nm_mask
-from compress.sparsity.parametrization import masked_layers, squash_masks
-from compress.sparsity.selection import (
+from compress.sparsity.parametrization import (
     DEVIATION,
     REGULARIZATION,
     STRENGTH,
@@ -21,7 +19,10 @@ from compress.sparsity.selection import (
     from_groups,
     gumbel_noise,
     gumbel_softmax,
+    masked_layers,
+    nm_mask,
     patterns,
+    squash_masks,
 )
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.sparsity.nets import batch, small

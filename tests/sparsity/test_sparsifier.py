@@ -3,8 +3,14 @@ import torch
 from torch import nn
 
 from compress.errors import SparsityError
-from compress.sparsity.masks import nm_mask, unstructured_mask, verify_nm
-from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
+from compress.sparsity.parametrization import (
+    masked_layers,
+    masks_of,
+    nm_mask,
+    squash_masks,
+    unstructured_mask,
+    verify_nm,
+)
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.sparsity.nets import batch, small

@@ -11,9 +11,9 @@ from scipy.stats import binomtest
 
 from compress.errors import DataError
 from compress.measure.bootstrap import compare_evidence
+from compress.tasks.base import everything
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
-from compress.tasks.evidence import everything
 from compress.tasks.load import make_task
 from compress.tasks.segmentation import segmentation
 

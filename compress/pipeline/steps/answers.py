@@ -17,8 +17,8 @@ from compress.measure.bootstrap import compare_evidence
 from compress.pipeline.run import Run
 from compress.records.files import INTERVALS, PRECISION, PREDICTIONS
 from compress.records.rows import IntervalRow, PrecisionRow, PredictionRow
-from compress.tasks.average_precision import Detections
-from compress.tasks.evidence import Evidence
+from compress.tasks.base import Evidence
+from compress.tasks.detection import Detections
 from compress.variants import Variant
 
 PICTURES = 4

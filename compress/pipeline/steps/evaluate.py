@@ -14,12 +14,18 @@ from compress.engines import Engine
 from compress.engines.registry import target_of
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_json
-from compress.measure.figures import EngineFigures, compare_figures
-from compress.measure.first_difference import LayerDifference, first_difference
-from compress.measure.latency import Latency, first_quiet, latency_ratio, measure_latency, random_inputs
+from compress.measure.accuracy import EngineFigures, compare_figures
+from compress.measure.latency import (
+    Latency,
+    first_quiet,
+    latency_ratio,
+    measure_latency,
+    paired_interval,
+    random_inputs,
+)
+from compress.measure.layer_parity import LayerDifference, first_difference
 from compress.measure.machine import describe_machine
 from compress.measure.metric import PAIRED, Metric
-from compress.measure.quiet import paired_interval
 from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles, Run
 from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons

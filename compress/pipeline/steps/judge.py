@@ -11,8 +11,7 @@ import torch
 from compress.data.base import Batch, BatchPlan
 from compress.data.preprocessing import Preprocessing
 from compress.engines import Engine
-from compress.measure.accuracy import measure_accuracy
-from compress.measure.figures import EngineFigures, kept_images, measure_metric
+from compress.measure.accuracy import EngineFigures, kept_images, measure_accuracy, measure_metric
 from compress.pipeline.run import Run
 from compress.pipeline.steps.answers import Answers
 from compress.support.meters import Meter

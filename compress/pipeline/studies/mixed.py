@@ -19,7 +19,7 @@ from compress.engines.registry import require_engine
 from compress.errors import QuantizationError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure.figures import EngineFigures, compare_figures
+from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, time_files
 from compress.measure.layer_times import measure_engine_layers
 from compress.measure.spec import BenchSpec

@@ -21,11 +21,11 @@ from compress.pipeline.studies.search_attempt import attempt, export_open, measu
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
 from compress.search.front import Front
-from compress.search.multiple import channel_block
 from compress.search.outcome import Attempt, Bound, Outcome, after, best, order
 from compress.search.search import check_request, search
 from compress.search.space import make_space
 from compress.search.structure import analyse
+from compress.search.timing import channel_block
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, DeadTensorError
-from compress.graph.batches import Batches, device_of, model_inputs
-from compress.graph.inputs import size_remark
+from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
 from compress.graph.isolation import alone
 from compress.graph.ops import Watching, tensor_of
 from compress.graph.report import attach_report

@@ -16,11 +16,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
-from compress.quantization.calibration.amax import NEAR_TIE, check_percentile, mse_amax, percentile_amax, row_amax
+from compress.quantization.calibration.amax import (
+    NEAR_TIE,
+    check_percentile,
+    entropy_amax,
+    mse_amax,
+    percentile_amax,
+    row_amax,
+)
 from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.entropy import entropy_amax
-from compress.quantization.calibration.histogram import BINS, MAX_BINS, Counted, Histogram, raise_amax
-from compress.quantization.calibration.samples import Sample, drawn_from
+from compress.quantization.calibration.histogram import (
+    BINS,
+    MAX_BINS,
+    Counted,
+    Histogram,
+    Sample,
+    drawn_from,
+    raise_amax,
+)
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.spec import LEAST_BITS, MOST_BITS, ActivationSpec, CalibratorName, WeightSpec
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from compress.graph.batches import device_of
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.float_model import check_float_model
 from compress.graph.fold import fold_batchnorm, fold_constants
-from compress.graph.inputs import Inputs, as_inputs, bound_to_size
+from compress.graph.inputs import Inputs, as_inputs, bound_to_size, device_of
 from compress.graph.isolation import alone
 from compress.graph.report import attach_report, report_of
 from compress.quantization.modules import quantized_layer

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, QuantizationError
-from compress.graph.batches import device_of, first_inputs, model_inputs
 from compress.graph.compare import Reference, first_difference
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with, shapes_text
+from compress.graph.inputs import (
+    Inputs,
+    as_inputs,
+    device_of,
+    first_inputs,
+    flat_tensors,
+    model_inputs,
+    run_with,
+    shapes_text,
+)
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, quantization_report_of

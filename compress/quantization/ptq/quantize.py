@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
-from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.inputs import Batches, Inputs, as_inputs, device_of, model_inputs
 from compress.graph.isolation import alone
 from compress.graph.ops import Watching
 from compress.graph.report import attach_report

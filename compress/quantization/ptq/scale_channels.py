@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from compress.graph.batches import Batches, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Batches, Inputs, model_inputs
 from compress.graph.ops import Watching, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.placement.place import place

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import CalibrationError, QuantizationError
-from compress.graph.batches import model_inputs
+from compress.graph.inputs import model_inputs
 from compress.graph.ops import Watching, layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.ptq.ranges import input_ranges, scale_inputs, shared_parameters

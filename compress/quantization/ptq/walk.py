@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError
-from compress.graph.batches import first_inputs
 from compress.graph.inplace import may_overwrite
+from compress.graph.inputs import first_inputs
 from compress.graph.ops import node_module
 from compress.quantization.quantizer import Quantizer
 

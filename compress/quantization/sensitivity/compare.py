@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import model_inputs
 from compress.graph.compare import module_results, run_model
-from compress.graph.inputs import TARGET_KEYS, flat_tensors
+from compress.graph.inputs import TARGET_KEYS, flat_tensors, model_inputs
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import weight_quantizer_of

@@ -16,8 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.batches import Batches
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Batches, Inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.placement.insert import float_graph

@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import Batches
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Batches, Inputs
 from compress.graph.layers import layers
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.guard import kept

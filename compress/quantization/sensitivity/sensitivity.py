@@ -14,8 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import Batches
-from compress.graph.inputs import Inputs, flat_tensors
+from compress.graph.inputs import Batches, Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.place import place

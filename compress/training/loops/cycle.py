@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from compress.export.onnx import export_onnx
-from compress.graph.batches import Batches
-from compress.graph.inputs import Inputs, as_inputs, each_input
+from compress.graph.inputs import Batches, Inputs, as_inputs, each_input
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import compress
-from compress.sparsity.masks import nm_mask
+from compress.sparsity.parametrization import nm_mask
 from tests.networks import TinyResNet
 
 KINDS = ("float", "fp16", "int8", "sparse-int8")

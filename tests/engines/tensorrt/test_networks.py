@@ -25,7 +25,7 @@ from compress.audit.requirement import unmet_by_audit
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
 from compress.recipe.files import recipe_names
-from compress.sparsity.masks import nm_mask
+from compress.sparsity.parametrization import nm_mask
 from tests.networks import TinyResNet
 
 SMS = (80, 86, 89, 120)

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from scipy.stats import entropy as scipy_entropy
 
 from compress.errors import CalibrationError
-from compress.quantization.calibration.amax import as_rows, mse_amax, percentile_amax, row_amax
+from compress.quantization.calibration.amax import (
+    as_rows,
+    entropy_amax,
+    kl_divergences,
+    mse_amax,
+    percentile_amax,
+    row_amax,
+)
 from compress.quantization.calibration.calibrate import choose_together, on_host, together
 from compress.quantization.calibration.calibrators import make_calibrator
-from compress.quantization.calibration.entropy import entropy_amax, kl_divergences
 
 FAST = settings(max_examples=40, deadline=None)
 

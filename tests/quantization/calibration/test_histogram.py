@@ -14,10 +14,10 @@ from compress.quantization.calibration.histogram import (
     Histogram,
     count_on_device,
     count_on_host,
+    drawn_from,
     merge_neighbours,
     resample,
 )
-from compress.quantization.calibration.samples import drawn_from
 
 FAST = settings(max_examples=30, deadline=None)
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import compress
 from compress import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, WeightSpec, insert_quantizers
 from compress.errors import QuantizationError
 from compress.quantization.modules import _QuantWeight
-from compress.quantization.ptq.blocks import block_module, blocks
-from compress.quantization.ptq.reconstruct import images_of_a_step
+from compress.quantization.ptq.reconstruct import block_module, blocks, images_of_a_step
 from compress.quantization.quantizer import quantizers
 from tests.networks import tiny
 

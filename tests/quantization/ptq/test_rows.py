@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.quantization.ptq.rows import sampled_rows
+from compress.quantization.ptq.adaround import sampled_rows
 
 LAYERS = {
     "conv": nn.Conv2d(4, 6, 3, padding=1),
