@@ -25,6 +25,7 @@ from compress.measure.spec import BenchSpec as BenchSpec
 from compress.models.by_name import build_model as build_model
 from compress.models.spec import ModelSpec as ModelSpec
 from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental
+from compress.onnx_ptq.dequantize import dequantize_onnx as dequantize_onnx  # experimental
 from compress.onnx_ptq.mend import mend_onnx as mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
 from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx

@@ -16,6 +16,7 @@ from compress.cli.onnx_data import (
     ImagesOption,
     LayoutOption,
     MeanOption,
+    OpsOption,
     SizeOption,
     StdOption,
     batches_of,
@@ -42,13 +43,14 @@ def cast(
     layout: LayoutOption = "NCHW",
     channels: ChannelsOption = "RGB",
     images: ImagesOption = None,
+    ops: OpsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the file in half precision."""
     batches = None
     if data is not None:
         batches = batches_of(data, form_of(file, size, mean, std, layout, channels), images or _IMAGES)
-    done = cast_onnx(file, out, precision=precision, batches=batches, keep_io_types=not half_io)
+    done = cast_onnx(file, out, precision=precision, batches=batches, keep_io_types=not half_io, ops=ops or ())
     casting = done.casting
     if as_json:
         document = {"file": str(done.path), "precision": precision, "images": done.images, "sqnr_db": done.sqnr_db}

@@ -58,6 +58,18 @@ PrecisionOption = Annotated[
     str,
     typer.Option("--precision", help="Of what is not quantized: fp32, fp16 or bf16.", rich_help_panel=_ONNX),
 ]
+OpsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--ops", help="A library of the file's own operators, for ONNX Runtime; repeat.", rich_help_panel=_ONNX
+    ),
+]
+AgainOption = Annotated[
+    bool,
+    typer.Option(
+        "--again", metavar="", help="Of a quantized file: make it float first, and begin anew.", rich_help_panel=_ONNX
+    ),
+]
 ImagesOption = Annotated[
     int | None, typer.Option("--images", help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]

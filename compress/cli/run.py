@@ -13,12 +13,14 @@ from rich.markup import escape
 from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.onnx_data import (
+    AgainOption,
     ChannelsOption,
     DataOption,
     FileOption,
     ImagesOption,
     LayoutOption,
     MeanOption,
+    OpsOption,
     PrecisionOption,
     SizeOption,
     StdOption,
@@ -40,6 +42,7 @@ from compress.cli.report import show_finished_steps, show_run
 from compress.errors import RecipeError
 from compress.files import write_json, write_text
 from compress.measure.file_check import FileCheck, check_onnx
+from compress.onnx_ptq.dequantize import dequantize_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.pipeline import COMMANDS, default_folder
 from compress.pipeline import run as run_recipe
@@ -93,27 +96,31 @@ def ptq(
     layout: LayoutOption = "NCHW",
     channels: ChannelsOption = "RGB",
     images: ImagesOption = None,
+    ops: OpsOption = None,
+    again: AgainOption = False,
 ) -> None:
     """Run a recipe, or quantize a file."""
     if onnx is None:
         if recipe is None:
             raise RecipeError("give --recipe, or --onnx FILE and --data for a network of which only the file is there")
-        if data is not None or target is not None or precision != "fp32":
+        if data is not None or target is not None or precision != "fp32" or ops or again:
             raise RecipeError(
-                "--data, --target and --precision belong to --onnx FILE; a recipe has a data, a quantization and an "
-                "export section"
+                "--data, --target, --precision, --ops and --again belong to --onnx FILE; a recipe has a data, a "
+                "quantization and an export section"
             )
         ptq_of_recipe(recipe, set_, out, resume, device, as_json)
         return
     spec = spec_of(recipe, set_, target, images)
     batches = batches_of(data, form_of(onnx, size, mean, std, layout, channels), spec.calibration_images)
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
+    if again:
+        onnx = dequantize_onnx(onnx, folder / f"{onnx.stem}.float.onnx")
     first = First(batches)
     with progress() as bars:
         name = folder / f"{onnx.stem}.int8.onnx"
-        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, progress=bars)
+        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, ops=ops or (), progress=bars)
     write_text(folder / "placement.csv", done.placement.to_csv())
-    check = check_onnx(onnx, done.path, first.batch, target=done.placement.target)
+    check = check_onnx(onnx, done.path, first.batch, target=done.placement.target, ops=ops or ())
     _show(done, check, folder, as_json=as_json)
 
 

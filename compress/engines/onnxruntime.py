@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,6 +79,7 @@ OPTIONS = {
     "provider": f"execution provider; {CPU} by default",
     "fuse": "no: run every node as the file has it, Q/DQ pairs included; by default all optimizations (for files with "
     "FP8, those that leave Q/DQ pairs alone)",
+    "ops": "a library of operators that the file needs, such as lib.so; several are separated by colons",
     "profile": "yes: time every layer of a run, for layer_times_ms; this takes some time itself",
 }
 _INSTALL = "pip install onnxruntime"
@@ -239,6 +241,10 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     texts = {"graph_optimization_level": level, **entries}
+    for library in filter(None, build.options.get("ops", "").split(os.pathsep)):
+        with library_errors(EngineError, f"onnxruntime: {library} is no library of operators that it loads: "):
+            options.register_custom_ops_library(library)
+        texts["ops"] = build.options["ops"]
     if build.threads is not None:
         options.intra_op_num_threads = build.threads
         texts["intra_op_num_threads"] = str(build.threads)

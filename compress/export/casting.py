@@ -81,6 +81,8 @@ _MASKING = frozenset(
     }
 )
 """Operators through which a mask comes to its softmax."""
+_FLOAT_INSIDE = frozenset({"MeanVarianceNormalization"})
+"""Operators that the standard defines as functions with constants of float32."""
 _BIASES = {"Conv": (2,), "ConvTranspose": (2,), "Gemm": (2,), "LayerNormalization": (2,), "BatchNormalization": (2, 3)}
 """Inputs that are added: one that is too small for the type is small beside the sum."""
 _RISKY = frozenset(
@@ -306,7 +308,8 @@ class _Caster:
     def _roles(self, node: onnx.NodeProto) -> tuple[frozenset[int], frozenset[int]]:
         """Return the float32 inputs and outputs that the standard lets be of the half type."""
         none: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        if node.domain not in _STANDARD or (node.domain, node.op_type) in self.functions:
+        own = (node.domain, node.op_type) in self.functions or node.op_type in _FLOAT_INSIDE
+        if node.domain not in _STANDARD or own:
             return none
         taken = _half_places(node.op_type, self.opset, self.name, len(node.input), len(node.output))
         if taken is None:
@@ -384,7 +387,7 @@ class _Caster:
             return f"operators of the domain {node.domain!r} get the types that they had"
         unknown = [name for name in (*node.input, *node.output) if name and self.types.get(name, -1) in (-1, 0)]
         if unknown and node.op_type not in _ANY_TYPE:
-            return f"a type is not known: that of {unknown[0]}"
+            return f"a type is not known, which images and the library of its operators tell: that of {unknown[0]}"
         inputs, outputs = self.roles[i]
         if node.op_type in _ANY_TYPE or node.op_type == "Constant":
             return ""

@@ -264,6 +264,7 @@ ONNX_KINDS = {
     "Einsum": "einsum",
     "BatchNormalization": "batch_norm",
     "LayerNormalization": "layer_norm",
+    "RMSNormalization": "layer_norm",
     "GroupNormalization": "group_norm",
     "InstanceNormalization": "instance_norm",
     "LRN": "local_response_norm",

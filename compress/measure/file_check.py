@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from compress.errors import CompressError
 from compress.export.casting import widened
 from compress.measure.parity import sqnr_db
 from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.passes import open_batch
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results
+from compress.onnx_ptq.passes import images_of, open_batch
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 IMAGES = 8
@@ -51,7 +52,9 @@ class FileCheck:
     warning: str = ""
 
 
-def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: str) -> FileCheck:
+def check_onnx(
+    float_path: Path | str, path: Path | str, batch: Any, *, target: str, ops: Sequence[Path | str] = ()
+) -> FileCheck:
     """Compare a quantized file with float on the first pictures of a batch.
 
     Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
@@ -61,6 +64,7 @@ def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: 
         path: quantized file.
         batch: as `quantize_onnx` takes it.
         target: that the file was quantized for.
+        ops: libraries of operators for ONNX Runtime; OpenVINO does not run such files.
 
     Examples:
         >>> spec = compress.QuantSpec(target="onnxruntime")
@@ -68,20 +72,26 @@ def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: 
         >>> compress.check_onnx("float.onnx", path, images, target="onnxruntime").warning
         ''
     """
-    source = load_source(float_path)
+    source = load_source(float_path, ops=ops)
     piece = next(feeds([batch], inputs_of_file(source)))
     if all(open_batch(value) for value in source.proto.graph.input if value.name in piece):
         piece = {name: value[:IMAGES] for name, value in piece.items()}
     engine = target if target in _COMPILE_IN_SECONDS and ENGINES[target].availability().available else ""
-    found = FileCheck(images=len(next(iter(piece.values()))), written_db=None, engine=engine, engine_db=None)
-    names = known_results(source.proto.graph)
+    found = FileCheck(images=images_of(piece), written_db=None, engine=engine, engine_db=None)
+    names = known_results(source)
+    if not names:
+        why = next(iter(unknown_to_runtime(source).values()), "it has no result")
+        return replace(found, engine="", warning=f"not compared with float: {why}")
+    own = {"ops": os.pathsep.join(str(one.absolute()) for one in source.ops)} if ops else {}
     try:
-        expected = {k: v for k, v in _run(float_path, "onnxruntime", piece).items() if k in names}
-        found = replace(found, written_db=_least(expected, _as_written(path, piece, names)))
+        expected = {k: v for k, v in _run(float_path, "onnxruntime", piece, **own).items() if k in names}
+        found = replace(found, written_db=_least(expected, _as_written(path, piece, names, own)))
     except CompressError as error:
         return replace(found, engine="", warning=f"not compared with float: {error}")
     try:
-        on_engine = _least(expected, _run(path, engine, piece)) if engine else None
+        on_engine = (
+            _least(expected, _run(path, engine, piece, **own if engine == "onnxruntime" else {})) if engine else None
+        )
     except CompressError as error:
         return replace(found, warning=str(error))
     return replace(found, engine_db=on_engine, warning=_warning(found.written_db, on_engine, engine))
@@ -94,10 +104,10 @@ def _run(path: Path | str, engine: str, feed: Arrays, **options: Any) -> Arrays:
         return built.run(feed)
 
 
-def _as_written(path: Path | str, feed: Arrays, names: list[str]) -> Arrays:
+def _as_written(path: Path | str, feed: Arrays, names: list[str], own: Mapping[str, str]) -> Arrays:
     """Run a file as it says; one in bfloat16, which ONNX Runtime does not take, with results that are rounded to it."""
     if "bf16" not in read_onnx(path).float_types:
-        return _run(path, "onnxruntime", feed, fuse="no")
+        return _run(path, "onnxruntime", feed, fuse="no", **own)
     source = load_source(path, quantized=True)
     return FloatSession(replace(source, proto=widened(source.proto)), names, plain=True).run(feed)
 

@@ -102,7 +102,7 @@ class BlockedSession:
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._results)
         self._reads = {value.name for value in proto.graph.input}
-        options = session_options(path.parent, threads)
+        options = session_options(path.parent, threads, plain.ops)
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
         self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 

@@ -58,6 +58,8 @@ import numpy, onnxruntime
 options = onnxruntime.SessionOptions()
 options.log_severity_level = 4
 options.enable_cpu_mem_arena = False
+for library in sys.argv[4:]:
+    options.register_custom_ops_library(library)
 session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
 with numpy.load(sys.argv[2]) as feed:
     session.run(None, {value.name: feed[value.name] for value in session.get_inputs()})
@@ -75,7 +77,7 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "feed.npz"
         np.savez(arrays, **dict[str, Any](feed))
-        command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), str(BYTES)]
+        command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), str(BYTES), *map(str, source.ops)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:

@@ -114,7 +114,7 @@ def _batch_statistics(
     batches: Iterable[Arrays],
     check: Callable[[Arrays], None] | None,
 ) -> Iterator[tuple[int, list[Parts]]]:
-    results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
+    results = known_results(source)  # so that a broken file fails here, before it is written
     given = iter(batches)
     first = next(given, None)
     if first is None:

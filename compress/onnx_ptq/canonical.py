@@ -2,7 +2,7 @@
 
 - local functions are inlined, and nodes without a name get one;
 - the opset is raised to the one that Q/DQ needs;
-- an Einsum that is a product of two matrices is a MatMul;
+- an Einsum that is a product of two matrices is a MatMul, and an Attention is its two products and a Softmax;
 - BatchNorm is folded into the layer before it, also where it is spelled as a product and a sum of constants, and a
   constant that is added to a convolution becomes its bias;
 - factors of query and key that are applied before their product (torch's scaled_dot_product_attention as exporters
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,9 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     opened = open_einsums(source)
     if opened:
         notes.append(f"{opened} Einsum operations that are products of two matrices are written as MatMul")
+    opened = open_attention(source)
+    if opened:
+        notes.append(f"{opened} Attention operations are written as products and a Softmax")
     index = Index(source)
     padded = pads_into_convolutions(copy, index.value)
     if padded:
@@ -160,12 +163,73 @@ def open_einsums(source: SourceFile) -> int:
 
 def _ranks(source: SourceFile) -> dict[str, int]:
     """Return the numbers of axes of tensors, where they are known."""
+    return {name: len(kind.shape.dim) for name, kind in _kinds(source).items() if kind.HasField("shape")}
+
+
+def _kinds(source: SourceFile) -> dict[str, onnx.TypeProto.Tensor]:
+    """Return the types and shapes of tensors, with open sizes, where they are known."""
     with contextlib.suppress(InferenceError, ValueError):  # reported where shapes are needed
         proto = onnx.shape_inference.infer_shapes(without_weights(source.proto)).graph
-        ranks = {tensor.name: len(tensor.dims) for tensor in proto.initializer}
-        shaped = {value.name: value.type.tensor_type for value in (*proto.input, *proto.value_info)}
-        return ranks | {name: len(kind.shape.dim) for name, kind in shaped.items() if kind.HasField("shape")}
+        values = [helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in proto.initializer]
+        return {value.name: value.type.tensor_type for value in (*values, *proto.input, *proto.value_info)}
     return {}
+
+
+def open_attention(source: SourceFile) -> int:
+    """Write each Attention of opset 23 whose products can be quantized as MatMul and Softmax; return their number.
+
+    Those with caches, heads that share keys, or further results stay.
+    """
+    index = Index(source)
+    kinds = _kinds(source) if any(node.op_type == "Attention" for node in index.graph.node) else {}
+
+    def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.op_type != "Attention" or node.domain not in ("", "ai.onnx") or not _is_plain_attention(node, kinds):
+            return None
+        query, key, value = node.input[:3]
+        kind, name = kinds[query], node.output[0]
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        scale = attribute(node, "scale", None) or kind.shape.dim[3].dim_value ** -0.5
+        turned, raw, scaled, masked, shares = (
+            index.free(added_tensor(name, part)) for part in ("turned", "raw", "scores", "masked", "shares")
+        )
+        factor = index.add_constant(added_tensor(name, "factor"), np.asarray(scale, dtype))
+        made = [
+            helper.make_node("Transpose", [key], [turned], name=turned, perm=[0, 1, 3, 2]),
+            helper.make_node("MatMul", [query, turned], [raw], name=f"{node.name}_scores"),
+            helper.make_node("Mul", [raw, factor], [scaled], name=scaled),
+        ]
+        if len(node.input) > 3 and node.input[3]:
+            if kinds[node.input[3]].elem_type == onnx.TensorProto.BOOL:
+                least = index.add_constant(added_tensor(name, "mask"), np.asarray(_MASKED, dtype))
+                made.append(helper.make_node("Where", [node.input[3], scaled, least], [masked], name=masked))
+            else:
+                made.append(helper.make_node("Add", [scaled, node.input[3]], [masked], name=masked))
+            scaled = masked
+        made.append(helper.make_node("Softmax", [scaled], [shares], name=shares, axis=-1))
+        return [*made, helper.make_node("MatMul", [shares, value], [name], name=node.name)]
+
+    return index.rewrite(opened)
+
+
+_MASKED = -(2.0**14)
+"""A score whose exponential is zero, which every float type holds."""
+
+
+def _is_plain_attention(node: onnx.NodeProto, kinds: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
+    """Return True for as many heads of keys as of queries, (N, heads, tokens, size), and nothing but a mask."""
+    used = [k for k, name in enumerate(node.input) if name]
+    known = [kinds[name].shape.dim for name in node.input[:3] if name in kinds]
+    if not {0, 1, 2} <= set(used) <= {0, 1, 2, 3} or any(node.output[1:]) or len(known) < 3:
+        return False
+    if any(attribute(node, key, 0) for key in ("is_causal", "softcap", "q_num_heads", "softmax_precision")):
+        return False
+    if any(len(dims) != 4 for dims in known) or not known[0][3].dim_value:
+        return False
+    mask = kinds.get(node.input[3]) if 3 in used else None
+    if 3 in used and (mask is None or attribute(node, "left_window_size", -1) != -1):
+        return False
+    return len({dims[1].dim_value for dims in known}) == 1 and bool(known[0][1].dim_value)
 
 
 def _arranged(name: str, axes: Axes, einsum: onnx.NodeProto, index: Index, made: list[onnx.NodeProto]) -> str:
@@ -385,7 +449,7 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
 
 def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
     """Return the outputs of a graph for one image of a batch, or for the batch where its size is fixed."""
-    alone, names = one_image(source.proto, feed), known_results(source.proto.graph)
+    alone, names = one_image(source.proto, feed), known_results(source)
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
 
 

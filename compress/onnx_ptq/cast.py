@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import copied, name_nodes, raised
 from compress.onnx_ptq.index import elements, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
+from compress.onnx_ptq.passes import images_of
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 
@@ -59,6 +60,7 @@ def cast_onnx(
     precision: str = "fp16",
     batches: Iterable[Any] | None = None,
     keep_io_types: bool = True,
+    ops: Sequence[Path | str] = (),
 ) -> CastFile:
     """Write the float32 part of an ONNX file in half precision; the file itself is not changed.
 
@@ -71,6 +73,7 @@ def cast_onnx(
         precision: `fp16` or `bf16`.
         batches: images that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.
         keep_io_types: leave inputs and outputs float32.
+        ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
 
     Raises:
         AuditError: the file is missing, truncated or not valid ONNX.
@@ -84,7 +87,7 @@ def cast_onnx(
         (2, ())
     """
     check_precision(precision, HALVES)
-    source = load_source(path, quantized=True)
+    source = load_source(path, quantized=True, ops=ops)
     target = source.path.with_name(f"{source.path.stem}.{precision}.onnx") if out is None else Path(out)
     if target.resolve() == source.path.resolve():
         raise QuantizationError(f"{target} is the float file itself; give another name for the new one")
@@ -98,7 +101,7 @@ def cast_onnx(
     if not casting.nodes:
         why = "; ".join(casting.notes()[:3]) or "it holds no float32 operation"
         raise QuantizationError(f"{path}: nothing can be written in {precision}: {why}")
-    images = sum(len(next(iter(feed.values()))) for feed in data or () if feed)
+    images = sum(map(images_of, data or ()))
     if db is not None and db < GOAL_DB[precision]:
         notes.append(
             f"the outputs keep {db:.0f} dB of float32; most is lost at {', '.join(lost) or 'no one operation'}"
@@ -185,7 +188,7 @@ def _cast(
 
 def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
     """Return the float32 tensors that ONNX Runtime can compute."""
-    unknown, graph = unknown_to_runtime(source.proto.graph), source.proto.graph
+    unknown, graph = unknown_to_runtime(source), source.proto.graph
     names = [value.name for value in graph.input]
     names += [name for node in graph.node if node.op_type != "Constant" for name in node.output]
     given = {tensor.name for tensor in graph.initializer}
@@ -210,7 +213,7 @@ def _distance(
     source: SourceFile, made: SourceFile, casting: Casting, types: Mapping[str, int], feed: Arrays
 ) -> float | None:
     """Return the signal to noise of the least float output; None if there is none to compare."""
-    names = [name for name in known_results(source.proto.graph) if types.get(name) == onnx.TensorProto.FLOAT]
+    names = [name for name in known_results(source) if types.get(name) == onnx.TensorProto.FLOAT]
     found = _signal_to_noise(source, made, casting, feed, names)
     return min(found.values(), default=None)
 

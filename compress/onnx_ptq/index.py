@@ -222,7 +222,7 @@ def inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
     shapes, types = infer(source, sizes)
     _check_sizes(source, shapes, feed)
     index = Index(source, shapes)
-    unknown = unknown_to_runtime(index.graph)
+    unknown = unknown_to_runtime(source)
     for _ in range(_ROUNDS):
         known = {} if len(shapes) == len(types) else index.deciding()
         before = len(shapes)

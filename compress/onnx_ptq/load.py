@@ -7,7 +7,7 @@ from the model's folder, and a size that the file merely states allocates nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,7 +31,7 @@ MOST_ELEMENTS = 1 << 31
 MOST_OPERATIONS = 1 << 20
 """Operations of a graph whose functions are inlined."""
 
-_QUANTIZED = frozenset(
+QUANTIZED = frozenset(
     {
         "QuantizeLinear",
         "DequantizeLinear",
@@ -48,11 +48,17 @@ _QUANTIZED = frozenset(
         "QLinearSigmoid",
         "QLinearLeakyRelu",
         "QLinearSoftmax",
+        "QLinearWhere",
+        "QLinearReduceMean",
         "QGemm",
         "MatMulNBits",
         "DynamicQuantizeMatMul",
         "MatMulIntegerToFloat",
         "QAttention",
+        "QEmbedLayerNormalization",
+        "DynamicQuantizeLSTM",
+        "MatMulBnb4",
+        "GatherBlockQuantized",
     }
 )
 """Operators of files that are quantized already."""
@@ -71,12 +77,14 @@ class SourceFile:
         proto: the model; weights in other files are not in it.
         external: True if the file had weights in other files.
         notes: what was mended on reading, a sentence each.
+        ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
     """
 
     path: Path
     proto: onnx.ModelProto
     external: bool = False
     notes: tuple[str, ...] = ()
+    ops: tuple[Path, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -102,14 +110,17 @@ class SourceFile:
             return numpy_helper.to_array(whole)
 
 
-def load_source(path: Path | str, *, quantized: bool = False) -> SourceFile:
-    """Read a float ONNX file; `quantized`: or one that is quantized.
+def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path | str] = ()) -> SourceFile:
+    """Read a float ONNX file; `quantized`: or one that is quantized; `ops`: libraries of its own operators.
 
     Raises:
         AuditError: it is missing, truncated, not ONNX, or not valid.
         QuantizationError: it is quantized already, of an opset that is not read, or holds a tensor that cannot be.
     """
-    path = Path(path)
+    path, libraries = Path(path), tuple(map(Path, ops))
+    for library in libraries:
+        if not library.is_file():
+            raise QuantizationError(f"{library}: no such file; ops takes libraries for ONNX Runtime, such as lib.so")
     try:
         proto = load_onnx(path)
     except EngineError as error:
@@ -119,15 +130,16 @@ def load_source(path: Path | str, *, quantized: bool = False) -> SourceFile:
     notes = _mend(path, proto)
     opset = opset_of(proto)
     if not OLDEST <= opset <= NEWEST:
-        raise QuantizationError(f"{path} has opset {opset}; opsets {OLDEST} to {NEWEST} are read: export it in another")
+        named = f"has opset {opset}" if opset else "names no opset of the standard operators"
+        raise QuantizationError(f"{path} {named}; opsets {OLDEST} to {NEWEST} are read: export it in one of them")
     if not quantized:
-        _check_float(path, proto)
+        check_float(path, proto)
     for tensor in tensors_of(proto.graph):
         _check_tensor(path, tensor)
     external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))
     _check_valid(path, proto, external, mended=bool(notes))
     _check_functions(path, proto)
-    return SourceFile(path=path, proto=proto, external=external, notes=notes)
+    return SourceFile(path=path, proto=proto, external=external, notes=notes, ops=libraries)
 
 
 def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
@@ -235,18 +247,19 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
         yield from tensors_of(inner)
 
 
-def _check_float(path: Path, proto: onnx.ModelProto) -> None:
+def check_float(path: Path, proto: onnx.ModelProto) -> None:
+    """Refuse a file that holds operators of quantized ones, also inside functions and other graphs."""
     functions = [node for function in proto.functions for node in function.node]
     graphs, found = [proto.graph], list(functions)
     while graphs:
         graph = graphs.pop()
         found += graph.node
         graphs += subgraphs(graph.node)
-    quantized = next((node for node in found if node.op_type in _QUANTIZED), None)
+    quantized = next((node for node in found if node.op_type in QUANTIZED), None)
     if quantized is not None:
         raise QuantizationError(
             f"{path} is quantized already: {quantized.name or quantized.output[0]} is a {quantized.op_type}; give the "
-            "float file that it was made from"
+            "float file that it was made from, or make one of it: `ptq --onnx --again`, or compress.dequantize_onnx"
         )
 
 

@@ -76,6 +76,7 @@ def quantize_onnx(
     out: Path | str | None = None,
     precision: str = "fp32",
     trained: nn.Module | None = None,
+    ops: Sequence[Path | str] = (),
     progress: Progress | None = None,
 ) -> Path:
     """Quantize a float ONNX file; see `quantize_onnx_file`, which also returns the decisions.
@@ -89,7 +90,7 @@ def quantize_onnx(
         >>> compress.audit_onnx(path).int8_share
         1.0
     """
-    options: dict[str, Any] = {"precision": precision, "trained": trained, "progress": progress}
+    options: dict[str, Any] = {"precision": precision, "trained": trained, "ops": ops, "progress": progress}
     return quantize_onnx_file(path, batches, spec=spec, out=out, **options).path
 
 
@@ -102,6 +103,7 @@ def quantize_onnx_file(
     precision: str = "fp32",
     trained: nn.Module | None = None,
     metadata: Mapping[str, str] | None = None,
+    ops: Sequence[Path | str] = (),
     progress: Progress | None = None,
 ) -> QuantizedFile:
     """Insert Q/DQ pairs into the graph of a float ONNX file; the file itself is not changed.
@@ -117,6 +119,8 @@ def quantize_onnx_file(
         trained: `quantize(from_onnx(path), ..., spec=spec)` after training: its parameters and ranges are written into
             the file's own graph, and nothing is calibrated; of `batches` the first is needed, for comparisons.
         metadata: entries that the new file gets beside those of the old one.
+        ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones; without them,
+            what such operators compute is not known, and what comes after them stays float.
         progress: is informed of each batch.
 
     Raises:
@@ -136,6 +140,7 @@ def quantize_onnx_file(
         "precision": precision,
         "trained": trained,
         "metadata": metadata,
+        "ops": ops,
         "progress": progress,
     }
     return around_closed(lambda chosen: _quantized(path, batches, chosen, **options), spec, batches)
@@ -150,6 +155,7 @@ def _quantized(
     precision: str,
     trained: nn.Module | None,
     metadata: Mapping[str, str] | None,
+    ops: Sequence[Path | str],
     progress: Progress | None,
 ) -> QuantizedFile:
     """Quantize a file as a specification says; see `quantize_onnx_file`.
@@ -158,10 +164,9 @@ def _quantized(
         ClosedError: a branch is closed on every image; it has the rules that leave it float.
     """
     check_quant_spec(spec)
-    if trained is None:
-        _check_methods(spec)
+    _check_methods(spec, trained)
     check_batches(batches)
-    original = load_source(path)
+    original = load_source(path, ops=ops)
     target = _target(original.path, out)
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
@@ -215,7 +220,7 @@ def _with_remainder(
 
 def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
     index, shapes, types = inferred(source, feed)
-    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index.graph))
+    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source))
 
 
 def scale_channels(
@@ -266,7 +271,9 @@ def _first(pieces: Iterator[Arrays]) -> Arrays:
     return first
 
 
-def _check_methods(spec: QuantSpec) -> None:
+def _check_methods(spec: QuantSpec, trained: nn.Module | None) -> None:
+    if trained is not None:
+        return
     if spec.batchnorm == "keep":
         raise QuantizationError(
             "quantization.batchnorm is keep, which is for training: in a file it is folded; set batchnorm: fold"

@@ -29,13 +29,13 @@ _RUNTIMES = frozenset({"com.microsoft", "com.ms.internal.nhwc", "ai.onnx.ml"})
 """Domains whose operators ONNX Runtime knows beside the standard ones."""
 
 
-def unknown_to_runtime(graph: onnx.GraphProto) -> dict[str, str]:
+def unknown_to_runtime(source: SourceFile) -> dict[str, str]:
     """Return the tensors that come from or after an operator that ONNX Runtime does not know, each with the reason."""
     found: dict[str, str] = {}
-    for node in graph.node:
+    for node in source.proto.graph.node if not source.ops else ():
         before = next((found[name] for name in inputs_of(node) if name in found), "")
         if not _known(node):
-            before = f"{node.op_type} of the domain {node.domain!r} is known to its own runtime only"
+            before = f"{node.op_type} of the domain {node.domain!r} runs with its own library only (--ops, or ops=)"
             text = before
         else:
             text = before if before.startswith("after: ") or not before else f"after: {before}"
@@ -44,10 +44,10 @@ def unknown_to_runtime(graph: onnx.GraphProto) -> dict[str, str]:
     return found
 
 
-def known_results(graph: onnx.GraphProto) -> list[str]:
+def known_results(source: SourceFile) -> list[str]:
     """Return the outputs of a graph that ONNX Runtime can compute."""
-    unknown = unknown_to_runtime(graph)
-    return [value.name for value in graph.output if value.name not in unknown]
+    unknown = unknown_to_runtime(source)
+    return [value.name for value in source.proto.graph.output if value.name not in unknown]
 
 
 def _known(node: onnx.NodeProto) -> bool:
@@ -57,14 +57,21 @@ def _known(node: onnx.NodeProto) -> bool:
     )
 
 
-def session_options(folder: Path, threads: int) -> Any:
-    """Return the options of a session whose large weights are in files of a folder, or given by name."""
+def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any:
+    """Return the options of a session whose large weights are in files of a folder, or given by name.
+
+    Raises:
+        CalibrationError: a library of operators, of `ops`, cannot be loaded.
+    """
     options = import_library("onnxruntime", "pip install onnxruntime").SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
+    for library in ops:
+        with library_errors(CalibrationError, f"{library} is no library of operators that ONNX Runtime loads: "):
+            options.register_custom_ops_library(str(library.absolute()))
     return options
 
 
@@ -102,10 +109,10 @@ class FloatSession:
         self.computed = [name for name in tensors if name not in inputs]
         proto, weights = _with_results(source.proto, self.computed)
         self._reads = {value.name for value in proto.graph.input}
-        self._session = None
+        self._session, self.ops = None, source.ops
         if not self.computed:
             return
-        options = session_options(source.folder, threads)
+        options = session_options(source.folder, threads, source.ops)
         if plain:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if optimized is not None:

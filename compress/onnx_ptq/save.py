@@ -15,6 +15,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
 from compress.files import replacing
 from compress.onnx_ptq.load import SourceFile, tensors_of
+from compress.onnx_ptq.run import unknown_to_runtime
 
 _LARGEST = (1 << 31) - (1 << 20)
 """Bytes of a file of one piece, less than protobuf's limit of 2 GiB."""
@@ -40,7 +41,7 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     """
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
-        _check(whole, path, target)
+        _check(whole, path, target, source)
         with replacing(path) as temporary:
             temporary.write_bytes(whole)
         return path
@@ -111,13 +112,15 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
     return whole.raw_data
 
 
-def _check(model: bytes, path: Path, target: str) -> None:
+def _check(model: bytes, path: Path, target: str, source: SourceFile) -> None:
     """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
     with library_errors(AuditError, f"the new form of {path.name} is not valid (", "); report it, please"):
         onnx.checker.check_model(model, full_check=True)
-        if target == "onnxruntime":
+        if target == "onnxruntime" and not unknown_to_runtime(source):
             onnxruntime = import_library("onnxruntime", "pip install onnxruntime")
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            for library in source.ops:
+                options.register_custom_ops_library(str(library.absolute()))
             onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

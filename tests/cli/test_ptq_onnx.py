@@ -138,3 +138,14 @@ def test_hidden_files_are_no_pictures(folder):
     """macOS writes a file `._NAME` beside each on disks of another kind; it is no picture."""
     (folder / "pictures" / "._0.png").write_bytes(b"attributes")
     assert len(Pictures(folder / "pictures", PictureInput(), limit=9, batch_size=1).paths) == 3
+
+
+def test_a_quantized_file_begins_anew(compress, folder):
+    options = ["--data", "inputs.npz", "--out", "run"]
+    assert compress("ptq", "--onnx", "net.onnx", *options, cwd=folder).returncode == 0
+    (folder / "run" / "net.int8.onnx").rename(folder / "q.onnx")
+    refused = compress("ptq", "--onnx", "q.onnx", *options, cwd=folder)
+    assert refused.returncode and "quantized already" in refused.stderr and "--again" in refused.stderr
+    done = compress("ptq", "--onnx", "q.onnx", *options, "--again", "--json", cwd=folder)
+    assert done.returncode == 0 and json.loads(done.stdout)["int8_share"] == 1
+    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(folder / "run" / "q.float.onnx").graph.node}

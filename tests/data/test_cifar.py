@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from compress import DataSpec, load_data
+from compress.data.load import load_data
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CPU = torch.device("cpu")

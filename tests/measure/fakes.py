@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from compress import Engine
-from compress.engines import EngineInfo, TensorInfo
+from compress.engines import Engine, EngineInfo, TensorInfo
 
 
 class GivenEngine(Engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+import warnings
 
 import numpy as np
 import onnx
@@ -15,10 +16,9 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.quantization.spec import TARGETS
+from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.exact import WEIGHTS, open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, run, sqnr, weights
@@ -433,3 +433,41 @@ def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activati
         x = batches()[0]
         assert sqnr(model(x).numpy(), qmodel(x).numpy()) > 20
         assert sqnr(model(x).numpy(), run(made.path, x.numpy())) > 20
+
+
+class Modern(nn.Module):
+    """A block whose attention and RMSNorm are operators from opset 23 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.RMSNorm(16)
+        self.qkv, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x, mask=None):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        n, t, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head((x + self.out(y.transpose(1, 2).reshape(n, t, c))).mean(1))
+
+
+@pytest.mark.parametrize("opset", [21, 23, 25])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_and_rms_norm_as_operators(tmp_path, opset, masked):
+    torch.manual_seed(0)
+    model, x = Modern().eval(), batches()
+    mask = (torch.rand(16, 16) > 0.3,) if masked else ()
+    file = tmp_path / "float.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x[0], *mask), str(file), dynamo=True, opset_version=opset, verbose=False)
+    kinds = {node.op_type for node in onnx.load(file).graph.node}
+    assert (opset > 22) == (kinds >= {"Attention", "RMSNormalization"})
+    data = [(one, *mask) for one in x] if masked else x
+    for target in ("tensorrt", "openvino", "onnxruntime"):
+        done = compress.quantize_onnx(file, data, spec=QuantSpec(target=target), out=tmp_path / "q.onnx")
+        audit = compress.audit_onnx(done)
+        assert len(audit.rows) == 6 and sum(row.int8 for row in audit.rows) >= 5  # onnxruntime: not the last
+        assert compress.check_onnx(file, done, data[0], target=target).written_db > 25
+    again = compress.from_onnx(file)
+    torch.testing.assert_close(again(x[0], *mask), model(x[0], *mask), atol=1e-5, rtol=1e-4)

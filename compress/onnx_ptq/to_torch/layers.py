@@ -144,6 +144,16 @@ def layer_norm(b: Builder, node: onnx.NodeProto) -> Value:
     return b.layer(node, _layer_norm(shape[axis % len(shape) :], weight, bias, epsilon), b.tensor(node.input[0]))
 
 
+def rms_norm(b: Builder, node: onnx.NodeProto) -> Value:
+    """Convert RMSNormalization."""
+    shape, weight = b.shapes[node.input[0]], constant(b, node.input[1])
+    normalized = shape[attribute(node, "axis", -1) % len(shape) :]
+    module = nn.RMSNorm(normalized, eps=attribute(node, "epsilon", 1e-5))
+    with torch.no_grad():
+        module.weight.copy_(weight.expand(normalized))
+    return b.layer(node, module, b.tensor(node.input[0]))
+
+
 def written_layer_norm(b: Builder, found: Compound) -> Value:
     """Convert a LayerNorm that is written as means, a root and a quotient."""
     after = found.nodes[[part.op_type for part in found.nodes].index("Sqrt") + 2 :]
@@ -227,6 +237,7 @@ LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Value]] = {
     "InstanceNormalization": instance_norm,
     "GroupNormalization": group_norm,
     "LayerNormalization": layer_norm,
+    "RMSNormalization": rms_norm,
     "PRelu": prelu,
 }
 """Converters of operators with parameters."""

@@ -330,6 +330,7 @@ OPERATORS: dict[str, Converter] = {
             ("Sin", torch.sin),
             ("Cos", torch.cos),
             ("Not", torch.logical_not),
+            ("IsNaN", torch.isnan),
             ("Sign", torch.sign),
         )
     },

@@ -136,10 +136,8 @@ def _product(
             space = None
             if tile.splits > 1:
                 count = weight.groups * tiles_of(rows, columns // weight.groups, tile)
-                key = (count, tile.rows * tile.columns)
-                if key not in bindings.workspaces:
-                    bindings.workspaces[key] = workspace(bindings.device, *key)
-                space = bindings.workspaces[key]
+                key = ("workspace", count, tile.rows * tile.columns)
+                space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
             product(
                 read(tensors),
                 weight,

@@ -1,0 +1,130 @@
+"""Files that ONNX Runtime's own tools quantized become float files again, which are compared on ONNX Runtime."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+import compress
+from compress.errors import QuantizationError
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export, model_of, run, sqnr, weights
+
+NETWORKS = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+
+
+class Reader(CalibrationDataReader):
+    def __init__(self):
+        self.left = [{"picture": x.numpy()} for x in batches(2)]
+
+    def get_next(self):
+        return self.left.pop() if self.left else None
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("float")
+    torch.manual_seed(0)
+    return {name: export(with_statistics(make()), folder / f"{name}.onnx") for name, make in NETWORKS.items()}
+
+
+def ops_of(path):
+    return {node.op_type for node in onnx.load(path).graph.node}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("form", QuantFormat)
+@pytest.mark.parametrize("activations", ["QUInt8", "QInt8"])
+def test_static_files_are_float_again(exported, tmp_path, name, form, activations):
+    """Weights alone are rounded then; ReLUs that the tool left out are there again."""
+    options = {"per_channel": True, "activation_type": QuantType[activations], "weight_type": QuantType.QInt8}
+    quantize_static(exported[name], tmp_path / "q.onnx", Reader(), quant_format=form, **options)
+    again = compress.dequantize_onnx(tmp_path / "q.onnx")
+    assert again == tmp_path / "q.float.onnx"
+    x = batches(1, seed=7)[0].numpy()
+    assert sqnr(run(exported[name], x), run(again, x)) > 45
+    assert not any("Linear" in kind or "Integer" in kind for kind in ops_of(again))
+    assert {t.data_type for t in onnx.load(again).graph.initializer} <= {TensorProto.FLOAT, TensorProto.INT64}
+
+
+def test_dynamic_files_and_blocks_of_four_bits(exported, tmp_path):
+    x, file = batches(1, seed=7)[0].numpy(), exported["attention"]
+    quantize_dynamic(file, tmp_path / "dynamic.onnx", per_channel=True)
+    made = MatMulNBitsQuantizer(onnx.load(file), block_size=16, is_symmetric=False, bits=4)
+    made.process()
+    made.model.save_model_to_file(str(tmp_path / "blocks.onnx"))
+    again = compress.dequantize_onnx(tmp_path / "dynamic.onnx", tmp_path / "a.onnx")
+    assert sqnr(run(file, x), run(again, x)) > 45
+    again = compress.dequantize_onnx(tmp_path / "blocks.onnx", tmp_path / "b.onnx")
+    assert sqnr(run(tmp_path / "blocks.onnx", x), run(again, x)) > 60  # the weights that the file stands for
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_our_own_files_get_the_same_layers_again(exported, tmp_path, target):
+    spec = compress.QuantSpec(target=target)
+    first = compress.quantize_onnx(exported["gated"], batches(), spec=spec, out=tmp_path / "first.onnx")
+    again = compress.dequantize_onnx(first, tmp_path / "again.onnx")
+    second = compress.quantize_onnx(again, batches(), spec=spec, out=tmp_path / "second.onnx")
+    assert [r.int8 for r in compress.audit_onnx(first).rows] == [r.int8 for r in compress.audit_onnx(second).rows]
+    x = batches(1, seed=3)[0].numpy()
+    assert sqnr(run(exported["gated"], x), run(second, x)) > sqnr(run(exported["gated"], x), run(first, x)) - 3
+
+
+def test_refusals(exported, tmp_path):
+    with pytest.raises(QuantizationError, match="holds no quantizer"):
+        compress.dequantize_onnx(exported["resnet"], tmp_path / "x.onnx")
+    pair = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="quantize"),
+        helper.make_node("Cast", ["q"], ["f"], name="cast", to=TensorProto.FLOAT),
+        helper.make_node("Softmax", ["f"], ["y"], name="last"),
+    ]
+    onnx.save(model_of(pair, {"s": np.float32(0.1), "z": np.int8(0)}), tmp_path / "m.onnx")
+    with pytest.raises(QuantizationError, match="cast .Cast. reads the integers 'q' themselves"):
+        compress.dequantize_onnx(tmp_path / "m.onnx")
+
+
+def test_operators_of_other_domains_run_with_their_library(tmp_path):
+    library = pytest.importorskip("onnxruntime_extensions").get_library_path()
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], name="first"),
+        helper.make_node("NegPos", ["a"], ["n", "p"], name="parts", domain="ai.onnx.contrib"),
+        helper.make_node("Sub", ["p", "n"], ["s"], name="sum"),
+        helper.make_node("Conv", ["s", "v"], ["y"], name="last"),
+    ]
+    constants = {"w": weights(4, 3, 3, 3), "v": weights(4, 4, 3, 3)}
+    onnx.save(model_of(nodes, constants, shape=("n", 3, 8, 8), domains=("ai.onnx.contrib",)), tmp_path / "m.onnx")
+    x = batches(1, size=8)[0]
+    for ops, share in (((), 108 / 252), ((library,), 1.0)):
+        done = compress.quantize_onnx(tmp_path / "m.onnx", [x], ops=ops, out=tmp_path / "q.onnx")
+        assert compress.audit_onnx(done).int8_share == pytest.approx(share)
+        found = compress.check_onnx(tmp_path / "m.onnx", done, x, target="tensorrt", ops=ops)
+        assert ("its own library" in found.warning) == (not ops) and (found.written_db or 30) > 25
+    assert compress.cast_onnx(tmp_path / "m.onnx", batches=[x], ops=[library]).sqnr_db > 50
+
+
+def test_a_library_that_is_none_is_named(exported, tmp_path):
+    (tmp_path / "lib.so").write_bytes(b"none")
+    for name, match in (("gone.so", "gone.so: no such file"), ("lib.so", "no library of operators")):
+        with pytest.raises(compress.errors.CompressError, match=match):
+            compress.quantize_onnx(exported["resnet"], batches(), ops=[tmp_path / name])
+
+
+def test_a_weight_in_blocks_is_what_the_reference_says(tmp_path):
+    """Blocks along an axis, by onnx's own evaluator."""
+    q, s = np.arange(-32, 32, dtype=np.int8).reshape(8, 8), np.linspace(0.1, 0.9, 16, dtype=np.float32).reshape(2, 8)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=0, block_size=4),
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    model = model_of(nodes, {"q": q, "s": s}, opset=21)
+    onnx.save(model, tmp_path / "m.onnx")
+    graph = onnx.load(compress.dequantize_onnx(tmp_path / "m.onnx")).graph
+    (weight,) = (numpy_helper.to_array(t) for t in graph.initializer)
+    model.graph.output[0].name = "w"
+    del model.graph.node[1]
+    (expected,) = ReferenceEvaluator(model).run(None, {"x": np.zeros((2, 3, 8, 8), np.float32)})
+    np.testing.assert_array_equal(weight, expected)
