@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import compress
-from compress.recipe.tree import load_recipe
+from compress import load_recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

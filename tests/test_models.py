@@ -6,9 +6,9 @@ import torch
 import torchvision
 from torch import nn
 
+from compress import ModelSpec, build_model
 from compress.errors import CheckpointError, ModelError
-from compress.models.by_name import build_model, build_model_with_notes
-from compress.models.spec import ModelSpec
+from compress.models.by_name import build_model_with_notes
 
 SMALL = "shufflenet_v2_x0_5"
 

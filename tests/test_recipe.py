@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 
+from compress import Recipe, load_recipe
 from compress.errors import RecipeError
 from compress.recipe.files import find_recipe, recipe_names
-from compress.recipe.tree import Recipe, load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 
 SHIPPED = ("mobilenet_v2", "resnet18", "resnet50", "resnet50-cpu", "resnet50-imagenet", "vgg16")
 

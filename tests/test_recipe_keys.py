@@ -8,10 +8,11 @@ from typing import get_args
 import pytest
 import yaml
 
+from compress import Recipe
 from compress.errors import RecipeError
 from compress.quantization.spec import ActivationCalibrator
 from compress.recipe.keys import recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import Recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 
 KEYS = recipe_keys()
 PAGE = Path(__file__).parent.parent / "recipes" / "README.md"

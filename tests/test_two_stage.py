@@ -9,10 +9,9 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
 import compress
+from compress import ModelSpec, build_model
 from compress.detection.two_stage import ProposalNetwork, TwoStageHead, is_two_stage
 from compress.errors import ModelError
-from compress.models.by_name import build_model
-from compress.models.spec import ModelSpec
 from compress.tasks.detection import output_tuple
 from compress.tasks.load import detector_head
 from tests.test_detectors import images, targets

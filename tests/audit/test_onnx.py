@@ -5,8 +5,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from compress import QuantSpec, Rule, cast_onnx, quantize_onnx
-from compress.audit.onnx import audit_onnx, audit_sparsity, sparse_nodes
+from compress import QuantSpec, Rule, audit_onnx, cast_onnx, quantize_onnx
+from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 
 FILE = """

@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from compress import load_recipe, run
 from compress.cli.app import app
 from compress.errors import EngineError, EngineUnavailableError
-from compress.pipeline import run
 from compress.pipeline.folder import open_run
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 from tests.engines.models import classifier
 
 TREE = {

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from compress import __version__, load_recipe
 from compress.cli.app import app
 from compress.cli.console import VERBOSITY, progress
 from compress.pipeline.folder import open_run
-from compress.recipe.tree import load_recipe
-from compress.version import DISTRIBUTION, __version__
+from compress.version import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
 

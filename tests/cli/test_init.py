@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
+from compress import load_recipe
 from compress.cli.app import app
 from compress.errors import RecipeError
-from compress.recipe.tree import load_recipe
 
 
 def invoke(*words):

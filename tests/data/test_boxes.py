@@ -5,9 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import class_count, load_data
-from compress.data.spec import DataSpec
+from compress.data.load import class_count
 from compress.errors import DataError
 
 CLASSES = ("dark", "bright")

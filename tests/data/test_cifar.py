@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
+from compress import DataSpec, load_data
 from compress.errors import DataError
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from compress import DataSpec, load_data
 from compress.cli.app import app
 from compress.cli.networks import chosen_recipe, network_of
-from compress.data.load import class_count, load_data
-from compress.data.spec import DataSpec
+from compress.data.load import class_count
 from compress.errors import DataError
 
 

@@ -5,9 +5,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 
 SPECS = {
     "digits": DataSpec(name="digits", image_size=16, train_images=60),

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import transforms
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
 from compress.data.decode import centre_crop, random_box, rgb
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CPU = torch.device("cpu")

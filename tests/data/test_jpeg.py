@@ -10,15 +10,13 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from compress import DataSpec, load_data, load_recipe
 from compress.data.base import BatchPlan
 from compress.data.jpeg import check_decoder, decode_jpegs, nvjpeg
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 from compress.data.workers import ahead
 from compress.errors import DataError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
-from compress.recipe.tree import load_recipe
 
 CPU = torch.device("cpu")
 

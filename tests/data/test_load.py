@@ -1,7 +1,7 @@
 import pytest
 
-from compress.data.load import load_data
-from compress.data.spec import DATASETS, DataSpec, check_data_spec
+from compress import DataSpec, load_data
+from compress.data.spec import DATASETS, check_data_spec
 from compress.errors import DataError
 
 

@@ -3,9 +3,8 @@ import pytest
 import torch
 from PIL import Image
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 SIZE = (24, 32)

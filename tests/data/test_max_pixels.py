@@ -8,12 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
 from compress.data.decode import centre_crop, open_image, random_crop
 from compress.data.files import PictureInput
-from compress.data.load import load_data
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
 from compress.pipeline.predict import read_picture

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import load_data
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CODE = """

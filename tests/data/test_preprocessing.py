@@ -2,8 +2,8 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
 
+from compress import DataSpec
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 from torch.nn import functional as F
 
+from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
-from compress.data.load import load_data
 from compress.data.shapes import (
     EXTENT,
     LAYERS,
@@ -29,7 +29,6 @@ from compress.data.shapes import (
     polygon,
     with_clutter,
 )
-from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 CPU = torch.device("cpu")

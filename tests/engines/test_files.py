@@ -8,10 +8,10 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from compress.engines import build_engine
+from compress import CompressWarning, build_engine
 from compress.engines import onnxruntime as engine_of_onnx_runtime
 from compress.engines import openvino as engine_of_openvino
-from compress.errors import CompressWarning, EngineError, EngineUnavailableError
+from compress.errors import EngineError, EngineUnavailableError
 from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
 

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compress.engines import build_engine
+from compress import build_engine
 from compress.engines.unsigned import joins_signed, to_unsigned
 from tests.exact import open_session
 

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from compress.engines import ENGINES, Availability, build_engine, engine_availability
+from compress import BenchSpec, build_engine, engine_availability
+from compress.engines import ENGINES, Availability
 from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
-from compress.measure.spec import ENGINE_NAMES, BenchSpec, check_bench_spec
+from compress.measure.spec import ENGINE_NAMES, check_bench_spec
 from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
 from compress.support.progress import NoProgress

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from compress.engines import build_engine
+from compress import build_engine
 from tests.engines.models import classifier
 
 PROGRAM = """

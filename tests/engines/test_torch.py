@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.engines import TorchEngine
+from compress import TorchEngine
 from compress.errors import EngineError, EngineUnavailableError
 
 

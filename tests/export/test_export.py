@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
-from compress import audit_onnx, export_onnx, insert_quantizers, quantize
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, export_onnx, insert_quantizers, quantize
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
 from compress.graph.inputs import flat_tensors
-from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.quantization.spec import TARGETS
 from tests.exact import open_session
 from tests.networks import TinyResNet, network
 

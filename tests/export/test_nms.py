@@ -9,10 +9,10 @@ import torch
 from torchvision.models.detection import RetinaNet
 
 import compress
+from compress import export_onnx
 from compress.detection.detectors import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
-from compress.export.onnx import export_onnx
 from tests.tiny_detectors import FAMILIES, SIZE
 
 CLASSES = 3

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
+from compress import trace
 from compress.graph.canonical import canonical_graph
 from compress.graph.ops import node_kind
 from compress.graph.report import leaves_of
-from compress.graph.trace import trace
 from tests.networks import with_statistics
 
 G = torch.Generator().manual_seed(0)

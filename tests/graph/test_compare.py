@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from compress import trace
 from compress.errors import ModelError
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import TOLERANCE, Reference, relative_error, same_results
-from compress.graph.trace import trace
 from tests.networks import TinyResNet, with_statistics
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

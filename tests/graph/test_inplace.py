@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import compress
+from compress import trace
 from compress.errors import ModelError
 from compress.graph.canonical import canonical_graph
 from compress.graph.inplace import follow_changes
-from compress.graph.trace import trace
 
 
 class Net(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import compress
+from compress import trace
 from compress.errors import DataError, ModelError
-from compress.graph.trace import trace
 
 
 @dataclass

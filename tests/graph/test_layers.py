@@ -6,8 +6,8 @@ import torchvision
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from compress import trace
 from compress.graph.layers import layers, total_macs
-from compress.graph.trace import trace
 from compress.roofline_model.counting import workload
 
 NAMES = ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "vit_b_32")

@@ -8,9 +8,9 @@ from torch import nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 import compress
+from compress import trace
 from compress.errors import CheckpointError, ModelError
 from compress.graph.report import leaves_of
-from compress.graph.trace import trace
 from tests.networks import TinyResNet
 
 

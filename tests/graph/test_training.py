@@ -10,8 +10,8 @@ import torchvision
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from compress import quantize, trace
-from compress.errors import CompressWarning, ModelError
+from compress import CompressWarning, quantize, trace
+from compress.errors import ModelError
 from compress.graph.report import report_of
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import quantization_report_of

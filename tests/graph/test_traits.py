@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from compress import trace
 from compress.graph.modules import InTraining
 from compress.graph.ops import SPELLINGS, module_kind, node_kind
-from compress.graph.trace import trace
 from compress.graph.traits import MANY, TRAITS
 
 POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}

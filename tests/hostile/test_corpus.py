@@ -21,14 +21,14 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from safetensors.torch import save_file
 
-from compress import DataSpec, audit_onnx, from_onnx, load_data
+from compress import CompressError, DataSpec, audit_onnx, from_onnx, load_data, load_recipe
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
-from compress.errors import AuditError, CheckpointError, CompressError, DataError, EngineError, RecipeError, RunError
+from compress.errors import AuditError, CheckpointError, DataError, EngineError, RecipeError, RunError
 from compress.models.weights import read_state_dict
 from compress.pipeline.folder import open_run, recipe_of
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.records import read_run
 from compress.training.distributed import SINGLE, init_processes
 

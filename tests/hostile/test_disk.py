@@ -14,14 +14,14 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import compress
-from compress.errors import CompressError, RunError
+from compress import AdaRoundSpec, CompressError
+from compress.errors import RunError
 from compress.files import write_json, write_text
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.save import save_model
 from compress.pipeline.folder import open_run
 from compress.plots.style import save_figure
 from compress.quantization.ptq.adaround import adaround
-from compress.quantization.spec import AdaRoundSpec
 from compress.recipe.tree import parse_recipe
 from compress.training.log import write_log
 from tests.hostile.disk import read_only, room_for

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import compress
+from compress import Quantizer
 from compress.kernels.epilogue import Epilogue, Window, backward_torch, forward_torch, max_pool
 from compress.kernels.fake_quantize import fused_quantize
 from compress.kernels.memory_format import pack
@@ -20,7 +21,6 @@ from compress.kernels.triton import pool as triton_pool
 from compress.kernels.triton import weights as triton_weights
 from compress.qat_fusion.weights import grid_of
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer
 from tests.qat_fusion.common import assert_same, gradients, quantized
 
 

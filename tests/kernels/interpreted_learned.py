@@ -10,9 +10,9 @@ import os
 import torch
 
 import compress
+from compress import learn_scales
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.learned_quantize import learned_quantize
-from compress.quantization.learned import learn_scales
 from tests.qat_fusion.common import assert_same, gradients, quantized
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3)}

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import compress
+from compress import Quantizer
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS, smooth_fits, smooth_quantize
 from compress.kernels.triton import activation as triton_activation
 from compress.kernels.triton import layer_norm
 from compress.qat_fusion.norm import FusedNormModule
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
-from compress.quantization.quantizer import Quantizer
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
 from tests.qat_fusion.common import assert_same, gradients
 from tests.qat_fusion.test_attention import quantized, vit

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from compress.engines import Engine, EngineInfo, TensorInfo
+from compress import Engine
+from compress.engines import EngineInfo, TensorInfo
 
 
 class GivenEngine(Engine):

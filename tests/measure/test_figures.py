@@ -4,9 +4,9 @@ from sklearn.metrics import jaccard_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compress import TorchEngine, build_engine, export_onnx
+from compress import TorchEngine, build_engine, export_onnx, measure_metric
 from compress.errors import DataError, EngineError
-from compress.measure.accuracy import compare_figures, measure_metric
+from compress.measure.accuracy import compare_figures
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 

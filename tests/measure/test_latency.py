@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from compress.engines import TorchEngine, build_engine
+from compress import TorchEngine, build_engine, measure_latency
 from compress.errors import EngineError
-from compress.measure.latency import RUNS_PER_TURN, Latency, latency_ratio, measure_latency
+from compress.measure.latency import RUNS_PER_TURN, Latency, latency_ratio
 from tests.engines.models import classifier
 from tests.measure.fakes import GivenEngine, Listener
 

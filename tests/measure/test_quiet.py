@@ -12,15 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from compress.measure.latency import (
-    CpuTime,
-    cpu_time,
-    disturbance,
-    first_quiet,
-    judge,
-    measure_latency,
-    paired_interval,
-)
+from compress import measure_latency
+from compress.measure.latency import CpuTime, cpu_time, disturbance, first_quiet, judge, paired_interval
 from tests.measure.fakes import GivenEngine
 
 TIMES = st.floats(0.01, 100.0)

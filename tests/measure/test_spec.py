@@ -2,8 +2,9 @@
 
 import pytest
 
+from compress import BenchSpec
 from compress.errors import RecipeError
-from compress.measure.spec import BenchSpec, check_bench_spec
+from compress.measure.spec import check_bench_spec
 
 
 def test_defaults_and_every_engine_pass():

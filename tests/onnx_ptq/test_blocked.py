@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from compress import QuantSpec
 from compress.onnx_ptq import calibrate, passes
 from compress.onnx_ptq.blocked import BLOCKS, Blocked, BlockedSamples, blocked_session, with_block
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.calibration.histogram import drawn_from
-from compress.quantization.spec import QuantSpec
 from tests.onnx_ptq.files import batches, export
 
 

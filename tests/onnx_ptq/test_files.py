@@ -16,9 +16,10 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.quantization.spec import TARGETS
 from tests.exact import WEIGHTS, open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, run, sqnr, weights

@@ -8,9 +8,9 @@ from onnx import helper
 from torch import nn
 
 import compress
+from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.errors import ModelError
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from tests.onnx_ptq.files import Attention, batches, export, model_of, run, sqnr, weights
 
 MAX = ActivationSpec(calibrator="max")

@@ -7,8 +7,8 @@ import torch
 from onnx import TensorProto, helper
 
 import compress
-from compress.errors import CalibrationError, CompressError, DataError
-from compress.quantization.spec import QuantSpec, Rule
+from compress import CompressError, QuantSpec, Rule
+from compress.errors import CalibrationError, DataError
 from tests.onnx_ptq.files import batches, model_of, weights
 
 DATA = batches(size=8)

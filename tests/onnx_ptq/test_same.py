@@ -12,10 +12,11 @@ import torch
 import compress
 from analysis.random_networks.check import inputs
 from analysis.random_networks.network import TABLES, Network, Step
+from compress import ActivationSpec, QuantSpec
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
-from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec
+from compress.quantization.spec import TARGETS
 from examples.yolo import Yolo
 from tests.families import FAMILIES
 from tests.networks import TinyResNet, with_statistics

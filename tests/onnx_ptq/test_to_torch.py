@@ -7,11 +7,10 @@ import torch
 from onnx import helper
 
 import compress
+from compress import ModelSpec, QuantSpec, build_model
 from compress.errors import ModelError, QuantizationError
-from compress.models.by_name import build_model
-from compress.models.spec import ModelSpec
 from compress.quantization.report import placement_of
-from compress.quantization.spec import TARGETS, QuantSpec
+from compress.quantization.spec import TARGETS
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import Attention, Gated, Shuffled, export, model_of, run, weights
 

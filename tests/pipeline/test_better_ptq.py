@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from compress.data.load import load_data
+from compress import load_data, load_recipe
 from compress.errors import RecipeError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.training import build_float
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from compress.pipeline import run
+from compress import run
 from compress.recipe.tree import parse_recipe
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 

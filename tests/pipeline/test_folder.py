@@ -12,9 +12,9 @@ from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
-from compress import DataSpec, load_data, run
+from compress import CompressError, DataSpec, load_data, run
 from compress.cli.app import app
-from compress.errors import CompressError, ExportError, RunError
+from compress.errors import ExportError, RunError
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.folder import open_run, read_state, recipe_of
 from compress.recipe.tree import parse_recipe

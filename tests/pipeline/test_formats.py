@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from compress.pipeline import run
+from compress import run
 from compress.pipeline.again import export_again, variants_in
 from compress.pipeline.folder import recipe_of
 from compress.records import read_run

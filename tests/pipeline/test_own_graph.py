@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import compress
-from compress.pipeline import run
+from compress import run
 from compress.recipe.tree import parse_recipe
 from compress.records import read_run
 from tests.networks import TinyResNet, with_statistics

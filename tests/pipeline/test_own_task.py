@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from compress import run
 from compress.errors import RunError
-from compress.pipeline import run
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
 from tests.exact import open_session

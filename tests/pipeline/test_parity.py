@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from compress import insert_quantizers
 from compress.cli.app import app
 from compress.errors import RecipeError, RunError
 from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
 from compress.recipe.tree import parse_recipe
 from tests.exact import WEIGHTS
@@ -24,17 +24,17 @@ TREE = {
         "weights": {"num_bits": WEIGHTS.num_bits},
     },
 }
-RECIPE = parse_recipe(TREE)
+PARITY_RECIPE = parse_recipe(TREE)
 
 
 def test_both_engines_at_every_quantizer(tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
-    path.write_text(RECIPE.to_yaml())
+    path.write_text(PARITY_RECIPE.to_yaml())
     with pytest.raises(SystemExit) as done:
         app(["inspect", "parity", "--recipe", str(path), "--json"])
     assert not done.value.code
     document = json.loads(capsys.readouterr().out)
-    qmodel = insert_quantizers(tiny(), torch.zeros(2, 3, 16, 16), RECIPE.quantization)
+    qmodel = insert_quantizers(tiny(), torch.zeros(2, 3, 16, 16), PARITY_RECIPE.quantization)
     expected = {site.name for site in placement_of(qmodel).activations}
     for engine in ("onnxruntime", "openvino"):
         assert {point["quantizer"] for point in document[engine]["points"]} == expected

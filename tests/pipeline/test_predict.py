@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from compress import run
 from compress.errors import DataError
-from compress.pipeline import run
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
 from tests.data import test_boxes, test_masks

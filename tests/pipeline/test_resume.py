@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compress.pipeline import run
+from compress import run
 from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
 

@@ -12,10 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
+from compress import run
 from compress.cli import main
 from compress.errors import DataError, ModelError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
-from compress.pipeline import default_folder, run
+from compress.pipeline import default_folder
 from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import parse_recipe

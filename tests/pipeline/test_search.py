@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from compress import load_recipe
 from compress.errors import RunError, SearchError
 from compress.pipeline.studies.search import search_run, search_worker
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 from tests.exact import open_session
 
 TREE = {

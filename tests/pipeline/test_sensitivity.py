@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from compress import insert_quantizers, load_recipe
 from compress.cli.app import app
 from compress.errors import QuantizationError, RecipeError
 from compress.pipeline.studies.mixed import MixedPoint, mixed_front, pick, sheet_costs, write_recipe
 from compress.pipeline.studies.sensitivity import sensitivity_run
-from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.mixed import mixed_spec
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},

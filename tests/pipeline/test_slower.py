@@ -12,12 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from compress import QuantSpec, Rule, TorchEngine, audit_onnx, build_engine, export_onnx, load_recipe, quantize_targets
+from compress import (
+    BenchSpec,
+    QuantSpec,
+    Rule,
+    TorchEngine,
+    audit_onnx,
+    build_engine,
+    export_onnx,
+    load_recipe,
+    quantize_targets,
+)
 from compress.data.preprocessing import Preprocessing
 from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.latency import CpuTime, Latency
 from compress.measure.metric import PAIRED, Metric
-from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench, paired_speeds
 from compress.pipeline.steps.slower import keep_slower, layers_of, slower

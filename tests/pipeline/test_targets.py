@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import compress
-from compress import quantize, quantize_targets, run
-from compress.errors import CompressError, DataError, QuantizationError, RecipeError, RunError
+from compress import CompressError, quantize, quantize_targets, run
+from compress.errors import DataError, QuantizationError, RecipeError, RunError
 from compress.pipeline.again import bench_again, export_again, networks_of
 from compress.pipeline.bundle import write_bundle
 from compress.pipeline.predict import predict

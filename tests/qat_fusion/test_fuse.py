@@ -14,11 +14,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import compress
-from compress import Quantizer, learn_scales
+from compress import QATSpec, Quantizer, fit, learn_scales
 from compress.errors import ExportError, QuantizationError, RecipeError
 from compress.quantization.numerics import QuantFormat
-from compress.training.fitting import fit
-from compress.training.spec import QATSpec, check_train_spec
+from compress.training.spec import check_train_spec
 from tests.networks import TinyResNet, network
 from tests.qat_fusion.common import (
     TARGETS,

@@ -9,7 +9,7 @@ import compress
 from tests.kernels.interpreter import interpreted
 from tests.qat_fusion.common import assert_same, gradients
 from tests.qat_fusion.interpreted_recompute import Block, Dense, keeping, made
-from tests.qat_fusion.test_rows import Between, quantized
+from tests.qat_fusion.test_rows import Between, quantized_rows
 
 
 def layers_with_recipes(fused):
@@ -40,7 +40,7 @@ class Further(Between):
 )
 def test_which_layers_compute_their_input_again(make, expected):
     torch.manual_seed(1)
-    qmodel, x = quantized(Further(make))
+    qmodel, x = quantized_rows(Further(make))
     fused = compress.fuse_for_training(qmodel)
     assert layers_with_recipes(fused) == expected
     assert layers_with_recipes(compress.fuse_for_training(qmodel, kernels="torch")) == []

@@ -6,9 +6,9 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 import compress
+from compress import Quantizer, Rule, WeightSpec
 from compress.qat_fusion.regions import Region, compile_regions, few_guards
-from compress.quantization.quantizer import Quantizer, quantizers
-from compress.quantization.spec import Rule, WeightSpec
+from compress.quantization.quantizer import quantizers
 from tests.qat_fusion.common import assert_same, gradients, mixed, quantized
 from tests.qat_fusion.test_attention import quantized as quantized_attention
 from tests.qat_fusion.test_attention import vit

@@ -10,8 +10,7 @@ from compress.qat_fusion.norm import FusedNormModule
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted
 from tests.qat_fusion.common import assert_same, compiled_gradients, gradients
-from tests.qat_fusion.test_attention import TARGETS, vit
-from tests.qat_fusion.test_attention import quantized as quantized_vit
+from tests.qat_fusion.test_attention import TARGETS, quantized, vit
 
 
 class Between(nn.Module):
@@ -28,7 +27,7 @@ class Between(nn.Module):
         return self.two(made).mean(1)
 
 
-def quantized(model, channels=8, **spec):
+def quantized_rows(model, channels=8, **spec):
     """A calibrated network whose ranges are too small, so that values saturate."""
     torch.manual_seed(2)
     x = 2 * torch.randn(3, channels, 6, 6)
@@ -40,7 +39,7 @@ def quantized(model, channels=8, **spec):
 
 def between(make):
     torch.manual_seed(1)
-    return quantized(Between(make))
+    return quantized_rows(Between(make))
 
 
 def chain_of(fused, name):
@@ -85,7 +84,7 @@ def test_convolutions_and_int8_forward():
     """An activation that the INT8 kernel does not compute stays out of it, and its values are codes for the next."""
     torch.manual_seed(1)
     layers = [nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1)]
-    qmodel, x = quantized(nn.Sequential(*layers), channels=16)
+    qmodel, x = quantized_rows(nn.Sequential(*layers), channels=16)
     fused = compress.fuse_for_training(qmodel, forward="int8")
     assert [chain.int8 for chain in fused.report.chains if chain.nodes and "1" in chain.quantizer] == [False]
     assert any(chain.int8 for chain in fused.report.chains)
@@ -103,7 +102,7 @@ def test_quantizers_that_do_not_round():
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_of_a_vision_transformer(target):
     """Each with the sum before it, which goes on around it; the last norm's sum is read by it alone."""
-    qmodel, x = quantized_vit(vit(), target)
+    qmodel, x = quantized(vit(), target)
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
     found = norms(fused)

@@ -7,9 +7,9 @@ from torch import nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 import compress
+from compress import learn_scales
 from compress.kernels.triton.launch import Launch
 from compress.qat_fusion.squeeze import FusedExciteModule, FusedSqueezeModule
-from compress.quantization.learned import learn_scales
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted
 from tests.qat_fusion.common import assert_same, compiled_gradients, gradients, quantized, saved_bytes

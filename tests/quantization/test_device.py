@@ -6,9 +6,9 @@ from torch import nn
 from torchvision.models.swin_transformer import SwinTransformerBlock
 
 import compress
+from compress import trace
 from compress.graph.attention import open_attention
 from compress.graph.canonical import canonical_graph
-from compress.graph.trace import trace
 from compress.quantization.placement.insert import apply_placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx

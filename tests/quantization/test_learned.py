@@ -10,17 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import compress
-from compress import ActivationSpec, QuantSpec, WeightSpec, insert_quantizers
+from compress import ActivationSpec, Quantizer, QuantSpec, WeightSpec, insert_quantizers, learn_scales
 from compress.errors import QuantizationError
 from compress.export.prepare import prepare
-from compress.quantization.learned import (
-    LearnedQuantizer,
-    freeze_scales,
-    learn_scales,
-    learned_fake_quantize,
-)
+from compress.quantization.learned import LearnedQuantizer, freeze_scales, learned_fake_quantize
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import quantizers
 from tests.networks import network
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import compress
+from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, learn_scales
 from compress.quantization.calibration.calibrators import make_calibrator
-from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
+from compress.quantization.learned import bake_weights, freeze_scales, normalize_weights
 from compress.quantization.quantizer import quantizers
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.training.passes import damping_loss
 from tests.exact import open_session
 from tests.networks import network, tiny

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compress
+from compress import ActivationSpec, Quantizer, QuantSpec, learn_scales
 from compress.errors import QuantizationError
-from compress.quantization.learned import OffsetQuantizer, ZeroPointQuantizer, freeze_scales, learn_scales
+from compress.quantization.learned import OffsetQuantizer, ZeroPointQuantizer, freeze_scales
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer, quantizers
-from compress.quantization.spec import ActivationSpec, QuantSpec
+from compress.quantization.quantizer import quantizers
 from tests.exact import open_session
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -4,9 +4,9 @@ import pickle
 import pytest
 import torch
 
+from compress import Quantizer
 from compress.errors import CalibrationError
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer
 
 
 def ready(amax=2.0):

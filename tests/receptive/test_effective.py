@@ -9,13 +9,9 @@ import torch
 import torchvision
 from torch import nn
 
+from compress import effective_receptive_field
 from compress.errors import DataError, ModelError, ReceptiveFieldError
-from compress.receptive import (
-    ErfOptions,
-    effective_receptive_field,
-    effective_receptive_fields,
-    erf_drift,
-)
+from compress.receptive import ErfOptions, effective_receptive_fields, erf_drift
 from compress.receptive.effective import probe_images
 from compress.receptive.metrics import second_moment, uniform_profile, uniform_sigma
 from compress.receptive.probe import layers_to_show

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compress.receptive import receptive_field
+from compress import receptive_field
 from tests.receptive.support import support
 
 CHANNELS = 4

@@ -7,9 +7,9 @@ import torch
 import torchvision
 from torch import nn
 
+from compress import receptive_field, trace
 from compress.errors import ModelError, ReceptiveFieldError
-from compress.graph.trace import trace
-from compress.receptive import receptive_field, unproductive_layers
+from compress.receptive import unproductive_layers
 from tests.receptive.support import support, torchvision_model
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.receptive import receptive_field
+from compress import receptive_field
 from tests.receptive.support import supports, torchvision_model, without_chance
 
 PUBLISHED = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from compress import Rule
 from compress.measure.metric import Metric
-from compress.quantization.spec import Rule
 from compress.recipe.tree import parse_recipe
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, MixedRow, SlowRow

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
+from compress import effective_receptive_field, receptive_field
 from compress.errors import ReceptiveFieldError
 from compress.plots.erf import draw_drift, draw_field, draw_gallery, draw_growth, table_caption
-from compress.receptive import ErfOptions, effective_receptive_field, erf_drift, receptive_field
+from compress.receptive import ErfOptions, erf_drift
 from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
 from tests.plots.test_roofline import overlapping_texts
 

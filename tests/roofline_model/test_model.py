@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from compress import roofline
 from compress.errors import RooflineError
-from compress.roofline_model import Device, Operation, Workload, roofline, roofline_of, workload
+from compress.roofline_model import Device, Operation, Workload, roofline_of, workload
 from tests.roofline_model.networks import Block, Residual, WithOpaque
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torchvision import models
 
+from compress import roofline
 from compress.errors import RooflineError
-from compress.roofline_model import Device, roofline, sparse_bound
+from compress.roofline_model import Device, sparse_bound
 from tests.roofline_model.networks import Block, WithOpaque
 
 

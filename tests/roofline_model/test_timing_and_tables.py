@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from compress import roofline
 from compress.errors import RooflineError
 from compress.roofline_model import (
     ceilings_text,
     devices_text,
     measure_ceilings,
     measure_torch_times,
-    roofline,
     rows_text,
     summary_text,
     what_if,

@@ -10,8 +10,7 @@ from compress.search.space import best_within, key_of
 from compress.search.timing import Timed
 from compress.search.trials import open_study, results
 from compress.support.progress import NoProgress
-from tests.search.test_models import COSTS, known_time, networks
-from tests.search.test_models import SPACE as NETWORKS
+from tests.search.test_models import COSTS, NETWORKS, known_time, networks
 from tests.search.worker import SPACE, figures
 
 ERRORS = {e: {c: float((4 - int(c)) ** 2) for c in choices} for e, choices in SPACE.elements.items()}

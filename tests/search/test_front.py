@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compress
+from compress import SearchSpec
 from compress.errors import EngineError, SearchError
 from compress.recipe.tree import parse_recipe
 from compress.search.front import Point, choose, pareto
 from compress.search.lab import Figures
 from compress.search.search import check_request
 from compress.search.space import make_space
-from compress.search.spec import SearchSpec
 from compress.search.structure import analyse
 from tests.networks import network
 

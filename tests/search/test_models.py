@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress import SearchSpec
 from compress.errors import SearchError
 from compress.search import timing
 from compress.search.accuracy_model import rate_choices
@@ -17,14 +18,13 @@ from compress.search.latency_model import Costs, Sample, check, fit, rank_interv
 from compress.search.network import distance
 from compress.search.search import _lab
 from compress.search.space import Space, best_within, make_space, otherwise, uniform
-from compress.search.spec import SearchSpec
 from compress.search.structure import analyse
 from compress.search.timing import Timed
 from compress.support.progress import NoProgress
 from tests.networks import network
 
 STRUCTURE = analyse(network(), torch.randn(2, 3, 16, 16))
-SPACE = make_space(STRUCTURE, SearchSpec(multiple=2), "openvino")
+NETWORKS = make_space(STRUCTURE, SearchSpec(multiple=2), "openvino")
 COSTS = Costs(STRUCTURE)
 
 
@@ -37,7 +37,7 @@ def known_time(costs):
 def networks(count, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda choices: choices[int(torch.randint(len(choices), (1,), generator=generator))]  # noqa: E731
-    return [{e: draw(c) for e, c in SPACE.elements.items()} for _ in range(count)]
+    return [{e: draw(c) for e, c in NETWORKS.elements.items()} for _ in range(count)]
 
 
 def test_costs_are_those_of_the_smaller_network():
@@ -63,12 +63,12 @@ def test_networks_that_a_model_takes_for_the_best_correct_it():
     generator = torch.Generator().manual_seed(0)
     slower = {c.path: 1 + float(torch.rand(1, generator=generator)) for c in COSTS.of({})}
     time = lambda chosen: sum(slower[c.path] * known_time((c,)) for c in COSTS.of(chosen))  # noqa: E731
-    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in SPACE.elements.items()}
+    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in NETWORKS.elements.items()}
     samples = [Sample(costs=COSTS.of(c), time=time(c)) for c in ({}, *networks(6, 0))]
 
     def best(model):
         predict = lambda c: model.predict(COSTS.of(c))  # noqa: E731
-        shares = [best_within(SPACE, errors, predict, share * time({})) for share in (0.9, 0.8, 0.7, 0.6)]
+        shares = [best_within(NETWORKS, errors, predict, share * time({})) for share in (0.9, 0.8, 0.7, 0.6)]
         chosen = [c for c in shares if c is not None]
         return chosen, check(map(predict, chosen), map(time, chosen)).median_error
 
@@ -181,10 +181,10 @@ def test_a_start_leaves_no_time_in_which_a_better_choice_would_fit(seed, share):
     """The work of a layer is a product of two widths, so that times do not add up."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: sorted(torch.rand(count, generator=generator).tolist())  # noqa: E731
-    errors = {e: dict(zip(c, draw(len(c)), strict=True)) for e, c in SPACE.elements.items()}
+    errors = {e: dict(zip(c, draw(len(c)), strict=True)) for e, c in NETWORKS.elements.items()}
     predict = lambda c: known_time(COSTS.of(c))  # noqa: E731
     budget = share * predict({})
-    found = best_within(SPACE, errors, predict, budget)
+    found = best_within(NETWORKS, errors, predict, budget)
     assert predict(found) <= budget
     for element, row in errors.items():
         better = [choice for choice, error in row.items() if error < row[found[element]]]
@@ -192,10 +192,10 @@ def test_a_start_leaves_no_time_in_which_a_better_choice_would_fit(seed, share):
 
 
 def test_uniform_choices_and_the_cost_of_another():
-    half = uniform(SPACE, width=0.5, format_="int8")
+    half = uniform(NETWORKS, width=0.5, format_="int8")
     assert {c for e, c in half.items() if e.startswith("format")} == {"int8"}
     assert (half["width conv1"], half["width block2.conv1"], half["block block1"]) == ("4", "8", "kept")
-    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in SPACE.elements.items()}
-    rows = {(o.element, o.choice): o for o in otherwise(SPACE, errors, lambda c: float(c["width conv1"]), half)}
+    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in NETWORKS.elements.items()}
+    rows = {(o.element, o.choice): o for o in otherwise(NETWORKS, errors, lambda c: float(c["width conv1"]), half)}
     assert (rows["width conv1", "6"].time, rows["width conv1", "6"].distance) == (2.0, -1.0)
     assert rows["block block1", "left out"].time == 0.0

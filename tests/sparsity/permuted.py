@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from compress import SparsitySpec
 from compress.sparsity.channel_permutation import permute_channels
 from compress.sparsity.parametrization import kept_magnitude, nm_mask
-from compress.sparsity.spec import SparsitySpec
 from tests.networks import with_statistics
 
 QUICK = SparsitySpec(permute_seconds=0.2)

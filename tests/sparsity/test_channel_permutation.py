@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compress import SparsitySpec, sparsify
 from compress.errors import SparsityError
 from compress.sparsity import channel_permutation
 from compress.sparsity.channel_permutation import permute_channels
 from compress.sparsity.parametrization import masked_layers
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.sparsity.spec import SparsityRule
 from tests.sparsity.nets import batch, small
 from tests.sparsity.permuted import QUICK, permuted
 

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import compress
-from compress import prune_channels, sparsify
+from compress import SparsitySpec, prune_channels, sparsify
 from compress.errors import SparsityError
-from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.sparsity.spec import SparsityRule
 from tests.networks import TinyResNet
 from tests.sparsity.nets import batch, small
 

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from compress import SparsitySpec, sparsify
 from compress.errors import SparsityError
 from compress.sparsity.eligibility import eligibility
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.sparsity.spec import SparsityRule
 from tests.sparsity.nets import batch, small
 
 

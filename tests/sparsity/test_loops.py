@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from compress import MaskSchedule, SparsitySpec, sparsify
+from compress import MaskSchedule, SparsitySpec, fit, sparsify, squash_masks
 from compress.errors import CheckpointError
 from compress.models.weights import load_state
-from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks, verify_nm
+from compress.sparsity.parametrization import masked_layers, masks_of, verify_nm
 from compress.training.checkpoint import load_model, save_model
-from compress.training.fitting import fit
 from compress.training.spec import FinetuneSpec
 from tests.sparsity.nets import small
 from tests.training.toy import toy_data

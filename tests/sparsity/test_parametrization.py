@@ -7,18 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from compress import SparsitySpec, sparsify, trace
+from compress import SparsitySpec, sparsify, squash_masks, trace
 from compress.errors import SparsityError
 from compress.graph.modules import bake
-from compress.sparsity.parametrization import (
-    NMMask,
-    apply_masks,
-    masked_layers,
-    masks_of,
-    nm_mask,
-    squash_masks,
-    verify_nm,
-)
+from compress.sparsity.parametrization import NMMask, apply_masks, masked_layers, masks_of, nm_mask, verify_nm
 from tests.sparsity.nets import batch, small
 
 SPEC = SparsitySpec()

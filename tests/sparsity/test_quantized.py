@@ -6,9 +6,19 @@ import pickle
 import pytest
 import torch
 
-from compress import QATSpec, QuantSpec, SparsitySpec, calibrate, fit, insert_quantizers, sparsify
-from compress.quantization.learned import freeze_scales, learn_scales
-from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks, verify_nm
+from compress import (
+    QATSpec,
+    QuantSpec,
+    SparsitySpec,
+    calibrate,
+    fit,
+    insert_quantizers,
+    learn_scales,
+    sparsify,
+    squash_masks,
+)
+from compress.quantization.learned import freeze_scales
+from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, verify_nm
 from tests.sparsity.nets import batch, small
 from tests.training.toy import toy_data
 

@@ -4,17 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from compress import SparsitySpec, sparsify
+from compress import MaskSchedule, SparsitySpec, sparsify, squash_masks
 from compress.errors import SparsityError
-from compress.sparsity.parametrization import (
-    masked_layers,
-    masks_of,
-    nm_mask,
-    squash_masks,
-    unstructured_mask,
-    verify_nm,
-)
-from compress.sparsity.schedule import MaskSchedule, mask_optimizer_state
+from compress.sparsity.parametrization import masked_layers, masks_of, nm_mask, unstructured_mask, verify_nm
+from compress.sparsity.schedule import mask_optimizer_state
 from tests.sparsity.nets import batch, small
 
 OPTIMIZERS = {

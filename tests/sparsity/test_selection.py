@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compress import MaskSchedule, sparsify
+from compress import MaskSchedule, SparsitySpec, sparsify, squash_masks
 from compress.errors import SparsityError
 from compress.sparsity.parametrization import (
     DEVIATION,
@@ -22,9 +22,8 @@ from compress.sparsity.parametrization import (
     masked_layers,
     nm_mask,
     patterns,
-    squash_masks,
 )
-from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.sparsity.spec import SparsityRule
 from tests.sparsity.nets import batch, small
 
 CPU = torch.device("cpu")

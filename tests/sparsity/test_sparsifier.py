@@ -2,17 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from compress import SparsitySpec, sparsify, squash_masks
 from compress.errors import SparsityError
-from compress.sparsity.parametrization import (
-    masked_layers,
-    masks_of,
-    nm_mask,
-    squash_masks,
-    unstructured_mask,
-    verify_nm,
-)
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.sparsity.parametrization import masked_layers, masks_of, nm_mask, unstructured_mask, verify_nm
+from compress.sparsity.spec import SparsityRule
 from tests.sparsity.nets import batch, small
 
 

@@ -1,7 +1,8 @@
 import pytest
 
+from compress import SparsitySpec
 from compress.errors import SparsityError
-from compress.sparsity.spec import SparsitySpec, check_sparsity_spec, parse_pattern
+from compress.sparsity.spec import check_sparsity_spec, parse_pattern
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
 import compress
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+from compress import ActivationSpec, QuantSpec, WeightSpec
 from compress.tasks.detection import detection
 from compress.tasks.segmentation import segmentation
 

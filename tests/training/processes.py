@@ -21,14 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import compress
+from compress import CompressError, TrainSpec, evaluate, fit
 from compress.data.base import BatchPlan
-from compress.errors import CheckpointError, CompressError
+from compress.errors import CheckpointError
 from compress.support.progress import NoProgress
 from compress.training.checkpoint import save_model
 from compress.training.distributed import GradientExchange, init_processes
-from compress.training.evaluate import evaluate
-from compress.training.fitting import fit
-from compress.training.spec import TrainSpec
 from tests.fresh import two_places
 from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
 

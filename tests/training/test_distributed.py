@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compress.errors import CompressError
+from compress import CompressError
 from compress.training.distributed import Processes, average_running_statistics, init_processes
 from tests.training.test_resume import run
 from tests.training.toy import convnet

@@ -4,11 +4,12 @@ import torch
 from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch import nn
 
+from compress import CompressError, evaluate
 from compress.data.base import BatchPlan
-from compress.errors import CompressError, DataError, ModelError, RecipeError
+from compress.errors import DataError, ModelError, RecipeError
 from compress.tasks.base import first_tensor
 from compress.training.distributed import SINGLE, Processes
-from compress.training.evaluate import OutputsOf, evaluate, outputs_of
+from compress.training.evaluate import OutputsOf, outputs_of
 from tests.training.toy import ToySplit, convnet, linear
 
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compress import TrainSpec, fit
 from compress.errors import CheckpointError
 from compress.support.progress import NoProgress
 from compress.training.checkpoint import load_model
-from compress.training.fitting import fit
-from compress.training.spec import TrainSpec
 from tests.training.toy import linear, toy_data
 
 FORMATS = Path(__file__).parent / "formats"

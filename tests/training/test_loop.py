@@ -11,14 +11,12 @@ from safetensors.torch import load_file
 from torch import fx, nn
 from torch.nn import functional as F
 
+from compress import CompressError, QATSpec, TrainSpec, evaluate, fit
 from compress.data.base import BatchPlan, DataSet
-from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
+from compress.errors import CheckpointError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification
 from compress.training.distributed import Processes
-from compress.training.evaluate import evaluate
-from compress.training.fitting import fit
-from compress.training.spec import QATSpec, TrainSpec
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 

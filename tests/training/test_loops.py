@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import compress
+from compress import QuantizationCycle
 from compress.quantization.learned import LearnedQuantizer
-from compress.training.loops.cycle import QuantizationCycle
 
 
 def network():

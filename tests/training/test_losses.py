@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from compress import TrainSpec
 from compress.tasks.base import soft_distance
 from compress.tasks.classification import classification
 from compress.training.passes import training_loss
-from compress.training.spec import TrainSpec
 
 TASK = classification(5)
 

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from compress import TrainSpec
 from compress.errors import RecipeError
 from compress.training.optim import learning_rate, make_optimizer, parameter_groups
-from compress.training.spec import TrainSpec, check_train_spec
+from compress.training.spec import check_train_spec
 
 
 @settings(max_examples=40, deadline=None)

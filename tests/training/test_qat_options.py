@@ -7,8 +7,19 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from compress import ActivationSpec, QATSpec, QuantSpec, TrainSpec, WeightSpec, evaluate, fit, learn_scales, quantize
-from compress.errors import CheckpointError, CompressError, RecipeError
+from compress import (
+    ActivationSpec,
+    CompressError,
+    QATSpec,
+    QuantSpec,
+    TrainSpec,
+    WeightSpec,
+    evaluate,
+    fit,
+    learn_scales,
+    quantize,
+)
+from compress.errors import CheckpointError, RecipeError
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
 from compress.training.best import WeightAverage

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
+from compress import TrainSpec, evaluate, fit
 from compress.data.base import DataSet
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
@@ -16,11 +17,9 @@ from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
 from compress.tasks.segmentation import segmentation
 from compress.training.augment import make_augment
-from compress.training.evaluate import evaluate
 from compress.training.features import FeaturePairs, feature_distance
-from compress.training.fitting import fit
 from compress.training.optim import learning_rate
-from compress.training.spec import TrainSpec, check_train_spec
+from compress.training.spec import check_train_spec
 from tests.training.toy import CLASSES, ToySplit, convnet, toy_data
 
 FAST = TrainSpec(epochs=4, lr=0.05, warmup_epochs=0, checkpoint_steps=2)

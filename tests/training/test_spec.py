@@ -1,7 +1,8 @@
 import pytest
 
+from compress import QATSpec, TrainSpec
 from compress.errors import RecipeError
-from compress.training.spec import QATSpec, TrainSpec, check_train_spec, identity_of
+from compress.training.spec import check_train_spec, identity_of
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from compress import CompressError, TrainSpec, fit
 from compress.data.base import DataSet, Split
 from compress.data.preprocessing import Preprocessing
-from compress.errors import CompressError, RecipeError
+from compress.errors import RecipeError
 from compress.tasks.segmentation import segmentation
-from compress.training.fitting import fit
-from compress.training.spec import TrainSpec
 from tests.training.toy import convnet, toy_data
 
 LABELS = ("dark", "bright")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.engines import build_engine
+from compress import build_engine
 from compress.engines.cuda import engine as cuda_engine
 from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference

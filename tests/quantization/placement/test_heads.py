@@ -5,10 +5,10 @@ import torch
 import torchvision
 from torch import nn
 
+from compress import QuantSpec, Rule, insert_quantizers
 from compress.detection.detectors import DetectorNetwork
 from compress.errors import QuantizationError
-from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.spec import TARGETS, QuantSpec, Rule
+from compress.quantization.spec import TARGETS
 from examples.yolo import BINS, Yolo
 from tests.tiny_detectors import FAMILIES
 

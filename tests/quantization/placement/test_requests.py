@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, insert_quantizers, trace
+from compress import ActivationSpec, Placement, QuantSpec, Rule, WeightSpec, insert_quantizers, trace
 from compress.errors import QuantizationError
-from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
+from compress.quantization.placement.decisions import ActivationSite, Decision, WeightSite
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.requests import Request

@@ -4,7 +4,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from compress.quantization.spec import QuantSpec, Rule
+from compress import QuantSpec, Rule
 from tests.quantization.placement.test_place import quantized
 from tests.quantization.placement.test_requests import conv, placed, rules
 

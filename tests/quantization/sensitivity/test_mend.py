@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import compress
+from compress import ActivationSpec, QuantSpec, WeightSpec
 from compress.errors import QuantizationError
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.test_improve import outliers, unequal
 
