@@ -15,7 +15,7 @@ def tests_of(changed: str) -> list[str]:
     if path.parts[0] == "tests":
         return [changed] if path.name.startswith("test_") else []
     if path.parts[0] == "analysis":
-        return ["tests/test_analysis.py"]
+        return ["tests/analysis/test_studies.py"]
     if path.parts[0] != "compress":
         return []
     room = Path("tests", *path.parts[1:-1])

@@ -20,8 +20,8 @@ FEW = {"count": 32, "size": 16, "batch_size": 8, "epochs": 1}
 NEEDS = {"timm_finetune": ["timm"], "lightning_qat": ["lightning"], "accelerate_loop": ["accelerate"],
          "transformers_trainer": ["transformers", "accelerate"]}  # fmt: skip
 ALONE = {
-    "own_task": "tests/tasks/test_example.py",
-    "yolo": "tests/test_detector_losses.py",
+    "own_task": "tests/tasks/test_load.py",
+    "yolo": "tests/test_detectors.py",
     "pictures": "every example",
 }
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import compress
+from compress.variants import Variant
 from compress.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
@@ -111,3 +112,33 @@ def test_the_dockerfile_copies_what_the_wheel_is_built_from():
     first = re.search(r"^FROM python:(\d+\.\d+)-slim$", text, flags=re.MULTILINE)
     assert first and f"Programming Language :: Python :: {first[1]}" in project["classifiers"]
     assert re.search(r"^USER (?!root)\w+$", text, flags=re.MULTILINE), "the program does not run as root"
+
+
+# The names and the properties that files and reports rely on.
+
+
+def test_names_are_those_of_the_files_that_older_runs_wrote():
+    assert [str(v) for v in Variant] == ["float", "ptq", "qat", "sparse", "sparse-ptq", "sparse-qat"]
+    assert Variant.SPARSE_QAT.weights_file == "sparse-qat.safetensors"
+    assert Variant.FLOAT.onnx_file == "float.onnx"
+
+
+@pytest.mark.parametrize(
+    ("variant", "sparse", "quantized", "start"),
+    [
+        ("float", False, False, None),
+        ("ptq", False, True, None),
+        ("qat", False, True, "ptq"),
+        ("sparse", True, False, None),
+        ("sparse-ptq", True, True, None),
+        ("sparse-qat", True, True, "sparse-ptq"),
+    ],
+)
+def test_properties(variant, sparse, quantized, start):
+    found = Variant(variant)
+    assert (found.is_sparse, found.is_quantized, found.trained_from) == (sparse, quantized, start)
+
+
+def test_a_foreign_name_is_no_variant():
+    assert Variant.named("sparse_model") is None
+    assert Variant.named("qat") is Variant.QAT

@@ -1,13 +1,32 @@
 """`bench` on a run folder and on files, some of which are damaged. No time is judged."""
 
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import helper
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
 
+import compress
+from compress import DataSpec, load_data, load_recipe, run
+from compress.cli.app import app
+from compress.data.preprocessing import Preprocessing
+from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
+from compress.measure.end_to_end import STAGES, EndToEnd
+from compress.pipeline.folder import open_run
+from compress.pipeline.steps.end_to_end import _evaluation_pictures
+from compress.plots.stacked import draw_end_to_end
+from compress.plots.style import NARROW, WIDE, styled, to_png
+from compress.recipe.tree import parse_recipe
+from tests.engines.models import classifier
 from tests.onnx_ptq.files import model_of, weights
 
 FOLDER = Path(__file__).parents[1] / "pipeline" / "formats" / "run-1"
@@ -62,3 +81,238 @@ def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
         "float",
         "ptq",
     }
+
+
+# `bench --end-to-end` as a user calls it, on a small network with files of its own. No time is judged.
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """An ONNX file that names its preprocessing, and a folder of pictures."""
+    folder = tmp_path_factory.mktemp("end_to_end")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 7)).eval()
+    preprocessing = Preprocessing(image_size=16)
+    path = compress.export_onnx(model, torch.randn(2, 3, 16, 16), folder / "net.onnx", preprocessing=preprocessing)
+    (folder / "pictures" / "deep").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 30, 3), dtype=np.uint8)
+    for name in ("a.jpg", "deep/b.PNG"):
+        Image.fromarray(pixels).save(folder / "pictures" / name)
+    return path, folder / "pictures"
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--seconds", "0.01"])
+
+
+def test_json_and_figure(made, tmp_path):
+    path, pictures = made
+    figure = tmp_path / "bars.png"
+    result = bench(
+        path,
+        "--end-to-end",
+        "--images",
+        pictures,
+        "--engine",
+        "onnxruntime",
+        "--batch-size",
+        1,
+        "--batch-size",
+        3,
+        "--figure",
+        figure,
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    rows = document["results"]
+    assert [row["batch_size"] for row in rows] == [1, 3] and document["figure"] == str(figure)
+    for row in rows:
+        assert tuple(row["stage_ms"]) == STAGES and row["label"].startswith("net: onnxruntime")
+        assert sum(row["stage_ms"].values()) == pytest.approx(row["total_ms"])
+        assert "JPEG or PNG" in row["method"] and "CPU" in row["method"]
+    with Image.open(figure) as image:
+        assert image.width > 1000
+
+
+def test_table_and_what_is_not_here(made):
+    path, pictures = made
+    result = bench(path, "--end-to-end", "--images", pictures, "--engine", "onnxruntime", "--engine", "tensorrt")
+    assert result.exit_code == 0, result.output
+    assert "unavailable tensorrt" in result.output and "engine's share" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "more"),
+    [
+        (DataError, "holds no pictures", ["--end-to-end"]),
+        (DataError, "no folder", ["--end-to-end", "--images", "nowhere"]),
+        (RunError, "go with --end-to-end", ["--images", "."]),
+        (RunError, "go with --end-to-end", ["--device", "cuda"]),
+    ],
+)
+def test_refusals(made, error, message, more):
+    result = bench(made[0], *more)
+    assert isinstance(result.exception, error) and message in str(result.exception)
+
+
+def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_path):
+    path, pictures = made
+    empty = bench(path, "--end-to-end", "--images", tmp_path)
+    assert isinstance(empty.exception, DataError) and "holds no JPEG or PNG" in str(empty.exception)
+    model = onnx.load(path)
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "silent.onnx")
+    silent = bench(tmp_path / "silent.onnx", "--end-to-end", "--images", pictures, "--engine", "onnxruntime")
+    assert "does not say how its input is made" in str(silent.exception)
+
+
+@pytest.mark.parametrize("name", ["digits", "shapes"])
+def test_pixels_of_built_in_data_are_what_evaluation_reads(name):
+    split = load_data(DataSpec(name=name, image_size=32, val_images=8)).val
+    pictures = _evaluation_pictures(split, 3)
+    assert (
+        len(pictures) == 3 and {p.dtype.name for p in pictures} == {"uint8"} and {p.shape[2] for p in pictures} == {3}
+    )
+    images, _ = split.load([0, 1, 2], epoch=None, device=torch.device("cpu"))
+    if pictures[0].shape[0] == 32:
+        again = torch.stack([torch.from_numpy(p.copy()).permute(2, 0, 1) for p in pictures]).float().div(255)
+        torch.testing.assert_close(split.preprocessing.normalize(again), images, atol=0.01, rtol=0)
+
+
+def test_bars_are_as_long_as_the_stages():
+    stages = [{"decode": 3.0, "preprocess": 2.0, "engine": 4.0, "postprocess": 0.5}, {"preprocess": 1.0, "engine": 9.0}]
+    results = [
+        EndToEnd(label=f"ptq: given {i}", batch_size=1 + i, device="cpu", stage_ms=ms, p50_ms=9.0, runs=1, method="")
+        for i, ms in enumerate(stages)
+    ]
+    with styled():
+        for form in (WIDE, NARROW):
+            axes = draw_end_to_end(results, form).axes[0]
+            assert [patch.get_width() for patch in axes.patches] == [3.0, 2.0, 4.0, 0.5, 0.5, 4.5]  # a picture
+            assert [patch.get_x() for patch in axes.patches] == [0.0, 3.0, 5.0, 9.0, 0.0, 0.5]
+        assert to_png(draw_end_to_end(results, WIDE)).startswith(b"\x89PNG")
+
+
+# `python -m compress build`, and a run that ends with engines for GPUs that are not here.
+
+TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
+    "train": {"epochs": 1, "lr": 0.05},
+    "quantization": {"target": "tensorrt", "calibration_images": 64},
+    "qat": None,
+    "export": {"precision": "fp16"},
+    "bench": {"engines": ["tensorrt", "tensorrt-rtx"], "batch_sizes": [2], "runs": 2, "seconds": 0.1, "sm": [89, 120]},
+}
+
+
+def build_compress(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
+    path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe.tree": "0123"})
+    done = build_compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
+    assert done.exit_code == 0, done.exception
+    printed = json.loads(done.stdout)
+    engine = tmp_path / "m.tensorrt-rtx.sm89-120.engine"
+    assert Path(printed["file"]) == engine
+    assert engine.stat().st_size == printed["engine_bytes"]
+    assert (printed["sms"], printed["recipe"]) == ([89, 120], "0123")
+    assert {row["target"] for row in printed["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
+
+
+def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    done = build_compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "90")
+    assert isinstance(done.exception, EngineError)
+    assert "SM 90 needs TensorRT itself" in str(done.exception)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_commands_are_printed_without_a_build(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    done = build_compress("build", "onnx", path, "--commands", "--batch", "1,2,4")
+    assert done.exit_code == 0
+    assert "--maxShapes=input:4x3x8x8" in done.stdout
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
+    """`build recipe` runs the recipe first; of a run that it had begun, it takes the rest."""
+    recipe, asked = parse_recipe(TREE), []
+
+    def stopped(recipe, command, folder, *, resume, progress):
+        asked.append((str(folder), resume))
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("compress.cli.build.run", stopped)
+    Path("tiny.yaml").write_text(recipe.to_yaml())
+    build_compress("build", "recipe", "tiny.yaml")
+    open_run(Path("runs/tiny-ptq"), recipe, "ptq", resume=False).release()
+    build_compress("build", "recipe", "tiny.yaml")
+    build_compress("build", "recipe", "tiny.yaml", "--set", "train.epochs=2")
+    assert asked == [("runs/tiny-ptq", False), ("runs/tiny-ptq", True), ("runs/tiny-ptq-2", False)]
+
+
+def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeypatch):
+    """`build recipe --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    for place in ("compress.cli.build.run", "compress.cli.run.run_recipe"):
+        monkeypatch.setattr(place, lambda recipe, command, folder, **_: asked.append(folder.name) or sys.exit())
+    Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
+    other = load_recipe("tiny.yaml", ["train.epochs=2"])
+    open_run(Path("runs/tiny-ptq"), load_recipe("tiny.yaml"), "ptq", resume=False).release()
+    open_run(Path("runs/tiny-ptq-2"), other, "ptq", resume=False).release()
+    for words in (["ptq", "--resume", "--recipe"], ["build", "recipe"]):
+        build_compress(*words, "tiny.yaml")
+        build_compress(*words, "tiny.yaml", "--set", "train.epochs=2")
+    assert asked == ["tiny-ptq", "tiny-ptq-2"] * 2
+    build_compress("ptq", "--resume", "--recipe", "tiny.yaml", "--set", "train.epochs=3")
+    assert asked[-1] == "tiny-ptq-2"  # which then says what differs
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
+def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
+    folder = run(parse_recipe(TREE), "ptq", tmp_path / "run", device="cpu")
+    rows = json.loads((folder / "engines.json").read_text())
+    assert [(row["variant"], row["engine"], row["status"]) for row in rows] == [
+        ("float", "tensorrt", "unavailable"),
+        ("ptq", "tensorrt", "unavailable"),
+        ("float", "tensorrt-rtx", "built"),
+        ("ptq", "tensorrt-rtx", "built"),
+    ]
+    for row in rows[2:]:
+        assert (folder / row["file"]).stat().st_size == row["bytes"]
+        assert row["sms"] == [89, 120]
+    unavailable = {(m.variant, m.engine, m.name): m.reason for m in folder.metrics() if m.status == "unavailable"}
+    reason = unavailable["ptq", "tensorrt-rtx", "p50_ms"]
+    assert re.search(r"built ptq\S+ for SM 89, 120, but it cannot be run here", reason)
+    assert "ptq.onnx, TensorRT 11" in (folder / "build.md").read_text()
+    assert "cannot be run here" in (folder / "report.md").read_text()
+
+
+def test_a_run_for_a_gpu_that_rtx_lacks_says_so_and_goes_on(tmp_path):
+    tree = {**TREE, "train": {"epochs": 0}, "bench": {**TREE["bench"], "engines": ["tensorrt-rtx"], "sm": [90]}}
+    folder = run(parse_recipe(tree), "train", tmp_path / "run", device="cpu")
+    assert "SM 90 needs TensorRT itself" in (folder / "notes.json").read_text()
+    assert "TensorRT 11" in (folder / "build.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["recipe", "explore"])
+def test_a_missing_builder_is_told_before_the_run_that_it_would_build(tmp_path, monkeypatch, command):
+    """A library that is not installed is one that Python cannot import."""
+    ran = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    monkeypatch.setattr("compress.cli.build.run", lambda *_, **__: ran.append("run") or sys.exit())
+    Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
+    done = build_compress("build", command, "tiny.yaml")
+    assert isinstance(done.exception, EngineUnavailableError) and "pip install" in str(done.exception)
+    assert ran == [] and [file.name for file in tmp_path.iterdir()] == ["tiny.yaml"]
+    if command == "recipe":
+        build_compress("build", command, "tiny.yaml", "--commands")  # these need no library
+        assert ran == ["run"]

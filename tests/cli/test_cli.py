@@ -1,25 +1,38 @@
 """The command line as a user meets it: exit status, what is on which stream, what is said.
 
 A help page, a refusal and an interrupt run in a process of their own; all other cases call the same `main` in this one,
-which saves the seconds that a process takes to import torch.
-"""
+which saves the seconds that a process takes to import torch."""
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torchvision
+from rich.console import Console
+from rich.progress import Progress
 from typer.main import get_command
+from typer.testing import CliRunner
 
-from compress import __version__, load_recipe
+from compress import ModelSpec, __version__, build_model, load_recipe
+from compress.cli import console, doctor
 from compress.cli.app import app
 from compress.cli.console import VERBOSITY, progress
+from compress.cli.lines import LineProgress
+from compress.errors import ModelError, RecipeError
 from compress.pipeline.folder import open_run
+from compress.plots.style import WIDE, settle, styled
+from compress.plots.tradeoff import Point, draw_tradeoff
+from compress.roofline_model import DEVICE_NAMES
 from compress.version import DISTRIBUTION
+from tests.hostile.disk import read_only, room_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -305,3 +318,280 @@ def test_progress_is_chosen_before_the_command(compress, capsys, option, lines):
         listener.advance("calibrate")
     assert len(capsys.readouterr().err.splitlines()) == lines
     assert compress("recipes").returncode == 0 and VERBOSITY.level == 0
+
+
+# What a newcomer meets: short names get the right one, usual files are taken, and no message is the system's own.
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"), [("quantization.target=trt", "tensorrt"), ("bench.engines=[ort]", "onnxruntime")]
+)
+def test_a_short_name_is_answered_with_the_whole_one(setting, meant):
+    with pytest.raises(RecipeError, match=f"did you mean '{meant}'"):
+        load_recipe("quickstart", [setting])
+
+
+def test_an_out_that_cannot_be_written_is_named(compress, tmp_path):
+    (tmp_path / "file").touch()
+    settings = ("model.name=squeezenet1_1", "data.name=shapes", "data.train_images=32", "data.val_images=32")
+    options = [word for setting in settings for word in ("--set", setting)]
+    done = compress("train", "--recipe", "quickstart", *options, "--out", str(tmp_path / "file" / "run"))
+    assert done.returncode == 2
+    assert "Errno" not in done.stderr and str(tmp_path / "file") in done.stderr.replace("\n", "")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_completion_for_shells_is_offered(compress):
+    shown = compress("--help").stdout
+    assert "--install-completion" in shown and "--show-completion" in shown
+
+
+@pytest.mark.parametrize("suffix", [".th", ".ckpt", ".pth"])
+def test_weights_may_have_any_usual_ending(tmp_path, suffix):
+    network = torchvision.models.squeezenet1_1(num_classes=3)
+    torch.save(network.state_dict(), tmp_path / f"weights{suffix}")
+    spec = ModelSpec(name="squeezenet1_1", weights=str(tmp_path / f"weights{suffix}"))
+    built = build_model(spec, num_classes=3)
+    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), network.parameters(), strict=True))
+
+
+def test_a_detector_named_as_a_classifier_is_called_a_detector():
+    with pytest.raises(ModelError, match="task: detection"):
+        build_model(ModelSpec(name="retinanet_resnet50_fpn"), num_classes=3)
+
+
+def test_rooflines_are_of_fused_kernels_unless_asked_otherwise(compress, tmp_path):
+    command = ("roofline", "--model", "squeezenet1_1", "--json", "--out", str(tmp_path))
+    fused, alone = (json.loads(compress(*command, *more).stdout)["roofline"]["rows"] for more in ((), ("--unfused",)))
+    assert {row["name"] for row in fused} < {row["name"] for row in alone}
+
+
+def test_devices_that_people_have():
+    wanted = {"rtx5080", "rtx5090", "thor-t5000", "l40s", "b200", "xeon-8380", "xeon-8480", "xeon-8592"}
+    assert wanted <= set(DEVICE_NAMES)
+
+
+def test_no_tick_is_above_100_percent():
+    points = [
+        Point(variant=variant, engine="openvino", batch_size=1, score=score, p50_ms=time)
+        for variant, score, time in (("float", 100.0, 4.0), ("ptq", 99.8, 1.0))
+    ]
+    with styled():
+        axes = settle(draw_tradeoff(points, WIDE)).axes[0]
+    assert max(axes.get_yticks()) <= 100.0
+
+
+# `init` writes a recipe that is read back, or nothing.
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["init", *map(str, words)], catch_exceptions=False)
+
+
+def test_flags_become_a_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    done = invoke(
+        path,
+        "--model",
+        "resnet18",
+        "--weights",
+        "IMAGENET1K_V1",
+        "--data",
+        "folder",
+        "--root",
+        "/data/mine",
+        "--image-size",
+        "160",
+        "--target",
+        "tensorrt,openvino",
+        "--qat-epochs",
+        "0",
+    )
+    assert done.exit_code == 0 and f"python -m compress ptq --recipe {path}" in done.output
+    recipe = load_recipe(path)
+    assert (recipe.model.name, recipe.model.weights, recipe.train.epochs) == ("resnet18", "IMAGENET1K_V1", 0)
+    assert (recipe.data.name, recipe.data.root, recipe.data.image_size) == ("folder", "/data/mine", 160)
+    assert recipe.quantization.targets == recipe.bench.engines == ("tensorrt", "openvino") and recipe.qat is None
+
+
+def test_without_flags_it_is_the_digits(tmp_path):
+    assert invoke(tmp_path / "r.yaml").exit_code == 0
+    assert load_recipe(tmp_path / "r.yaml").data.name == "digits"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--target", "tensorrrt"], "did you mean 'tensorrt'"),
+        (["--task", "regression"], "one of: classification"),
+        (["--data", "folder"], "data.root is missing"),
+    ],
+)
+def test_what_is_refused_leaves_no_file(tmp_path, words, match):
+    with pytest.raises(RecipeError, match=match):
+        invoke(tmp_path / "r.yaml", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_only_with_force(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("mine")
+    with pytest.raises(RecipeError, match="--force"):
+        invoke(path)
+    assert path.read_text() == "mine"
+    assert invoke(path, "--force").exit_code == 0 and load_recipe(path)
+
+
+def test_a_name_of_two_lines_adds_no_key(tmp_path):
+    assert invoke(tmp_path / "r.yaml", "--model", "timm:a\nqat: null", "--data", "digits").exit_code == 0
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.model.name == "timm:a\nqat: null" and recipe.qat is not None
+
+
+# Progress as lines: what is written, and that silence does not last.
+
+
+def label(fields):
+    return f"loss {fields['loss']:.2f}" if fields else ""
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+def texts(lines):
+    return [line.split(" ", 1)[1] for line in lines]
+
+
+def test_a_phase_has_a_line_at_its_beginning_and_its_end(lines):
+    with LineProgress(lines.append, label) as progress:
+        progress.start("calibrate", 2)
+        progress.advance("calibrate", loss=0.5)
+        progress.advance("calibrate")
+        progress.note("train: epoch 1")
+        progress.start("adaround", 0)
+    assert texts(lines) == [
+        "calibrate: 0 of 2",
+        "calibrate: 2 of 2 after 0 s, loss 0.50",
+        "train: epoch 1",
+        "adaround: begins",
+        "adaround: 0 after 0 s",
+    ]
+
+
+def test_an_error_leaves_an_open_phase_without_an_end(lines):
+    with pytest.raises(ValueError), LineProgress(lines.append, label) as progress:
+        progress.start("train", 5)
+        raise ValueError
+    assert texts(lines) == ["train: 0 of 5"]
+
+
+def test_long_work_is_not_silent(lines):
+    with LineProgress(lines.append, label, every=0.05) as progress:
+        progress.start("export", 3)
+        waits_until = time.monotonic() + 10
+        while len(lines) < 3 and time.monotonic() < waits_until:
+            time.sleep(0.01)
+    assert len(lines) >= 4 and texts(lines)[1].startswith("export: 0 of 3 after")
+
+
+# What a terminal of 80 columns shows: names and times in one piece, sentences as lines.
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What is printed on such a terminal."""
+    file = io.StringIO()
+    terminal = Console(file=file, width=80, force_terminal=True, color_system=None, markup=False, emoji=False)
+    for module in (console, doctor):
+        monkeypatch.setattr(module, "OUT", terminal)
+    return file
+
+
+def test_doctor_breaks_no_name(shown):
+    doctor.doctor()
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert all(name in text for name in ("onnxruntime", "tensorrt-lean", "CPUExecutionProvider"))
+    assert "cuda: " in text and text.count("What to do: ") >= 3
+
+
+def test_sentences_of_a_wide_table_are_lines_below_it(shown):
+    reason = "a convolution computes in INT8 when its input and weight are quantized"
+    rows = [(f"layer{i}.0.downsample.0", f"layer{i}.conv1", "int8", "conv input", reason) for i in range(6)]
+    console.print_table(
+        "placement", ("tensor", "asked by", "decision", "rule", "reason"), [*rows, ("x", "", "", "", "")]
+    )
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert all(row[0] in text for row in rows)
+    assert text.count(reason) == 1 and "layer2.0.downsample.0 and 3 more: a convolution" in text
+
+
+def test_numbers_that_do_not_fit_are_left_out_and_named(shown):
+    """The table of a run: engine, batch and variant were squeezed to nothing."""
+    titles = ("engine", "batch", "variant", "top-1", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
+    rows = [("openvino (bf16)", "1", "ptq", "98.66", "0.226", "2.55x", "0.31", "4400", "11.2 MB", "0.251")]
+    console.print_table("run", titles, rows, numbers=titles[3:])
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = shown.getvalue()
+    assert all(cell in text for cell in rows[0][:6]) and lines[-1].startswith("not shown in 80 columns: ")
+    left = lines[-1].partition(": ")[2].split(", ")
+    assert left == list(titles[-len(left) :]) and not any(title in text.splitlines()[2] for title in left)
+
+
+def test_a_table_that_fits_is_a_table(shown):
+    console.print_table("t", ("a", "b", "c"), [("x", "y", "z" * 50)])
+    assert "│ x │ y │ " + "z" * 50 in shown.getvalue()
+
+
+@pytest.mark.parametrize(("width", "times"), [(80, 1), (140, 2)])
+def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
+    file = io.StringIO()
+    terminal = Console(file=file, width=width, force_terminal=True, color_system=None)
+    with Progress(*console.bar_columns(width), console=terminal, auto_refresh=False) as bars:
+        listener = console.BarProgress(bars)
+        listener.start("accuracy: torch (fake quantization)", 8)
+        listener.start("train: evaluate", 63)
+        listener.advance("train: evaluate", 21, loss=1.191, accuracy=0.615, images_per_s=640)
+        bars.refresh()
+    last = [line for line in file.getvalue().splitlines() if "21/63" in line][-1]
+    assert "loss 1.191  accuracy 61.5%  images/s 640" in last
+    assert last.count(":") == 1 + 2 * times and "…" not in last  # h:mm:ss, or -:--:--
+
+
+def test_a_line_above_the_bars_breaks_between_words():
+    file = io.StringIO()
+    terminal = Console(file=file, width=80, force_terminal=True, color_system=None)
+    said = "train: epoch 3 of 3, loss 0.1636, top-1 99.11 %, 25 images/s, 55 s, 1 % of it waiting for pictures"
+    console.BarProgress(Progress(console=terminal)).note(said)
+    lines = file.getvalue().splitlines()
+    assert " ".join(line.rstrip() for line in lines) == said and all(len(line) <= 80 for line in lines)
+
+
+# A full disk and a folder that may not be written to end a command in one sentence.
+
+OPTIONS = ("--model", "resnet18", "--data", "digits", "--force")
+
+
+def test_a_full_disk(compress, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    assert compress("init", str(recipe), *OPTIONS).returncode == 0
+    before = recipe.read_bytes()
+    with room_for(10):
+        done = compress("init", str(recipe), *OPTIONS, "--epochs", "3")
+    assert done.returncode == 2 and recipe.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    assert done.stderr == f"error {recipe}: file too large; make room and run it again: no file is half-written\n"
+
+
+@pytest.mark.parametrize("arguments", [("init", "{}/older", *OPTIONS), ("report", "{}/run")])
+def test_a_read_only_folder(compress, tmp_path, arguments):
+    assert compress("init", str(tmp_path / "recipe.yaml"), *OPTIONS).returncode == 0  # imports what it needs
+    with read_only() as folder:
+        done = compress(*(argument.format(folder) for argument in arguments))
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error {folder}/\S+: permission denied; name a place that .* write to\n", done.stderr)

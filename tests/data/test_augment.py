@@ -1,9 +1,15 @@
+"""None"""
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from scipy import stats
 
+from compress import DataSpec, load_data
+from compress.data.base import BatchPlan, hash_seed, random_bits, uniform
 from compress.data.memory import Movement, affine_grid, move
 
 MIDDLE = torch.full((1, 5), 0.5, dtype=torch.float64)
@@ -67,3 +73,101 @@ def test_movements_stay_within_their_limits(row):
     assert 1 / 1.2 - 1e-9 <= scale <= 1 / 0.8 + 1e-9
     assert abs(angle) <= 15 + 1e-9
     assert matrix[:, 2].abs().max() <= 0.2 + 1e-9  # 0.1 of a side that is 2 long
+
+
+# Pictures made on the device: how many are drawn together changes none of them, nor do processes and devices.
+
+SPECS = {
+    "digits": DataSpec(name="digits", image_size=16, train_images=60),
+    "shapes": DataSpec(name="shapes", image_size=24, num_classes=5, train_images=60, val_images=7),
+}
+
+
+def pictures(split, plan, device="cpu"):
+    return [(images.cpu(), targets.cpu()) for images, targets in split.batches(plan, device=device)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("chunk", [8, 20, 1000])
+def test_a_chunk_changes_no_picture(name, chunk):
+    split = load_data(SPECS[name]).train
+    plan = BatchPlan(batch_size=8, epoch=3, first=1)
+    expected = [split.load(share, epoch=3, device=torch.device("cpu")) for share in split.batch_indices(plan)]
+    split.chunk_images = chunk
+    found = pictures(split, plan)
+    assert len(found) == len(expected)
+    for (images, targets), (own_images, own_targets) in zip(expected, found, strict=True):
+        assert torch.equal(images, own_images)
+        assert torch.equal(targets, own_targets)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_shares_of_processes_are_the_pictures_of_one(name, processes):
+    split = load_data(SPECS[name]).train
+    split.chunk_images = 32
+    whole = pictures(split, BatchPlan(batch_size=12, epoch=1))
+    parts = [pictures(split, BatchPlan(batch_size=12, epoch=1, rank=r, world_size=processes)) for r in range(processes)]
+    for (images, targets), *shares in zip(whole, *parts, strict=True):
+        for rank, (own_images, own_targets) in enumerate(shares):
+            assert torch.equal(images[rank::processes], own_images)
+            assert torch.equal(targets[rank::processes], own_targets)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", SPECS)
+def test_a_gpu_makes_the_same_pictures(name):
+    split = load_data(SPECS[name]).train
+    plan = BatchPlan(batch_size=30, epoch=2)
+    for (images, targets), (own, own_targets) in zip(pictures(split, plan), pictures(split, plan, "cuda"), strict=True):
+        assert torch.equal(targets, own_targets)
+        assert (images - own).abs().mean() < 1e-3
+
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(state):
+    """The published generator in plain integers."""
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        yield z ^ (z >> 31)
+
+
+def test_the_reference_is_the_published_generator():
+    outputs = splitmix64(1234567)
+    assert [next(outputs) for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(-(2**62), 2**62), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_columns_are_the_outputs_of_a_splitmix64_of_the_index(seed, index, count):
+    key = (hash_seed(seed) + (index - 1) * 0x9E3779B97F4A7C15) & MASK
+    outputs = splitmix64(next(splitmix64(key)))
+    expected = [next(outputs) for _ in range(count)]
+    got = random_bits(seed, torch.tensor([index]), count)[0].tolist()
+    assert [value & MASK for value in got] == expected
+
+
+def test_an_index_has_the_same_numbers_in_any_company():
+    alone = uniform(3, torch.tensor([41]), 6)
+    among = uniform(3, torch.arange(100), 9)
+    assert torch.equal(alone[0], among[41, :6])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_numbers_are_uniform_and_unrelated(seed):
+    draws = uniform(seed, torch.arange(4000), 4).numpy()
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
+    related = np.corrcoef(np.concatenate([draws[:-1], draws[1:]], axis=1), rowvar=False) - np.eye(8)
+    assert np.abs(related).max() < 0.08
+
+
+def test_seeds_give_unrelated_numbers():
+    one, other = (uniform(seed, torch.arange(4000), 1)[:, 0].numpy() for seed in (0, 1))
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.08

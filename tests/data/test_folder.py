@@ -1,10 +1,15 @@
+"""None"""
+
 import copy
 import dataclasses
 import gc
+import io
+import json
 import math
 import multiprocessing
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision import transforms
+from typer.testing import CliRunner
 
 from compress import DataSpec, load_data
-from compress.data.base import BatchPlan
-from compress.data.decode import centre_crop, random_box, rgb
+from compress.cli.app import app
+from compress.cli.networks import chosen_recipe, network_of
+from compress.data.base import BatchPlan, bounded, stratified_order
+from compress.data.decode import centre_crop, open_image, random_box, random_crop, rgb
+from compress.data.files import PictureInput
+from compress.data.load import class_count
+from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
+from compress.measure.end_to_end import decode
+from compress.pipeline.predict import read_picture
+from tests.data import test_boxes, test_masks
 
 CPU = torch.device("cpu")
 CLASSES = ("ant", "bee", "Cow")
@@ -322,3 +336,202 @@ def test_worker_processes_stay_for_the_next_pass(made):
     assert set(multiprocessing.active_children()) <= others
     again = copy.deepcopy(split)
     assert len(list(again.batches(BatchPlan(batch_size=4)))) == 4
+
+
+# `data.max_pixels`: every reader of pictures keeps to it, and Pillow's own limit does not count.
+
+WIDTH, HEIGHT = 60, 40
+
+
+def encoded(kind="PNG", width=WIDTH, height=HEIGHT):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def folder(root, **values):
+    for part in ("train", "val"):
+        (root / part / "a").mkdir(parents=True)
+        (root / part / "a" / "0.jpg").write_bytes(encoded("JPEG"))
+    return DataSpec(name="folder", root=str(root), image_size=8, workers=0, **values)
+
+
+def masks(root, **values):
+    test_masks.write(root)
+    return DataSpec(
+        name="masks", root=str(root), image_size=8, workers=0, classes=test_masks.CLASSES, ignore_index=11, **values
+    )
+
+
+def boxes(root, **values):
+    test_boxes.write_voc(root)
+    return DataSpec(name="voc", root=str(root), image_size=8, workers=0, classes=test_boxes.CLASSES, **values)
+
+
+def largest(root):
+    return max(image.width * image.height for image in map(Image.open, sorted(root.rglob("*.[jp][pn]g"))))
+
+
+@pytest.mark.parametrize("write", [folder, masks, boxes])
+def test_an_image_at_the_limit_is_read_and_a_larger_one_named(tmp_path, write):
+    spec, plan = write(tmp_path), BatchPlan(batch_size=2)
+    limit = largest(tmp_path)
+    for number, refused in ((limit, False), (limit - 1, True)):
+        data = load_data(dataclasses.replace(spec, max_pixels=number))
+        for split in (data.train, data.val):
+            if refused:
+                with pytest.raises(DataError, match=rf"\.(png|jpg) is not a readable image .*at most {number:,} are"):
+                    list(split.batches(plan))
+            else:
+                assert list(split.batches(plan))
+
+
+def test_a_device_that_decodes_keeps_to_it_too(tmp_path):
+    data = load_data(folder(tmp_path, decode="gpu", max_pixels=WIDTH * HEIGHT - 1))
+    with pytest.raises(DataError, match=r"0\.jpg is not a readable image .*60 x 40 pixels.*data\.max_pixels"):
+        list(data.val.device_batches(BatchPlan(batch_size=2), torch.device("cpu")))
+
+
+def test_single_pictures_keep_to_it(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded())
+    form = Preprocessing(image_size=8)
+    for cropped in (True, False):
+        assert read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
+        with pytest.raises(DataError, match=r"a\.png cannot be read as a picture: it has 60 x 40 pixels"):
+            read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
+    assert len(decode([encoded()], max_pixels=WIDTH * HEIGHT)) == 1
+    with pytest.raises(DataError, match="picture 7 is not a readable image .*60 x 40 pixels"):
+        decode([encoded()], first=7, max_pixels=WIDTH * HEIGHT - 1)
+
+
+def test_a_file_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
+    small = encoded()
+    path = tmp_path / "huge.bmp"
+    file = io.BytesIO()
+    Image.open(io.BytesIO(small)).save(file, "BMP")
+    header = bytearray(file.getvalue())
+    header[18:26] = (60_000).to_bytes(4, "little") * 2  # BITMAPINFOHEADER: width and height
+    path.write_bytes(header)
+    with pytest.raises(DataError, match=r"60,000 x 60,000 pixels, and at most 178,956,970 are decoded"):
+        PictureInput(size=(8, 8)).read(path)
+
+
+def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
+    """Its limit is made small, so that the pictures need not be large; parts of them are cut out, too."""
+    with open_image(io.BytesIO(encoded())) as file:
+        image = file.convert("RGB")
+    strip = Image.fromarray(np.random.default_rng(1).integers(0, 256, (700, 20, 3), dtype=np.uint8))
+    draws = torch.rand(41, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def all_of():
+        with open_image(io.BytesIO(encoded())) as file:
+            assert file.size == (WIDTH, HEIGHT)
+        return [
+            random_crop(image, (8, 8), draws),
+            centre_crop(image, (8, 8), crop_ratio=0.875),
+            centre_crop(strip, (8, 8), crop_ratio=1.0),
+        ]
+
+    expected = all_of()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64)
+    assert all(map(torch.equal, all_of(), expected))
+    assert Image.MAX_IMAGE_PIXELS == 64
+
+
+# The number of classes that is found without the images is the one that the loaded data have.
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("pictures")
+    for name in ("ant", "bee", "cow"):
+        for part in ("train", "val"):
+            (root / part / name).mkdir(parents=True)
+            Image.new("RGB", (16, 16)).save(root / part / name / "1.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    "values", [{"name": "digits"}, {"name": "shapes"}, {"name": "shapes", "num_classes": 7}, {"name": "folder"}]
+)
+def test_it_is_the_count_of_the_loaded_data(values, pictures):
+    spec = DataSpec(**values, root=str(pictures))
+    assert class_count(spec) == load_data(spec).train.num_classes
+
+
+@pytest.mark.parametrize(("name", "count"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar_need_not_be_here(name, count):
+    """The published counts of both data sets; tests of the reader compare them with files."""
+    assert class_count(DataSpec(name=name, root="nowhere")) == count
+
+
+def test_a_folder_that_is_not_here_needs_a_number():
+    with pytest.raises(DataError, match=r"no folder .*nowhere/train: set data.root .*data.num_classes"):
+        class_count(DataSpec(name="folder", root="nowhere"))
+    assert class_count(DataSpec(name="folder", root="nowhere", num_classes=37)) == 37
+
+
+@pytest.mark.parametrize("values", [{"name": "digits"}, {"name": "folder"}, {"name": "cifar10"}])
+def test_another_number_is_refused(values, pictures):
+    with pytest.raises(DataError, match="num_classes is 9, but"):
+        class_count(DataSpec(**values, root=str(pictures), num_classes=9))
+
+
+def test_commands_see_the_recipes_classes(tmp_path, monkeypatch):
+    """The classifier of ResNet-18 has 512 weights for each of the ten digits."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--recipe", "resnet18", "--set", "data.image_size=32", "--json"]
+
+    def document(*command: str):
+        done = CliRunner().invoke(app, [*command, *arguments])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    assert document("inspect", "model")["layers"][-1]["weight_elements"] == 5120
+    bound = document("roofline", "--device", "a100", "--batch-size", "1")["roofline"]
+    assert bound["rows"][-1]["macs"] == 5120
+    assert document("receptive-field")["rows"]
+
+
+def test_the_network_is_that_of_the_recipe_or_has_the_classes_of_imagenet():
+    small = ["data.image_size=32"]
+    assert network_of(chosen_recipe("resnet18", None, small)).fc.out_features == 10
+    assert network_of(chosen_recipe("resnet18", None, [*small, "data.name=shapes"])).fc.out_features == 20
+    assert network_of(chosen_recipe(None, "resnet18", [])).fc.out_features == 1000
+    assert network_of(chosen_recipe(None, "resnet18", ["model.num_classes=5"])).fc.out_features == 5
+    assert network_of(chosen_recipe("resnet50-imagenet", None, []), weights=False).fc.out_features == 1000
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_every_prefix_holds_the_classes_in_proportion(classes):
+    targets = torch.tensor(classes)
+    order = stratified_order(targets)
+    assert sorted(order.tolist()) == list(range(len(classes)))
+    share = torch.bincount(targets, minlength=5) / len(classes)
+    for length in range(1, len(classes) + 1):
+        held = torch.bincount(targets[order[:length]], minlength=5)
+        # rounding puts each class half an image off at most, and the prefix itself 5 halves
+        assert ((held - length * share).abs() <= 0.5 + 2.5 * share + 1e-6).all()
+
+
+def test_equal_classes_differ_by_one_image_at_most():
+    targets = torch.arange(100) // 10
+    held = torch.bincount(targets[stratified_order(targets)[:37]])
+    assert held.max() - held.min() <= 1
+
+
+def test_a_bound_keeps_the_stored_order_and_is_no_run_of_neighbours():
+    targets = torch.arange(400) // 100
+    chosen = bounded(targets, 40)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert torch.bincount(targets[chosen]).tolist() == [10] * 4
+    assert (chosen.diff() > 1).float().mean() > 0.5
+    assert torch.equal(bounded(targets, 40), chosen)
+
+
+def test_no_bound_or_a_wide_one_keeps_all():
+    targets = torch.tensor([0, 1, 1])
+    assert bounded(targets, None).tolist() == bounded(targets, 3).tolist() == bounded(targets, 9).tolist() == [0, 1, 2]

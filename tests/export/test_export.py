@@ -1,22 +1,30 @@
 """The file computes what fake quantization does: ONNX's reference evaluator and ONNX Runtime, unoptimized, say so."""
 
 import json
+import keyword
+import string
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
+import compress
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, export_onnx, insert_quantizers, quantize
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
+from compress.export import names
+from compress.export.openvino import batches_kept
 from compress.graph.inputs import flat_tensors
+from compress.graph.ops import node_kind
 from compress.quantization.spec import TARGETS
 from tests.exact import open_session
 from tests.networks import TinyResNet, network
@@ -344,3 +352,126 @@ def test_random_slopes_are_written_as_their_mean(tmp_path):
         pytest.approx(0.4)
     ]
     assert isinstance(qmodel.get_submodule("1"), nn.RReLU)
+
+
+# Names in exported files: what is written is found, in a file that torch's exporter and a real engine have named.
+
+part = st.text(string.ascii_lowercase + string.digits + "_", min_size=1, max_size=5).filter(
+    lambda text: not keyword.iskeyword(text)
+)
+module = st.lists(part, min_size=1, max_size=4).map(".".join)
+
+
+@given(module, st.sampled_from(["Conv", "Gemm", "DequantizeLinear"]), st.integers(0, 12))
+def test_a_module_is_found_in_the_name_of_its_node(path, op_type, number):
+    node = names.node_name(path, op_type, number)
+    assert names.module_of(node) == path
+    assert node.startswith(names.module_prefix(path))
+    assert names.find_module(f"Convert_{node}_f16", [path]) == path
+    assert names.is_node(node, node) and names.is_node(f"{node}/bias", node) and not names.is_node(f"{node}x", node)
+
+
+def test_the_innermost_module_that_comes_first_is_found():
+    known = ["block", "block.conv", "fc"]
+    assert names.find_module("/block/conv/Conv", known) == "block.conv"
+    assert names.find_module("/block/Add_/fc/Gemm", known) == "block"
+    assert names.find_module("/other/Conv", known) is None
+    assert names.module_of("/layer1/0/conv1/Conv") == "layer1.0.conv1"
+
+
+def test_an_exported_file_has_these_names(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3)), nn.Flatten()).eval()
+    x = torch.randn(2, 3, 8, 8)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt"))
+    graph = onnx.load(compress.export_onnx(qmodel, x, tmp_path / "m.onnx")).graph
+    convolutions = [node.name for node in graph.node if node.op_type == "Conv"]
+    assert convolutions == [names.node_name("0", "Conv"), names.node_name("2.0", "Conv")]
+    written = {name for node in graph.node for name in node.output}
+    quantizers = [str(node.target) for node in qmodel.graph.nodes if node_kind(node) == "quantizer"]
+    assert quantizers and {names.quantized_tensor(quantizer) for quantizer in quantizers} <= written
+    assert [value.name for value in graph.input] == names.input_names(1)
+    assert names.logits_output([value.name for value in graph.output]) == "logits"
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken", "expected"),
+    [
+        ([""], (), ["logits"]),
+        (["out", "aux"], (), ["out", "aux"]),
+        (["0", "1"], (), ["output_0", "output_1"]),
+        (["input", "aux"], ("input",), ["output_0", "output_1"]),
+    ],
+)
+def test_outputs_have_the_names_of_keys_or_are_numbered(keys, taken, expected):
+    assert names.output_names(keys, taken=taken) == expected
+    assert names.logits_output(expected) == (expected[0] if expected[0] in {"logits", "out", "output_0"} else None)
+
+
+def test_sparse_variants_are_known_by_the_metadata():
+    assert names.is_sparse({names.VARIANT_KEY: "sparse-qat"})
+    assert not names.is_sparse({names.VARIANT_KEY: "qat"}) and not names.is_sparse({})
+
+
+# A Reshape that keeps the batch does not compute its size; ONNX Runtime says that the results stay the same.
+
+
+def model(nodes, inputs, constants):
+    """A model of open batches, of which every input has the name of its own batch."""
+    values = [helper.make_tensor_value_info(k, TensorProto.FLOAT, [*shape]) for k, shape in inputs.items()]
+    results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    tensors = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
+    graph = helper.make_graph(nodes, "g", values, results, tensors)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return proto
+
+
+def computed(proto, **feeds):
+    return open_session(proto).run(None, feeds)[0]
+
+
+CONSTANTS = {"zero": np.int64(0), "axes": np.array([0]), "rest": np.array([-1]), "w": np.ones((4, 3, 3, 3), np.float32)}
+ASKED = [
+    helper.make_node("Shape", ["x"], ["s"]),
+    helper.make_node("Gather", ["s", "zero"], ["n"]),
+    helper.make_node("Unsqueeze", ["n", "axes"], ["n1"]),
+]
+CONV = helper.make_node("Conv", ["x", "w"], ["c"], strides=[2, 2])
+
+
+@pytest.mark.parametrize("batch", ["batch", None])
+@pytest.mark.parametrize("asked", [ASKED, [helper.make_node("Shape", ["x"], ["n1"], start=0, end=1)]])
+def test_a_reshape_that_keeps_the_batch_computes_nothing(asked, batch):
+    nodes = [*asked, CONV, helper.make_node("Concat", ["n1", "rest"], ["shape"], axis=0)]
+    proto = model([*nodes, helper.make_node("Reshape", ["c", "shape"], ["y"])], {"x": (batch, 3, 9, 9)}, CONSTANTS)
+    before = onnx.ModelProto.FromString(proto.SerializeToString())
+    assert batches_kept(proto) == 1
+    assert [node.op_type for node in proto.graph.node] == ["Conv", "Reshape"]
+    for images in (1, 2, 5):
+        x = np.random.default_rng(images).normal(size=(images, 3, 9, 9)).astype(np.float32)
+        np.testing.assert_array_equal(computed(proto, x=x), computed(before, x=x))
+
+
+def test_a_size_that_is_another_ones_stays_computed():
+    nodes = [*ASKED, helper.make_node("Concat", ["n1", "rest"], ["shape"], axis=0)]
+    reshape = helper.make_node("Reshape", ["other", "shape"], ["y"])
+    proto = model([*nodes, reshape], {"x": ("batch", 3, 9, 9), "other": ("rows", 6)}, CONSTANTS)
+    assert batches_kept(proto) == 0
+    assert computed(proto, x=np.ones((4, 3, 9, 9), np.float32), other=np.ones((2, 6), np.float32)).shape == (4, 3)
+
+
+def test_sizes_that_are_read_elsewhere_stay():
+    nodes = [*ASKED, CONV, helper.make_node("Concat", ["n1", "rest"], ["shape"], axis=0)]
+    nodes += [helper.make_node("Reshape", ["c", "shape"], ["flat"]), helper.make_node("Cast", ["n"], ["number"], to=1)]
+    nodes += [helper.make_node("Mul", ["flat", "number"], ["y"])]
+    proto = model(nodes, {"x": ("batch", 3, 9, 9)}, CONSTANTS)
+    before = onnx.ModelProto.FromString(proto.SerializeToString())
+    assert batches_kept(proto) == 1
+    x = np.random.default_rng(0).normal(size=(3, 3, 9, 9)).astype(np.float32)
+    np.testing.assert_array_equal(computed(proto, x=x), computed(before, x=x))
+
+
+def test_a_second_computed_size_stays():
+    nodes = [*ASKED, CONV, helper.make_node("Concat", ["rest", "n1"], ["shape"], axis=0)]
+    reshape = helper.make_node("Reshape", ["c", "shape"], ["y"])
+    assert batches_kept(model([*nodes, reshape], {"x": ("batch", 3, 9, 9)}, CONSTANTS)) == 0

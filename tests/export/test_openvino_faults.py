@@ -1,16 +1,23 @@
 """Files in a form that OpenVINO computes right: what ONNX Runtime computes of them, node by node, is the reference."""
 
+import numpy as np
 import onnx
+import onnxruntime
 import openvino
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress import QuantSpec, build_engine, export_onnx, quantize
+from compress import ActivationSpec, QuantSpec, build_engine, export_onnx, quantize
+from compress.export.onnxruntime import repeat_pairs
 from compress.quantization.sensitivity.compare import sqnr
 from tests.exact import WEIGHTS, open_session
+from tests.networks import with_statistics
+from tests.onnx_ptq.files import export, run
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
 """OpenVINO's own names of layers."""
@@ -209,3 +216,173 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     assert sum(t in {"u8", "i8"} for t in types) == count
     audit = compress.audit_onnx(path)
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, count]
+
+
+# Gathers by tables of indices: OpenVINO takes them after an INT8 layer, and computes what fake quantization does.
+
+GATHERS_X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Windows(nn.Module):
+    """Overlapping windows of a convolution's result, as in HaloNet; no bias, so that its scales move on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        windows = F.pad(self.conv(x), [1, 1, 1, 1]).unfold(2, 6, 4).unfold(3, 6, 4)
+        return self.fc(windows.amax((4, 5)).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
+    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
+    qmodel = quantize(Windows().eval(), GATHERS_X, [GATHERS_X], spec=spec)
+    path = export_onnx(qmodel, GATHERS_X, tmp_path / "model.onnx", dynamic_batch=dynamic)
+    nodes = onnx.load(path).graph.node
+    assert [node.op_type for node in nodes].count("Gather") == 2 and len({node.name for node in nodes}) == len(nodes)
+    with build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
+        (result,) = engine.run({"input": GATHERS_X.numpy()}).values()
+        assert sqnr(qmodel(GATHERS_X), torch.from_numpy(result)) > 40
+
+
+# Q/DQ pairs after concats, splits and flattenings: the values stay, and ONNX Runtime computes in integers there.
+
+
+class RepeatedPairsBranches(nn.Module):
+    """Two branches that a concat joins, a pool, a layer over both, and a flattened end."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 3, 1, 1)
+        self.joined, self.fc = nn.Conv2d(8, 6, 3, 1, 1), nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = torch.max_pool2d(torch.cat([torch.relu(self.left(x)), torch.relu(self.right(x))], 1), 2)
+        return self.fc(torch.relu(self.joined(x)).flatten(1))
+
+
+class Shuffled(nn.Module):
+    """Three blocks of a ShuffleNetV2: each joins a part of the block before with a branch of the other part."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(3, 4, 3, 2, 1)
+        self.branches = nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(3))
+        self.last, self.fc = nn.Conv2d(8, 6, 1), nn.Linear(6 * 8 * 8, 5)
+
+    def forward(self, x):
+        left, right = torch.relu(self.left(x)), torch.relu(self.right(x))
+        for branch in self.branches:
+            x = torch.cat([left, torch.relu(branch(right))], 1)
+            left, right = x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2).chunk(2, 1)
+        return self.fc(torch.relu(self.last(torch.cat([left, right], 1))).flatten(1))
+
+
+class Padded(nn.Module):
+    """Convolutions that pad by reflection and repetition, with groups and a stride."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1, padding_mode="reflect")
+        self.middle = nn.Conv2d(8, 8, 5, padding="same", padding_mode="replicate", groups=2)
+        self.last, self.fc = nn.Conv2d(8, 6, 3, 2, 1, padding_mode="reflect"), nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.last(torch.relu(self.middle(torch.relu(self.stem(x)))))).flatten(1))
+
+
+class Resized(nn.Module):
+    """A convolution whose result is also read for its shape, as sizes of an open batch are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.low, self.last = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(16, 6, 3, 4)
+        self.fc = nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        up = nn.functional.interpolate(self.low(x), size=x.shape[-2:])
+        return self.fc(torch.relu(self.last(torch.cat([up, x], 1))).flatten(1))
+
+
+def kinds_on_engine(path, folder):
+    """Operators of the graph that ONNX Runtime runs."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node]
+
+
+@pytest.mark.parametrize("way", ["file", "torch"])
+@pytest.mark.parametrize(("network", "concats"), [(RepeatedPairsBranches, 1), (Shuffled, 4), (Padded, 0), (Resized, 0)])
+def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
+    torch.manual_seed(0)
+    model, x, spec = with_statistics(network()), torch.randn(4, 3, 16, 16), QuantSpec(target="onnxruntime")
+    file, out = export(model, tmp_path / "float.onnx"), tmp_path / "int8.onnx"
+    if way == "file":
+        compress.quantize_onnx(file, [x], spec=spec, out=out)
+    else:
+        compress.export_onnx(compress.quantize(model, x, [x], spec=spec), x, out)
+    kinds = kinds_on_engine(out, tmp_path)
+    assert {"Conv", "FusedConv", "Gemm", "MatMul"}.isdisjoint(kinds)
+    assert kinds.count("QLinearConcat") == concats
+    assert sqnr(*(torch.from_numpy(run(path, x.numpy())) for path in (file, out))) > 25
+
+
+def quantized(tensor, scale, zero_point="z"):
+    return [
+        helper.make_node("QuantizeLinear", [tensor, scale, zero_point], [f"{tensor}_q"]),
+        helper.make_node("DequantizeLinear", [f"{tensor}_q", scale, zero_point], [f"{tensor}_d"]),
+    ]
+
+
+def joined(other_scale):
+    """Two tensors, quantized, joined, split, one part of which is a result; the parts are added."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        *quantized("x", "s"), *quantized("r", other_scale),
+        helper.make_node("Concat", ["x_d", "r_d"], ["c"], axis=1),
+        helper.make_node("Split", ["c"], ["a", "b"], axis=1, num_outputs=2),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]  # fmt: skip
+    constants = {"s": np.float32(0.02), "same": np.float32(0.02), "wide": np.float32(0.03), "z": np.uint8(128)}
+    tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("y", "a")]
+    graph = helper.make_graph(
+        nodes, "joined", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])], outputs, tensors
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+
+
+@pytest.mark.parametrize(("other_scale", "pairs"), [("s", 3), ("same", 3), ("wide", 0)])
+def test_values_stay_to_the_bit_and_unequal_scales_get_no_pair(other_scale, pairs):
+    model, x = joined(other_scale), np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    expected = ReferenceEvaluator(model).run(None, {"x": x})
+    assert repeat_pairs(model) == pairs
+    onnx.checker.check_model(model, full_check=True)
+    for before, after in zip(expected, ReferenceEvaluator(model).run(None, {"x": x}), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert model.graph.output[1].name == "a"
+
+
+# ONNX Runtime's integer softmax wraps around where a probability is above the calibrated range; our files saturate.
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(72, 5)).eval()
+    nn.init.zeros_(model[0].bias)
+    x = torch.randn(4, 3, 8, 8)
+    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
+    path = export_onnx(quantize(model, x, [0.2 * x], spec=spec), x, tmp_path / "m.onnx")  # calibrated with less
+    (expected,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
+    (got,) = open_session(path).run(None, {"input": x.numpy()})
+    assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 30
+    bounds = [node.op_type for node in onnx.load(path).graph.node].count("Min")
+    assert bounds == (1 if target == "onnxruntime" else 0)

@@ -12,6 +12,7 @@ from torch import nn
 import compress
 from compress import build_engine, export_onnx, quantize
 from compress.errors import ExportError
+from compress.export.onnx import looked_up_once, operators_named_once, table_built_once
 from compress.export.prepare import prepare
 
 
@@ -106,3 +107,41 @@ def test_averages_keep_their_divisor(tmp_path):
     np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
     with pytest.raises(ExportError, match="divisor_override and ceil_mode"):
         export_onnx(nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=5), x, tmp_path / "ceil.onnx")
+
+
+# torch's table of ONNX functions from the cache, against the one that torch builds itself.
+
+registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
+
+
+def test_the_table_is_torchs_own_and_no_export_changes_the_next():
+    registry = registration.ONNXRegistry
+    before = registry.__dict__["from_torchlib"]
+    with table_built_once():
+        first = registry().from_torchlib(opset_version=19)
+        first.functions.clear()
+        second = registry.from_torchlib(opset_version=19)
+        second.functions["aten::relu"].clear()
+        third = registry.from_torchlib(opset_version=19)
+    assert registry.__dict__["from_torchlib"] is before
+    own = registry.from_torchlib(opset_version=19)
+    assert third.opset_version == own.opset_version == 19
+    rows = [{k: [row.onnx_function for row in rows] for k, rows in t.functions.items()} for t in (third, own)]
+    assert rows[0] == rows[1]
+
+
+def test_a_failure_inside_leaves_torch_as_it_was():
+    before = registration.ONNXRegistry.__dict__["from_torchlib"]
+    with pytest.raises(ValueError, match="no"), looked_up_once():
+        raise ValueError("no")
+    assert registration.ONNXRegistry.__dict__["from_torchlib"] is before
+
+
+def test_composite_operators_are_those_that_torch_names_itself():
+    utils = pytest.importorskip("torch._export.utils")
+    before = utils._materialize_cpp_cia_ops
+    own = set(utils._collect_all_valid_cia_ops())
+    with operators_named_once():
+        found = [set(utils._collect_all_valid_cia_ops()) for _ in range(2)]
+    assert utils._materialize_cpp_cia_ops is before
+    assert own == found[0] == found[1] and len(own) > 100

@@ -1,16 +1,27 @@
+"""None"""
+
 import copy
+import functools
 import pickle
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 import compress
-from compress import trace
-from compress.errors import CheckpointError, ModelError
+from compress import ActivationSpec, AdaRoundSpec, QuantSpec, calibrate, quantize, trace
+from compress.errors import CalibrationError, CheckpointError, DataError, ModelError
+from compress.graph.canonical import canonical_graph
+from compress.graph.inplace import follow_changes
+from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
+from compress.sparsity.saliency import calibration_inputs
+from compress.training.evaluate import OutputsOf, outputs_of
 from tests.networks import TinyResNet
 
 
@@ -313,3 +324,396 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
     with pytest.raises(ModelError, match=r"is a OptimizedModule, which cannot be traced: give its \._orig_mod"):
         compress.receptive_field(torch.compile(nn.Conv2d(3, 4, 3).eval()), x)
     assert not list(tmp_path.iterdir())
+
+
+# Tensors that a model changes in place: the graph reads what the model reads. The oracle is the model itself.
+
+
+class Net(nn.Module):
+    """Two convolutions and a classifier; `forward` is the test's."""
+
+    def __init__(self, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.relu, self.fc = nn.ReLU(inplace=True), nn.Linear(8, 3)
+        nn.init.constant_(self.a.bias, -0.3)  # most of what a ReLU sees is negative
+        self.body = forward
+
+    def forward(self, x):
+        return self.fc(self.body(self, x).mean((2, 3)))
+
+
+def skip_of_the_changed(net, x):
+    y = net.a(x)
+    return y + net.b(net.relu(y))
+
+
+def unassigned(net, x):
+    y = net.a(x)
+    y.clamp_(0)
+    F.relu(y, inplace=True)
+    return net.b(y)
+
+
+def added_to(net, x):
+    y = net.a(x)
+    z = net.b(y)
+    z.add_(y).mul_(2)
+    return net.b(z)
+
+
+def read_before_and_after(net, x):
+    y = net.a(x)
+    before = net.b(y)
+    net.relu(y)
+    return before + net.b(y)
+
+
+def changed_input(net, x):
+    x.sub_(0.5).div_(2)
+    return net.b(net.a(x))
+
+
+BODIES = [skip_of_the_changed, unassigned, added_to, read_before_and_after, changed_input]
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_quantized_model_reads_what_was_changed(body, target):
+    model = Net(body).eval()
+    x = torch.randn(8, 3, 12, 12)
+    kept = x.clone()
+    qmodel = compress.quantize(model, x, [x, x], spec=compress.QuantSpec(target=target))
+    with torch.no_grad():
+        got = qmodel(x)
+        again = qmodel(x)
+        expected = model(kept.clone())
+    assert torch.equal(x, kept) and torch.equal(got, again)
+    noise = (got - expected).norm() / expected.norm()
+    assert noise < 0.02, f"8 bits lose less than {noise:.3f}"
+
+
+def test_a_change_through_a_view_is_refused_where_it_would_be_read():
+    def body(net, x):
+        y = net.a(x)
+        y.view(-1).clamp_(0)
+        return net.b(y)
+
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(ModelError, match=r"clamp_.*y = f\(y\)"):
+        canonical_graph(Net(body), x)
+
+
+def test_parts_of_one_tensor_may_be_changed_apart():
+    def body(net, x):
+        first, second = net.b(net.a(x)).chunk(2, dim=1)
+        first.mul_(2)
+        return torch.cat([second, first], 1)
+
+    model, x = Net(body).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(canonical_graph(model, x)(x), model(x))
+
+
+def test_a_graph_without_such_readers_stays_as_it_is():
+    graph = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 9, 9))
+    before = str(graph.graph)
+    follow_changes(graph, torch.randn(2, 3, 9, 9))
+    assert str(graph.graph) == before
+
+
+# Models called by keyword, decorated, and with results of a class of their own, as transformers' are.
+
+
+@dataclass
+class Output(OrderedDict):
+    """A result like transformers' ModelOutput: a dataclass that is a mapping of what is not None."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    maps: Tensor | None = None
+
+    def __post_init__(self):
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        kwargs.pop("return_dict", None)
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def holds(condition, message):
+    """A check in a helper, as in transformers: calls its condition if that is a function."""
+    torch._check_with(ValueError, condition() if callable(condition) else condition, lambda: message)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    @decorated
+    def forward(self, input_ids=None, pixel_values=None, mask=None, **kwargs):
+        assert input_ids is None and not kwargs
+        x = self.conv(pixel_values).relu()
+        if mask is not None:
+            x = x * mask
+        smallest = torch.finfo(x.dtype).min
+        holds(x.shape[1] == 8, "eight channels")
+        x = torch.maximum(x, torch.zeros_like(x) + smallest)
+        return Output(logits=self.head(x.mean((2, 3))), maps=x)
+
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return Network().eval()
+
+
+@pytest.fixture(scope="module")
+def qmodel(network):
+    return compress.quantize(network, {"pixel_values": IMAGES[:2]}, [{"pixel_values": IMAGES, "labels": 1}])
+
+
+def test_keywords_and_the_class_of_the_result_are_kept(network):
+    graph = trace(network, {"pixel_values": IMAGES})
+    for model in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        result = model(pixel_values=IMAGES)
+        assert type(result) is Output and result.loss is None
+        torch.testing.assert_close(result.logits, network(pixel_values=IMAGES).logits)
+        assert list(result) == ["logits", "maps"]
+
+
+def test_two_inputs_keep_their_order(network):
+    mask = torch.rand(4, 1, 8, 8)
+    graph = trace(network, {"pixel_values": IMAGES, "mask": mask})
+    expected = network(pixel_values=IMAGES, mask=mask).logits
+    torch.testing.assert_close(graph(IMAGES, mask).logits, expected)
+    torch.testing.assert_close(graph(mask=mask, pixel_values=IMAGES).logits, expected)
+
+
+def test_batches_in_another_order_reach_the_right_inputs(network):
+    mask = torch.rand(4, 1, 8, 8)
+    batch = {"mask": mask, "labels": torch.zeros(4), "pixel_values": IMAGES}
+    example = {"pixel_values": IMAGES[:2], "mask": mask[:2]}
+    qmodel = compress.quantize(network, example, [batch])
+    assert qmodel.report.calibration.images == 4
+
+
+def test_the_file_has_the_names_of_the_results(qmodel, tmp_path):
+    file = compress.export_onnx(qmodel, {"pixel_values": IMAGES[:1]}, tmp_path / "model.onnx")
+    engine = compress.build_engine(file, "onnxruntime")
+    found = engine.run({"input": IMAGES.numpy()})
+    assert list(found) == ["logits", "maps"]
+    with torch.no_grad():
+        expected = qmodel(pixel_values=IMAGES)
+    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected.logits, atol=0.02, rtol=0.02)
+    engine.close()
+
+
+def test_gradients_flow_and_quantized_results_are_near(network, qmodel):
+    trained = copy.deepcopy(qmodel).train()
+    trained(pixel_values=IMAGES).logits.square().mean().backward()
+    assert trained.get_parameter("conv.weight").grad.abs().sum() > 0
+    exact = network(pixel_values=IMAGES).logits
+    assert (qmodel(pixel_values=IMAGES).logits - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_wrong_keys_are_named(network, qmodel):
+    with pytest.raises(ModelError, match="unexpected|assert|pictures"):
+        trace(network, {"pictures": IMAGES})
+    with pytest.raises(DataError, match="pictures.*pixel_values"):
+        compress.calibrate(qmodel, [{"pictures": IMAGES}])
+
+
+# Batches of any loader, and models of several inputs: what goes in is what the model's signature asks for.
+
+X, Y = torch.randn(4, 3, 8, 8), torch.randn(4, 1, 8, 8)
+TARGET = torch.zeros(4)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(1, 8, 3, padding=1)
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x, y, scale=1.0):
+        return self.fc(scale * torch.cat([self.a(x).relu(), self.b(y).relu()], 1).mean((2, 3)))
+
+
+@pytest.mark.parametrize("batch", [X, (X,), [X, TARGET], (X, TARGET, "name"), ((X,), TARGET)])
+def test_the_first_tensor_is_the_input(batch):
+    assert [x is X for x in batch_inputs(batch)] == [True]
+
+
+@pytest.mark.parametrize("batch", [(X, Y), (X, Y, TARGET), ([X, Y], TARGET)])
+def test_as_many_as_the_model_has_no_default_for(batch):
+    assert [tuple(x.shape) for x in model_inputs(TwoInputs(), batch)] == [tuple(X.shape), tuple(Y.shape)]
+
+
+@pytest.mark.parametrize("batch", [X, (X,), ("a.png", Y), ((X,), TARGET), (), {"x": X}])
+def test_what_does_not_hold_the_inputs_is_refused(batch):
+    with pytest.raises(DataError, match="takes 2 inputs: give a tuple that begins with 2 tensors"):
+        model_inputs(TwoInputs(), batch)
+
+
+@pytest.mark.parametrize("more", [{}, {"bias_correction": "empirical"}, {"adaround": AdaRoundSpec(steps=2)}])
+def test_a_model_of_two_inputs_is_quantized(more):
+    torch.manual_seed(0)
+    model = TwoInputs().eval()
+    spec = QuantSpec(activations=ActivationSpec(calibrator="max"), **more)
+    qmodel = quantize(model, (X, Y), [(X, Y, TARGET)], spec=spec)
+    expected = model(X, Y).detach()
+    assert float((qmodel(X, Y).detach() - expected).norm() / expected.norm()) < 0.1
+    assert qmodel.placement.activations
+
+
+def test_hessians_take_no_more_images_than_asked_of_each_input():
+    (first, second) = calibration_inputs(TwoInputs(), [(X, Y), (X, Y)], 6)
+    assert [len(x) for x in (*first, *second)] == [4, 4, 2, 2]
+
+
+# Networks bound to an image size: said when they are quantized, and where they get another.
+
+SIZES_X = torch.rand(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+
+
+class SizesNet(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Linear(4 * 8 * 12, 2)
+        self.register_buffer("points", torch.rand(1, 4, 8, 12))
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self, self.conv(x))
+
+
+BOUND = {
+    "points": lambda s, x: x + s.points,
+    "linear": lambda s, x: s.head(x.flatten(1)),
+    "reshape": lambda s, x: x.reshape(x.shape[0], 4, 96).mean(1),
+}
+FREE = {
+    "pool": lambda s, x: x.mean((2, 3)),
+    "resize": lambda s, x: F.interpolate(x, scale_factor=2.0),
+    "half": lambda s, x: F.max_pool2d(x, 2).flatten(2).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_network_bound_to_a_size_says_so_and_fails_at_another(name):
+    model = SizesNet(BOUND[name]).eval()
+    found = bound_to_size(trace(model, SIZES_X), (SIZES_X,))
+    assert "images of 8 x 12 pixels alone" in found
+    assert {"points": "points", "linear": "head", "reshape": "reshape"}[name] in found
+    with pytest.raises(RuntimeError):
+        model(torch.rand(2, 3, 16, 24))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_network_of_any_size_says_nothing(name):
+    model = SizesNet(FREE[name]).eval()
+    assert bound_to_size(trace(model, SIZES_X), (SIZES_X,)) == ""
+    model(torch.rand(2, 3, 16, 24))
+
+
+def test_the_size_is_named_where_another_one_comes():
+    qmodel = quantize(SizesNet(BOUND["points"]).eval(), SIZES_X, [SIZES_X], spec=QuantSpec(head="quantize"))
+    assert any("8 x 12 pixels alone" in note for note in qmodel.report.notes())
+    wrong = torch.rand(2, 3, 16, 24)
+    with pytest.raises(CalibrationError, match="8 x 12 pixels alone"):
+        calibrate(qmodel, [wrong])
+    with pytest.raises(ModelError, match="8 x 12 pixels alone"):
+        outputs_of(OutputsOf(qmodel), wrong)
+
+
+# Networks of the package transformers, through the public functions with their own inputs and results.
+
+transformers = pytest.importorskip("transformers", reason="the extra compress-vision[transformers] is not installed")
+
+TRANSFORMERS_IMAGES = torch.randn(8, 3, 32, 48, generator=torch.Generator().manual_seed(0))  # rectangular
+BATCHES = [{"pixel_values": part, "labels": torch.tensor([0, 1, 2, 0])} for part in TRANSFORMERS_IMAGES.split(4)]
+
+
+def accuracy(logits, targets):
+    return (logits.argmax(1) == targets).float().mean()
+
+
+def vit():
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=(32, 48),
+        patch_size=8,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def segformer():
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    return transformers.SegformerForSemanticSegmentation(config).eval()
+
+
+@pytest.mark.parametrize("make", [vit, segformer])
+def test_quantize_train_export(make, tmp_path):
+    model = make()
+    qmodel = compress.quantize(model, BATCHES[0], BATCHES, spec=compress.QuantSpec(target="onnxruntime"))
+    with torch.no_grad():
+        exact, expected = model(pixel_values=TRANSFORMERS_IMAGES), qmodel(pixel_values=TRANSFORMERS_IMAGES)
+    assert type(expected) is type(exact)
+    assert (exact.logits - expected.logits).norm() < 0.1 * exact.logits.norm()
+    file = compress.export_onnx(qmodel, BATCHES[0], tmp_path / "model.onnx")
+    engine = compress.build_engine(file, "onnxruntime")
+    found = torch.from_numpy(engine.run({"input": TRANSFORMERS_IMAGES.numpy()})["logits"])
+    engine.close()
+    assert (found - expected.logits).norm() < 0.03 * expected.logits.norm()
+    qmodel.train()(**{"pixel_values": TRANSFORMERS_IMAGES}).logits.square().mean().backward()
+    gradients = [p.grad for name, p in qmodel.named_parameters() if "weight" in name and p.grad is not None]
+    assert len(gradients) > 8 and all(bool(g.isfinite().all()) for g in gradients)
+
+
+def test_the_public_functions_take_vit(tmp_path):
+    model = vit()
+    found = compress.sensitivity(model, {"pixel_values": TRANSFORMERS_IMAGES[:2]}, BATCHES, BATCHES)
+    assert {"vit.layers.0.mlp.fc1", "classifier"} <= {row.layer for row in found.rows}
+    share = sum(int((model(b["pixel_values"]).logits.argmax(1) == b["labels"]).sum()) for b in BATCHES) / 8
+    assert found.float_score == pytest.approx(share)
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in BATCHES for i in range(4)], 4)
+    before = model.classifier.weight.clone()
+    report = compress.fit(model, loader, compress.TrainSpec(epochs=1, lr=0.01))
+    assert 0 < report.final.loss < 2 and not torch.equal(before, model.classifier.weight)
+    file = compress.export_onnx(model, {"pixel_values": TRANSFORMERS_IMAGES[:1]}, tmp_path / "float.onnx")
+    engine = compress.build_engine(file, "onnxruntime")
+    values = compress.measure_metric(engine, loader, accuracy).values
+    assert values["accuracy"] == pytest.approx(report.final.top1)
+    engine.close()

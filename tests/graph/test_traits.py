@@ -1,16 +1,25 @@
 """Every row of the table of traits against what torch computes, for every spelling of its kind."""
 
 import inspect
+import math
 
+import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from compress import trace
+from compress.graph.layers import layers, total_macs
 from compress.graph.modules import InTraining
-from compress.graph.ops import SPELLINGS, module_kind, node_kind
+from compress.graph.ops import ONNX_KINDS, SPELLINGS, module_kind, node_kind
 from compress.graph.traits import MANY, TRAITS
+from compress.roofline_model.counting import workload
 
 POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}
 """Functions that are tried on positive numbers only."""
@@ -219,3 +228,94 @@ def test_functions_that_are_not_entered_have_kinds_by_name():
 
     node = graph.call_function(_patch_merging_pad, (graph.placeholder("x"),))
     assert node_kind(node) == "patch_merging" and node_kind(graph.call_function(print, ())) == "unknown"
+
+
+# ONNX operators against ONNX's own reference evaluator.
+
+ATTRIBUTES = {"DepthToSpace": {"blocksize": 2}, "SpaceToDepth": {"blocksize": 2}, "LRN": {"size": 3}}
+ATTRIBUTES |= {"MaxPool": {"kernel_shape": [2, 2]}, "AveragePool": {"kernel_shape": [2, 2]}, "Cast": {"to": 1}}
+NEED_MORE = {"Split", "Resize", "Concat", "Shape", "Clip", "Einsum"}
+ALONE = [name for name in ONNX_KINDS if onnx.defs.get_schema(name).min_input == 1 and name not in NEED_MORE]
+"""Operators that need one tensor and nothing else."""
+
+
+def run(name, x):
+    result = helper.make_tensor_value_info("y", TensorProto.UNDEFINED, None)
+    node = helper.make_node(name, ["x"], ["y"], **ATTRIBUTES.get(name, {}))
+    graph = helper.make_graph(
+        [node], "one", [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape))], [result]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)])
+    return ReferenceEvaluator(model).run(None, {"x": x})[0]
+
+
+def test_every_operator_exists_and_has_a_row():
+    assert all(onnx.defs.has(name) and kind in TRAITS for name, kind in ONNX_KINDS.items())
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_claims_of_the_row_hold(name):
+    traits = TRAITS[ONNX_KINDS[name]]
+    x = np.random.default_rng(0).integers(-40, 41, (2, 4, 4, 4)).astype(np.float32) / 16
+    x = np.abs(x) + 1 / 16 if name in {"Sqrt", "Log"} else x
+    y = run(name, x)
+    if traits.scales_linearly:
+        np.testing.assert_allclose(run(name, 3 * x), 3 * y, rtol=1e-5)
+    if traits.keeps_zero:
+        assert not run(name, np.zeros_like(x)).any()
+    if traits.non_negative == "always":
+        assert (y >= 0).all()
+    if traits.non_negative == "if inputs are":
+        assert (run(name, np.abs(x) + 1 / 16) >= 0).all()
+    if traits.moves_elements:
+        assert np.isin(y, x).all()
+    if traits.commutes_with_quantization:
+        np.testing.assert_array_equal(run(name, np.round(x * 4) / 4), np.round(y * 4) / 4)
+
+
+NAMES = ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "vit_b_32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_macs_agree_with_torchs_counter(name, monkeypatch):
+    model, x = torchvision.models.get_model(name, weights=None).eval(), torch.randn(1, 3, 224, 224)
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)  # torch counts nothing inside it
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    macs, unknown = total_macs(layers(trace(model, x)))
+    assert unknown == ()
+    assert 2 * macs == counter.get_total_flops()
+
+
+def test_hand_count():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2))
+    conv, relu, up = layers(trace(model, torch.randn(2, 3, 8, 8)))
+    assert conv.macs == 2 * 8 * 4 * 4 * 3 * 9
+    assert relu.macs == 0
+    assert up.macs == 2 * 8 * 4 * 4 * 4 * 4
+    assert (conv.weight_elements, conv.bias_elements, conv.kernel) == (216, 8, (3, 3))
+    assert (conv.input_shapes, conv.output_shape) == (((2, 3, 8, 8),), (2, 8, 4, 4))
+
+
+def test_unknown_is_not_zero():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft2(x).real
+
+    macs, unknown = total_macs(layers(trace(Odd(), torch.randn(1, 3, 8, 8))))
+    assert macs == 0
+    assert [name for name in unknown if "fft" in name]
+
+
+def test_numbers_computed_from_sizes_are_no_operations():
+    """timm's MobileViT rounds sizes up with math.ceil, which stays in the graph of a traced network."""
+
+    class Rounded(nn.Module):
+        def forward(self, x):
+            height = math.ceil(x.shape[2] / 2) * 2
+            return nn.functional.interpolate(x, size=(height, height))
+
+    graph = trace(Rounded(), torch.randn(1, 3, 7, 7))
+    assert graph.graph.find_nodes(op="call_function", target=math.ceil)
+    assert [layer.kind for layer in layers(graph)] == ["resize"] and total_macs(layers(graph)) == (0, ())
+    assert workload(Rounded(), torch.randn(1, 3, 7, 7)).operations[-1].activation_elements == 3 * (49 + 64)

@@ -1,9 +1,9 @@
 """A full disk, a folder that may not be written to, a device in the place of a file: older files stay, in one sentence.
 
-The disk is full for real: the system lets no file of this process grow beyond some number of bytes.
-"""
+The disk is full for real: the system lets no file of this process grow beyond some number of bytes."""
 
 import os
+import re
 from pathlib import Path
 
 import onnx
@@ -128,3 +128,28 @@ def test_a_folder_that_cannot_be_written_to():
             open_run(folder / "another", parse_recipe({}), "ptq", resume=False)
         with pytest.raises(RunError, match=r"run cannot be written to .*--out"):
             open_run(folder / "run", parse_recipe({}), "ptq", resume=True)
+
+
+# The pages that name a test for each defect and each input name tests that are there.
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "results" / "reliability" / "defects.md"
+
+
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 60), (ROOT / "SECURITY.md", 25)], ids=["defects", "security"])
+def test_each_test_that_the_page_names_is_there(page, least):
+    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+    assert len(found) > least
+    assert [pair for pair in found if f"def {pair[1]}(" not in (ROOT / pair[0]).read_text(encoding="utf-8")] == []
+
+
+def test_every_input_names_a_test():
+    rows = [line for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert len(rows) > 10 and [row for row in rows[1:] if "::" not in row] == []
+
+
+def test_every_row_names_a_test():
+    rows = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| ([A-E]\d*|Done when)\b", line)
+    ]
+    assert [row for row in rows if "::" not in row] == [] and {row[2] for row in rows} == set("ABCDE")

@@ -1,5 +1,10 @@
 """Methods beyond calibration on files give what they give on the torch model that the file was exported from."""
 
+from __future__ import annotations
+
+import functools
+import warnings
+
 import numpy as np
 import onnx
 import pytest
@@ -8,10 +13,19 @@ from onnx import helper
 from torch import nn
 
 import compress
+from analysis.random_networks.check import inputs
+from analysis.random_networks.network import TABLES, Network, Step
 from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.errors import ModelError
+from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from tests.onnx_ptq.files import Attention, batches, export, model_of, run, sqnr, weights
+from compress.quantization.numerics import scale_from_amax
+from compress.quantization.spec import TARGETS
+from examples.yolo import Yolo
+from tests.exact import open_session
+from tests.families import FAMILIES
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export, model_of, run, sqnr, weights
 
 MAX = ActivationSpec(calibrator="max")
 
@@ -123,3 +137,228 @@ def test_the_refusal_names_the_operator(tmp_path):
     x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
     with pytest.raises(ModelError, match="operator NonZero at 'odd'"):
         compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(bias_correction="empirical"))
+
+
+# The default keeps layers whose inputs have outlier channels, and products after a peaked softmax, accurate.
+
+TOKENS = torch.randn(12, 20, 16, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(12, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+class Peaked(nn.Module):
+    """Outlier channels after a LayerNorm and a GELU, and attention of a few large and many small weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        with torch.no_grad():
+            self.norm.weight[3], self.up.bias[5] = 80.0, 90.0
+            self.qkv.weight[:, 3], self.down.weight[:, 5] = 1e-3, 1e-3
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out((q @ k.transpose(1, 2) * 3).softmax(-1) @ v)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Sink(nn.Module):
+    """Attention that goes to the first token, which has no value: the result is made of the small weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+        self.register_buffer("bias", torch.tensor([8.0] + 19 * [0.0]))
+        self.register_buffer("mask", torch.tensor([0.0] + 19 * [1.0])[:, None])
+
+    def forward(self, x):
+        return self.out((x @ x.transpose(1, 2) / 16 + self.bias).softmax(-1) @ (x * self.mask))
+
+
+class Wide(nn.Module):
+    """A depthwise convolution behind channels whose ranges are far apart, through hard-swish and through ReLU."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.first, self.activation = nn.Conv2d(3, 16, 3), activation
+        self.depthwise, self.last = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 8, 1)
+        with torch.no_grad():
+            self.first.weight[2] *= 60
+            self.depthwise.weight[2] /= 60
+
+    def forward(self, x):
+        return self.last(self.depthwise(self.activation(self.first(x))))
+
+
+def decibel(path, wanted, x):
+    session = open_session(path)
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    return 10 * np.log10((wanted**2).sum() / ((found - wanted) ** 2).sum())
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
+@pytest.mark.parametrize(
+    ("model", "x", "gain"),
+    [(Peaked, TOKENS, 4), (lambda: Wide(nn.ReLU()), IMAGES, 8), (lambda: Wide(nn.Hardswish()), IMAGES, 8)],
+)
+def test_outlier_channels_cost_less_by_default(tmp_path, target, model, x, gain):
+    torch.manual_seed(0)
+    model = model().eval()
+    with torch.no_grad():
+        wanted = model(x).numpy()
+    file, found = export(model, tmp_path / "float.onnx", x=x), {}
+    for smooth in ("auto", None):
+        spec = compress.QuantSpec(target=target, smooth=smooth)
+        done = quantize_onnx_file(file, [x], spec=spec, out=tmp_path / f"{smooth}.onnx")
+        found[smooth] = decibel(done.path, wanted, x)
+    if target == "onnxruntime" and "Hardswish" in str(model):
+        assert found["auto"] == found[None]  # a Mul of its own would not be in 8 bits there
+    else:
+        assert found["auto"] > found[None] + gain
+
+
+def test_a_poor_product_stays_float_with_its_reason_unless_a_rule_says_otherwise(tmp_path):
+    torch.manual_seed(0)
+    file = export(Sink().eval(), tmp_path / "float.onnx", x=TOKENS)
+    for rules in ((), (compress.Rule(match="*MatMul*"),)):
+        spec = compress.QuantSpec(target="openvino", rules=rules)
+        done = quantize_onnx_file(file, [TOKENS], spec=spec, out=tmp_path / "int8.onnx")
+        reasons = [row.reason for row in done.placement.decisions if "dB on calibration images" in row.reason]
+        assert len(reasons) == (0 if rules else 1)
+
+
+def test_ordinary_ranges_add_nothing(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    file = export(model, tmp_path / "float.onnx", x=IMAGES)
+    for smooth in ("auto", None):
+        spec = compress.QuantSpec(target="openvino", smooth=smooth)
+        compress.quantize_onnx(file, [IMAGES], spec=spec, out=tmp_path / f"{smooth}.onnx")
+    kinds = [[n.op_type for n in onnx.load(tmp_path / f"{s}.onnx").graph.node] for s in ("auto", None)]
+    assert kinds[0] == kinds[1] and "Mul" not in kinds[0]
+
+
+# A torch model and the ONNX file of the same model get the same quantizers.
+
+SIZE = 32
+OWN = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+NETWORKS = {
+    **OWN, "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
+    **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
+}  # fmt: skip
+SAME_CASES = [(name, target) for name in NETWORKS for target in TARGETS if name in OWN or target != "any"]
+UNFOLDED = {"resnet", "DenseNet"}
+"""Networks whose file holds BatchNorm as it is."""
+
+
+def data_of(name):
+    return batches(size=SIZE if name == "YOLO" else 16)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The network, its file and calibration data; each file is written once."""
+
+    @functools.cache
+    def made(name):
+        torch.manual_seed(0)
+        model = with_statistics(NETWORKS[name]())
+        for parameter in model.parameters():
+            if not bool(parameter.any()):
+                torch.nn.init.normal_(parameter, std=0.02)
+        path = tmp_path_factory.mktemp("same") / "float.onnx"
+        return model, export(model, path, folded=name not in UNFOLDED, x=data_of(name)[0][:2])
+
+    return made
+
+
+def quantizers(placement, amax):
+    """Formats and scales: of activations sorted by scale, since names differ, of weights in the order of the layers."""
+    activations = sorted(
+        (str(site.format), float(scale_from_amax(amax[site.name], site.format))) for site in placement.activations
+    )
+    weights = [
+        (site.format, scale_from_amax(amax[f"{site.path}.weight_quantizer"], site.format)) for site in placement.weights
+    ]
+    return activations, weights
+
+
+def assert_same(qmodel, result):
+    (ours, our_weights), (theirs, their_weights) = (
+        quantizers(one.placement, report.amax)
+        for one, report in ((qmodel, qmodel.report.calibration), (result, result.calibration))
+    )
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    torch.testing.assert_close(
+        torch.tensor([s for _, s in theirs]), torch.tensor([s for _, s in ours]), rtol=1e-6, atol=1e-6
+    )
+    assert [f for f, _ in our_weights] == [f for f, _ in their_weights]
+    for (_, a), (_, b) in zip(our_weights, their_weights, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "target"), SAME_CASES)
+def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, target):
+    (model, file), data = exported(name), data_of(name)
+    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
+    result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
+    assert_same(compress.quantize(model, data[0], data, spec=spec), result)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(passes, "_PIECE", 1)  # batches in pieces, as those of larger networks are
+    (model, file), data = exported(name), data_of(name)
+    spec = QuantSpec(smooth=None)  # a file gets products with scales, a network of torch does not
+    result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
+    assert_same(compress.quantize(model, data[0], data, spec=spec), result)
+
+
+def test_quantizers_of_our_own_float_export(exported, tmp_path):
+    (model, _), data = exported("resnet"), data_of("resnet")
+    compress.export_onnx(model, data[0], tmp_path / "float.onnx")
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"), smooth=None)
+    result = quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec)
+    assert_same(compress.quantize(model, data[0], data, spec=spec), result)
+
+
+FLOAT_IN_TORCH = {"hook after", "hook before", "addmm"}
+"""A layer with hooks, and a product with a parameter that is no layer's weight, stay float and say so."""
+OTHERWISE_WRITTEN = {
+    "shared bn": "a BatchNorm that is called twice stays, and a file holds two",
+    "in place": "SiLU in place is not looked for",
+    "swin of version 2": "a file holds the results of layers that compute with constants alone",
+    "list of branches": "of two branches of one length, the other is the identity",
+    "conv of circles": "the exporter writes slices, which share the scale of the image that they are of",
+}
+"""Operations that an older exporter's file spells with others, or that it does not write."""
+LAYERS_ALIKE = [name for name in TABLES[0] if name not in FLOAT_IN_TORCH | OTHERWISE_WRITTEN.keys()]
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("first", range(0, 48, 12))
+def test_random_networks_get_the_same_quantizers_through_both_readers(tmp_path, first, target):
+    """Each layer of the random networks between two convolutions, as a module and as the file of that module."""
+    x, spec = inputs(), QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
+    differ = []
+    for name in LAYERS_ALIKE[first : first + 12]:
+        model = Network((Step("conv bn relu", 1), Step(name, 2), Step("conv", 3))).eval()
+        file = tmp_path / "float.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                torch.onnx.export(model, (x,), str(file), dynamo=False, opset_version=17)
+            except torch.onnx.OnnxExporterError:
+                continue  # it loses the size of what it pads
+        result = quantize_onnx_file(file, [x], spec=spec, out=tmp_path / "int8.onnx")
+        (ours, our_weights), (theirs, their_weights) = (
+            quantizers(one.placement, report.amax)
+            for qmodel in [compress.quantize(model, x, [x], spec=spec)]
+            for one, report in ((qmodel, qmodel.report.calibration), (result, result.calibration))
+        )
+        same = [key for key, _ in ours] == [key for key, _ in theirs] and np.allclose(
+            [scale for _, scale in ours], [scale for _, scale in theirs], rtol=1e-3
+        )
+        if not same or {str(f) for f, _ in our_weights} != {str(f) for f, _ in their_weights}:
+            differ.append(name)
+    assert not differ

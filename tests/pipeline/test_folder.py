@@ -1,13 +1,20 @@
 """The run folder: who is let in, what may change on a resume, and damaged or changed contents."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import shutil
+import socket
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
@@ -15,11 +22,15 @@ from typer.testing import CliRunner
 from compress import CompressError, DataSpec, load_data, run
 from compress.cli.app import app
 from compress.errors import ExportError, RunError
-from compress.pipeline.again import finished_run, network
+from compress.pipeline.again import export_again, finished_run, network, variants_in
 from compress.pipeline.folder import open_run, read_state, recipe_of
+from compress.pipeline.lock import lock_folder
 from compress.recipe.tree import parse_recipe
+from compress.records import read_run
+from compress.report.write import write_report
 from compress.variants import Variant
 from tests.networks import tiny
+from tests.pipeline.inject import digests
 
 RECIPE = parse_recipe({"train": {"epochs": 1}})
 
@@ -365,3 +376,120 @@ def test_bench_mixed_looks_for_the_data_before_it_times_anything(begun_elsewhere
         done = CliRunner().invoke(app, ["bench", str(begun_elsewhere), "--mixed", "--seconds", "0.1"])
     assert isinstance(done.exception, CompressError) and "data.root" in str(done.exception)
     assert (begun_elsewhere / "metrics.json").read_bytes() == before
+
+
+# Two hosts on one folder, a lock that a dead one has left, and file systems without locks.
+
+LOCK_RECIPE = parse_recipe({})
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A file system that has none, as some network file systems answer."""
+
+    def none(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+
+
+def opened(path, **options):
+    return open_run(path, LOCK_RECIPE, "ptq", resume=True, **options)
+
+
+def test_a_folder_that_another_host_holds_names_the_host_and_the_way_out(tmp_path):
+    opened(tmp_path).release()
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("process 7 on elsewhere")
+        held.flush()
+        with pytest.raises(RunError, match=r"at work in .*\(process 7 on elsewhere\).*host is dead.*remove .*\.lock "):
+            opened(tmp_path)
+        (tmp_path / ".lock").unlink()
+        opened(tmp_path).release()
+
+
+def test_without_locks_a_file_keeps_the_others_out(tmp_path, without_locks):
+    first = opened(tmp_path)
+    assert (tmp_path / ".owner").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(RunError, match=rf"another process is at work in .*\(process {os.getpid()} on "):
+        opened(tmp_path)
+    first.release()
+    first.release()
+    assert not (tmp_path / ".owner").exists()
+    opened(tmp_path).release()
+
+
+def test_a_lock_that_nobody_refers_to_is_released(tmp_path, without_locks):
+    lock = lock_folder(tmp_path)
+    assert (tmp_path / ".owner").exists()
+    del lock
+    assert not (tmp_path / ".owner").exists()
+
+
+@pytest.mark.parametrize(
+    ("holder", "message"),
+    [
+        (f"process {2**22 + 5} on {socket.gethostname()}", r"not there any more .*has left its lock.*remove .*\.owner"),
+        ("process 7 on elsewhere", r"at work in .*\(process 7 on elsewhere\).*host is dead.*remove .*\.owner "),
+        ("", r"another process is at work in [^(]*: wait"),
+    ],
+)
+def test_a_lock_that_was_left_behind_is_taken_by_removing_it(tmp_path, without_locks, holder, message):
+    opened(tmp_path).release()
+    state = (tmp_path / "state.json").read_bytes() if (tmp_path / "state.json").exists() else None
+    (tmp_path / ".owner").write_text(holder)
+    with pytest.raises(RunError, match=message):
+        opened(tmp_path)
+    assert (tmp_path / ".owner").read_text() == holder
+    assert state is None or (tmp_path / "state.json").read_bytes() == state
+    (tmp_path / ".owner").unlink()
+    opened(tmp_path).release()
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path, without_locks):
+    lock = lock_folder(tmp_path)
+    child = os.fork()
+    if not child:
+        lock.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / ".owner").exists()
+    lock.close()
+
+
+# Run folders of earlier versions are read, reported, exported and gone on with; see formats/README.md.
+
+FOLDERS = sorted(path for path in (Path(__file__).parent / "formats").iterdir() if path.is_dir())
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda path: path.name)
+def folder(request, tmp_path):
+    return Path(shutil.copytree(request.param, tmp_path / "run"))
+
+
+def test_it_is_read_and_reported(folder):
+    data = read_run(folder)
+    values = {(metric.name, metric.variant): metric.value for metric in data.metrics if metric.value is not None}
+    assert {variant for _, variant in values} >= {"float", "ptq"}
+    _, page = write_report(folder)
+    assert "PTQ" in page.read_text()
+
+
+def test_it_goes_on_and_its_weights_stay_what_they_were(folder):
+    before = digests(folder)
+    assert set(before) == {"float.safetensors", "ptq.safetensors"}
+    (folder / "ptq.onnx").unlink()
+    run(recipe_of(folder), "ptq", folder, resume=True, device="cpu")
+    assert digests(folder) == before
+    assert (folder / "ptq.onnx").is_file()  # removed, and written again
+
+
+def test_its_weights_compute_what_its_file_does(folder):
+    """The file that ONNX's reference evaluator runs is the fixture's own; the weights are loaded and exported today."""
+    assert [variant.value for variant in variants_in(folder)] == ["float", "ptq"]
+    x = np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32)
+    (expected,) = ReferenceEvaluator(str(folder / "ptq.onnx")).run(None, {"input": x})
+    path = export_again(folder, variant="ptq", out=folder / "again.onnx")
+    (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x})
+    np.testing.assert_allclose(got, expected, atol=1e-5)

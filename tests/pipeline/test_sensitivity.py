@@ -1,19 +1,29 @@
 """Sensitivity and mixed precision over a small network that is really trained, exported and measured."""
 
 import csv
+import dataclasses
 import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from compress import insert_quantizers, load_recipe
+from compress import insert_quantizers, load_data, load_recipe
 from compress.cli.app import app
-from compress.errors import QuantizationError, RecipeError
+from compress.errors import QuantizationError, RecipeError, RunError
+from compress.pipeline.folder import open_run
+from compress.pipeline.run import Run
+from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.training import build_float
 from compress.pipeline.studies.mixed import MixedPoint, mixed_front, pick, sheet_costs, write_recipe
+from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import sensitivity_run
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.mixed import mixed_spec
 from compress.recipe.tree import parse_recipe
+from tests.exact import WEIGHTS
+from tests.networks import tiny
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},
@@ -139,3 +149,125 @@ def test_command_line(measured, folder, capsys):
     for extra, words in ((["--write", "x.yaml"], "--budget-ms"), (["--budget-ms", "1", "--max-drop", "1"], "one of")):
         with pytest.raises(RecipeError, match=words):
             app([*options, *extra])
+
+
+# The `quantization` keys that go beyond rounding to nearest, through the step of a run and back from its files.
+
+BETTER_PTQ_TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
+    "quantization": {
+        "calibration_images": 64,
+        "weights": {"num_bits": 4, "axis": None},
+        "equalize": True,
+        "bias_correction": "empirical",
+        "adaround": {"steps": 10, "images": 64},
+    },
+    "qat": None,
+}
+
+
+def test_a_run_keeps_what_it_improved(tmp_path):
+    recipe = parse_recipe(BETTER_PTQ_TREE)
+    folder = open_run(tmp_path / "run", recipe, "ptq", resume=False)
+    this = Run(recipe=recipe, folder=folder, data=load_data(recipe.data))
+    model = build_float(recipe).model.eval()
+    made = ptq_step(this, model)
+    assert [note.split(" ")[1] for note in this.all_notes()] == ["equalized", "AdaRound", "corrected"]
+    assert not (tmp_path / "run" / "ptq.adaround").exists()
+    again = ptq_step(dataclasses.replace(this, notes=[]), model)  # finished: read from its file
+    x = this.example
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    plain = dataclasses.replace(recipe, quantization=dataclasses.replace(recipe.quantization, equalize=False))
+    assert plain.digest() != recipe.digest()
+
+
+def clipped(num_classes=10):
+    """Most activations before its ReLU6 exceed 6, so that ReLU in its place is another network."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
+    )
+    with torch.no_grad():
+        model[0].weight.mul_(50)
+    return model
+
+
+def test_a_finished_step_is_read_without_what_was_taken_back(tmp_path):
+    tree = {
+        "model": {"name": "tests.pipeline.test_sensitivity:clipped"},
+        "data": {"image_size": 16, "batch_size": 32, "val_images": 32},
+        "quantization": {"calibration_images": 32, "relu6": "relu"},
+        "qat": None,
+    }
+    recipe = parse_recipe(tree)
+    this = Run(recipe=recipe, folder=open_run(tmp_path / "r", recipe, "ptq", resume=False), data=load_data(recipe.data))
+    model = build_float(recipe).model.eval()
+    made = ptq_step(this, model)
+    assert made.report.comparison.taken_back == ("relu6",)
+    assert any("taken back" in note for note in this.all_notes())
+    again = ptq_step(this, model)
+    with torch.no_grad():
+        torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("quantization.bias_correction=guess", "bias_correction"),
+        ("quantization.smooth=2", "smooth is 2: it must be 0 to 1"),
+        ("quantization.adaround={steps: 0}", "adaround.steps is 0"),
+        ("quantization.adaround={step: 5}", "step"),
+        ("quantization.batchnorm=keep", "set batchnorm: fold"),
+        ("quantization.weights={kind: e4m3}", "both the same kind"),
+    ],
+)
+def test_bad_keys_are_refused_by_the_recipe(override, words):
+    with pytest.raises(RecipeError, match=words):
+        parse_recipe(BETTER_PTQ_TREE, [override])
+
+
+def test_survives_yaml(tmp_path):
+    recipe = parse_recipe(BETTER_PTQ_TREE)
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "r.yaml") == recipe
+    assert json.loads(json.dumps(dataclasses.asdict(recipe)))["quantization"]["adaround"]["steps"] == 10
+
+
+# `inspect parity` on a recipe: one JSON document with every quantizer of the network, on both engines.
+
+PARITY_TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 32, "val_images": 64},
+    "quantization": {
+        "target": "openvino",
+        "calibration_images": 64,
+        "activations": {"calibrator": "max"},
+        "weights": {"num_bits": WEIGHTS.num_bits},
+    },
+}
+PARITY_RECIPE = parse_recipe(PARITY_TREE)
+
+
+def test_both_engines_at_every_quantizer(tmp_path, capsys):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(PARITY_RECIPE.to_yaml())
+    with pytest.raises(SystemExit) as done:
+        app(["inspect", "parity", "--recipe", str(path), "--json"])
+    assert not done.value.code
+    document = json.loads(capsys.readouterr().out)
+    qmodel = insert_quantizers(tiny(), torch.zeros(2, 3, 16, 16), PARITY_RECIPE.quantization)
+    expected = {site.name for site in placement_of(qmodel).activations}
+    for engine in ("onnxruntime", "openvino"):
+        assert {point["quantizer"] for point in document[engine]["points"]} == expected
+        assert "rounding" in document[engine]["verdict"]
+
+
+def test_refusals_of_parity(tmp_path):
+    with pytest.raises(RecipeError, match="quantization: null"):
+        parity_of_recipe(parse_recipe({**PARITY_TREE, "quantization": None, "qat": None}))
+    with pytest.raises(RunError, match="no quantized network"):
+        parity_of_run(tmp_path)
+    for arguments in ([], ["--run", "x", "--recipe", "resnet50"]):
+        with pytest.raises(RecipeError, match="give --recipe, or --run"):
+            app(["inspect", "parity", *arguments])

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import compress
 from compress import QATSpec, Quantizer, fit, learn_scales
 from compress.errors import ExportError, QuantizationError, RecipeError
+from compress.qat_fusion.chain import groups_together, merged_groups, product
 from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import quantizers
 from compress.training.spec import check_train_spec
 from tests.networks import TinyResNet, network
 from tests.qat_fusion.common import (
@@ -346,3 +348,111 @@ def test_a_learned_range_before_which_a_smooth_activation_stays_on_the_plain_pat
     learn_scales(qmodel)
     reasons = {chain.reason for chain in compress.fuse_for_training(qmodel).report.chains}
     assert "silu before a learned range" in reasons
+
+
+# Max pools that end a fused chain: the plain path's function and gradients.
+
+
+class Pools(nn.Module):
+    """Pools that end a chain, as module and as function, and pools that cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(5)])
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.layers[0](x)))
+        x = F.max_pool2d(F.relu6(self.layers[1](x)), 2, ceil_mode=True)
+        x = F.max_pool2d(self.layers[2](x), 3, 1, dilation=2, padding=1)
+        x = torch.relu(self.layers[3](x))
+        return self.head(
+            torch.relu(self.layers[4](F.max_pool2d(x, 2, ceil_mode=True) + x[:, :, ::2, ::2])).mean((2, 3))
+        )
+
+
+def pools():
+    torch.manual_seed(1)
+    return Pools().eval()
+
+
+def test_a_pool_ends_a_chain_where_it_alone_reads_it():
+    qmodel, x = quantized(pools, size=33)
+    fused = compress.fuse_for_training(qmodel)
+    ends = [chain.nodes[-1] for chain in fused.report.chains if chain.nodes]
+    assert ends == [
+        "pool",
+        "max_pool2d",
+        "layers_2",
+        "add",
+        "relu_2",
+    ]  # the third pool has gaps, the fourth no quantizer
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
+    quantizer = next(q for name, q in quantizers(qmodel) if "relu" in name)
+    quantizer.enabled = False
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_pools_and_convolutions_do_the_same_whichever_gpu_is_current(device, compiled):
+    if torch.device(device).index >= torch.cuda.device_count():
+        pytest.skip("one GPU")
+    qmodel, x = quantized(pools, size=33)
+    qmodel = qmodel.to(device).to(memory_format=torch.channels_last)
+    x = x.to(device).contiguous(memory_format=torch.channels_last)
+    fused = compress.fuse_for_training(qmodel)
+    run = torch.compile(fused, fullgraph=True) if compiled else fused
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert_same(gradients(run, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+
+
+# Grouped convolutions whose groups are merged: torch's own grouped convolution in float64 is the oracle.
+
+
+@pytest.mark.parametrize(
+    ("groups", "width", "expected"),
+    [
+        (24, 24, 4),  # a multiple of 32 channels
+        (9, 24, 9),  # all of them
+        (3, 24, 3),
+        (63, 24, 3),  # the widest up to 96
+        (32, 4, 1),  # not timed
+        (8, 64, 1),  # a multiple of 32 already
+        (5, 72, 1),  # nothing fits
+    ],
+)
+def test_how_many_groups_become_one(groups, width, expected):
+    assert groups_together(groups, width) == expected
+
+
+@pytest.mark.parametrize(("groups", "count"), [(6, 2), (6, 3), (6, 6), (6, 1)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_merged_groups_are_the_same_convolution(groups, count, stride):
+    torch.manual_seed(0)
+    x = torch.randn(2, 6 * 5, 7, 9, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6 * 4, 5, 3, 3, dtype=torch.float64, requires_grad=True)
+    one = F.conv2d(x, weight, None, stride, 1, 1, groups)
+    other = F.conv2d(x, merged_groups(weight, groups, count), None, stride, 1, 1, groups // count)
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    grad = torch.randn_like(one)
+    expected = torch.autograd.grad(one, (x, weight), grad)
+    for found, wanted in zip(torch.autograd.grad(other, (x, weight), grad), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_layer_with_narrow_groups_computes_what_float64_does(monkeypatch):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(72, 72, 3, padding=1, groups=3)
+    weight = layer.weight.detach().bfloat16()
+    x = torch.randn(2, 72, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
+    groups = []
+    convolve = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *args: groups.append(args[6]) or convolve(*args))
+    found = product(layer, x, weight, layer.bias.detach().bfloat16(), "triton")
+    product(layer, x, weight, layer.bias.detach().bfloat16(), "torch")
+    assert groups == [1, 3]
+    expected = convolve(x.double(), weight.double(), layer.bias.detach().bfloat16().double(), 1, 1, 1, 3)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)

@@ -1,5 +1,8 @@
 """The oracles are torch's own fake_quantize operators, ONNX's reference evaluator and ONNX Runtime."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from torch import nn
+from torchvision.models.swin_transformer import SwinTransformerBlock
 
-from compress.errors import QuantizationError
+import compress
+from compress import Quantizer, trace
+from compress.errors import CalibrationError, QuantizationError
+from compress.graph.attention import open_attention
+from compress.graph.canonical import canonical_graph
 from compress.quantization.numerics import (
     QuantFormat,
     amax_from_scale,
@@ -18,6 +27,9 @@ from compress.quantization.numerics import (
     scale_from_amax,
     zero_of,
 )
+from compress.quantization.placement.insert import apply_placement
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
 from tests.exact import open_session
 
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
@@ -194,3 +206,106 @@ def test_a_lowest_value_needs_one_scale_and_the_unsigned_form():
     for keys in ({"lowest": 0.1, "offset": True}, {"lowest": -0.1}, {"lowest": -0.1, "offset": True, "axis": 0}):
         with pytest.raises(QuantizationError, match="lowest is"):
             QuantFormat(**keys)
+
+
+def ready(amax=2.0):
+    quantizer = Quantizer(QuantFormat(), name="layer")
+    quantizer.set_amax(torch.tensor(amax))
+    return quantizer
+
+
+def test_refuses_to_run_without_ranges():
+    with pytest.raises(CalibrationError, match="layer has no ranges"):
+        Quantizer(QuantFormat(), name="layer")(torch.randn(3))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_refuses_scales_that_are_none(bad):
+    with pytest.raises(CalibrationError, match="layer: amax is"):
+        Quantizer(QuantFormat(), name="layer").set_amax(torch.tensor(bad))
+    with pytest.raises(CalibrationError, match="1 of 3 channels"):
+        Quantizer(QuantFormat(axis=0), channels=3, name="layer").set_amax(torch.tensor([1.0, bad, 2.0]))
+
+
+def test_refuses_another_shape():
+    with pytest.raises(CalibrationError, match=r"\(2,\), expected \(\)"):
+        Quantizer(QuantFormat(), name="layer").set_amax(torch.ones(2))
+
+
+def test_grid():
+    out = ready(2.0)(torch.linspace(-3, 3, 1001))
+    assert out.unique().numel() <= 256
+    assert out.max() == 2.0
+    torch.testing.assert_close(out.min(), torch.tensor(-2.0 * 128 / 127))
+
+
+def test_off_is_the_identity():
+    quantizer, x = ready(), torch.randn(5)
+    quantizer.enabled = False
+    assert quantizer(x) is x
+
+
+def test_copies_pickles_and_loads():
+    quantizer, x = ready(1.5), torch.randn(50)
+    fresh = Quantizer(QuantFormat())
+    fresh.load_state_dict(quantizer.state_dict())
+    for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer)), fresh):
+        assert torch.equal(twin(x), quantizer(x))
+
+
+def test_loading_an_uncalibrated_state_leaves_it_uncalibrated():
+    fresh = Quantizer(QuantFormat(), name="layer")
+    fresh.load_state_dict(Quantizer(QuantFormat()).state_dict())
+    with pytest.raises(CalibrationError):
+        fresh(torch.ones(1))
+
+
+# Quantizers live where their model does: ranges a channel on another device fail in the first forward pass.
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+
+
+def test_quantizers_are_inserted_on_the_device_of_the_model():
+    """`meta` represents any device that is not the CPU; nothing can be computed there, so placement is done before."""
+    graph = canonical_graph(network(), torch.zeros(1, 3, 8, 8))
+    placement = place(read_fx(graph), compress.QuantSpec())
+    apply_placement(graph.to("meta"), placement)
+    assert len(list(graph.buffers())) == len(placement.weights) + len(placement.activations)
+    assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}
+
+
+def windows():
+    """Attention in shifted windows, whose mask is made while the graph is."""
+    torch.manual_seed(0)
+    return SwinTransformerBlock(16, 2, [4, 4], [2, 2]).eval()
+
+
+def test_masks_of_shifted_windows_are_made_on_the_device_of_the_model():
+    graph = trace(windows(), torch.zeros(1, 8, 8, 16)).to("meta")
+    assert open_attention(graph)
+    assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}
+
+
+@gpu
+def test_attention_in_windows_is_quantized_on_a_gpu():
+    x = torch.randn(2, 8, 8, 16, device="cuda")
+    qmodel = compress.quantize(windows().cuda(), x, [x])
+    assert qmodel(x).isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("batches_on", ["cpu", "cuda"])
+def test_a_model_on_a_gpu_is_quantized_there_and_agrees_with_the_cpu(batches_on):
+    x = torch.randn(16, 3, 16, 16)
+    spec = compress.QuantSpec(adaround=compress.AdaRoundSpec(steps=5), bias_correction="empirical")
+    qmodel = compress.quantize(network().cuda(), x[:2].cuda(), [x.to(batches_on)], spec=spec)
+    assert {t.device.type for t in (*qmodel.buffers(), *qmodel.parameters())} == {"cuda"}
+    plain = compress.quantize(network(), x[:2], [x])
+    on_gpu = compress.quantize(network().cuda(), x[:2].cuda(), [x.to(batches_on)])
+    for name, amax in plain.named_buffers():
+        torch.testing.assert_close(on_gpu.get_buffer(name).cpu(), amax, rtol=1e-3, atol=0)

@@ -1,17 +1,29 @@
+"""None"""
+
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compress import Rule
+from compress.errors import RunError
 from compress.measure.metric import Metric
-from compress.records.rows import IntervalRow
+from compress.recipe.tree import parse_recipe
+from compress.records import read_run
+from compress.records.files import SLOWER
+from compress.records.rows import IntervalRow, LayerCost, MixedRow, SlowRow
 from compress.records.run import RunData, foreign_files, is_untrained
+from compress.records.slower import costly, not_faster, rules_text, slower_sentences
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
 from compress.support.text import in_bytes, significant
-from tests.report.sample import metric, sample_metrics
+from tests.report.sample import metric, sample_epochs, sample_layers, sample_metrics, sample_placement
 
 
 def metrics_of(*rows):
@@ -267,3 +279,202 @@ def test_an_untrained_network_is_called_so_in_the_place_of_its_accuracy():
 )
 def test_what_is_untrained_follows_from_the_recipe(recipe, untrained):
     assert is_untrained(RunData(folder=Path(), recipe=recipe)) is untrained
+
+
+# What is said of quantized networks that are not faster than float, from times that were recorded.
+
+
+def p50(variant, engine, value, batch_size=1):
+    return Metric(name="p50_ms", variant=variant, engine=engine, batch_size=batch_size, value=value, unit="ms")
+
+
+def row(**changes):
+    layers = (
+        LayerCost(layer="features.3.0", float_ms=0.125, quantized_ms=0.375),
+        LayerCost(layer="features.0.0", float_ms=0.5, quantized_ms=0.625),
+        LayerCost(layer="features.9.0", float_ms=0.05, quantized_ms=0.051),
+    )
+    facts = {"variant": "ptq", "engine": "onnxruntime", "float_engine": "onnxruntime", "batch_size": 1}
+    times = {"p50_ms": 7.28, "float_p50_ms": 7.0, "layers": layers, "target": "onnxruntime"}
+    return SlowRow(**{**facts, **times, **changes})
+
+
+def test_each_engine_at_its_fastest_is_compared_with_float_at_its_fastest():
+    metrics = [
+        p50("float", "openvino (f32)", 10.0),
+        p50("float", "openvino (bf16)", 6.0),
+        p50("ptq", "openvino (f32)", 7.0),
+        p50("ptq", "openvino (bf16)", 6.5),
+        p50("qat", "openvino (f32)", 5.0),
+        p50("float", "onnxruntime", 4.0),
+        p50("ptq", "onnxruntime", 4.0),
+        p50("qat", "onnxruntime", 3.9),
+        p50("float", "onnxruntime", 9.0, 8),
+        p50("qat", "onnxruntime", 12.0, 8),
+        p50("ptq", "torch", 99.0),
+    ]
+    found = {
+        (r.variant, r.engine, r.float_engine, r.batch_size): (r.p50_ms, r.float_p50_ms) for r in not_faster(metrics)
+    }
+    assert found == {
+        ("ptq", "openvino (bf16)", "openvino (bf16)", 1): (6.5, 6.0),
+        ("qat", "onnxruntime", "onnxruntime", 8): (12.0, 9.0),
+    }
+
+
+def test_the_sentence_names_the_costliest_layers():
+    (said,) = slower_sentences([row()])
+    assert said == (
+        "PTQ takes 1.04 of float's time on ONNX Runtime at batch 1 (7.28 against 7.00 ms). By the engine's own times 2 "
+        "layers are slower there than in float, by 0.375 ms in all: features.3.0 (0.375 against 0.125), features.0.0 "
+        "(0.625 against 0.500). `bench RUN --mixed` builds and times the network without them"
+    )
+    (said,) = slower_sentences([row(layers=(), rest_ms=0.5, float_rest_ms=0.25)])
+    assert said.endswith("no single layer is slower, and the operations that belong to no layer take 0.250 ms more")
+
+
+def test_the_network_that_was_built_is_named_with_its_time():
+    mixed = MixedRow(layers=("features.3.0",), p50_ms=6.3, float_p50_ms=7.0, score="49.02 % mAP", recipe="mixed.yaml")
+    (said,) = slower_sentences([row(mixed=mixed)])
+    assert said.endswith(
+        ". With 1 layer in float, PTQ takes 0.90 of float's time (6.30 against 7.00 ms, in turn) and has 49.02 % mAP "
+        "(mixed.yaml)"
+    )
+    (said,) = slower_sentences([row(mixed=replace(mixed, p50_ms=7.5))])
+    assert "so that float is the faster one here" in said
+    assert [rule["match"] for rule in yaml.safe_load(rules_text([row(mixed=mixed)]))["quantization"]["rules"]] == [
+        "features.3.0"
+    ]
+
+
+def test_the_rules_are_lines_of_a_recipe():
+    rows = [row(), row(variant="qat", layers=row().layers[:1]), row(target="", layers=row().layers[1:2])]
+    tree = yaml.safe_load(rules_text(rows))
+    spec = parse_recipe(tree, source="the advice").quantization
+    wanted = [("features.3.0", "onnxruntime"), ("features.0.0", "onnxruntime"), ("features.0.0", None)]
+    assert spec.rules == tuple(Rule(match=name, enable=False, target=target) for name, target in wanted)
+    assert rules_text([row(layers=())]) == ""
+
+
+def test_a_loss_too_small_to_matter_asks_for_no_rule():
+    assert costly(row()) == ("features.3.0", "features.0.0")
+
+
+def test_rows_are_kept_in_a_run_folder(tmp_path):
+    SLOWER.write(tmp_path, [row()])
+    assert SLOWER.read(tmp_path) == (row(),)
+    assert SLOWER.read(Path(tmp_path) / "elsewhere") is None
+
+
+@pytest.mark.parametrize("text", ["{}", '[{"variant": "ptq"}]'])
+def test_another_content_is_refused(tmp_path, text):
+    (tmp_path / SLOWER.name).write_text(text)
+    with pytest.raises(Exception, match=SLOWER.name):
+        SLOWER.read(tmp_path)
+
+
+def test_reads_everything_that_the_sample_holds(run_folder):
+    run = read_run(run_folder)
+    assert [m.to_dict() for m in run.metrics] == sample_metrics()
+    assert [row.tensor for row in run.placement] == [row["tensor"] for row in sample_placement()]
+    assert {row.num_bits for row in run.placement if row.decision == "float"} == {None}
+    assert {(row.axis, row.signed) for row in run.placement if row.decision == "quantize"} == {(None, True), (0, True)}
+    assert [row.val_top1 for row in run.qat] == [
+        r["val_top1"] for r in sample_epochs(2, lr=1, start=0.9806, end=0.9833)
+    ]
+    assert run.train[2].val_top1 is None  # an empty cell: not evaluated after the third epoch
+    assert [row.activation_sqnr_db for row in run.layers] == [r["activation_sqnr_db"] for r in sample_layers()]
+    assert len(run.histograms) == 54
+    assert sum(row.int8 for row in run.operations) == 106
+    assert run.environment is not None and run.environment["cores"] == 2
+    assert run.recipe is not None and "resnet50" in run.recipe
+    assert not run.absent
+
+
+def test_every_part_may_be_missing_and_says_so(tmp_path):
+    (tmp_path / "metrics.json").write_text("[]")
+    run = read_run(tmp_path)
+    assert (run.recipe, run.environment) == (None, None)
+    assert (run.metrics, run.layers, run.train, run.histograms) == ((), (), (), ())
+    assert set(run.absent) == {
+        "recipe.yaml",
+        "environment.json",
+        "placement.csv",
+        "train.csv",
+        "qat.csv",
+        "layers.json",
+        "histograms.json",
+        "audit.json",
+        "notes.json",
+    }
+    assert all(name in reason for name, reason in run.absent.items())
+
+
+def test_refuses_what_is_no_run_folder(tmp_path):
+    with pytest.raises(RunError, match="not a folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(RunError, match=r"holds none of a run's files"):
+        read_run(tmp_path)
+
+
+def block(edges, kind="int8"):
+    boxes = {name: {"title": name, "detail": "", "kind": kind} for name in ("a", "b")}
+    return json.dumps({"block": "", "target": "tensorrt", "boxes": boxes, "edges": edges})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.json", "[{", "not JSON"),
+        ("metrics.json", "{}", "list of objects"),
+        ("metrics.json", '[{"name": "top1"}]', "missing variant"),
+        ("layers.json", '[{"kind": "conv"}]', "row 1: name"),
+        (
+            "layers.json",
+            '[{"name": "a", "kind": "conv"}, {"name": "b", "kind": "conv", "macs": "many"}]',
+            "row 2: macs",
+        ),
+        ("environment.json", "[]", "one object"),
+        ("train.csv", "epoch,step,lr\n1,2,0.1\n", "row 1: train_loss"),
+        ("train.csv", "epoch,step,lr,train_loss,train_top1\nfirst,2,0.1,1,1\n", "row 1: epoch"),
+        ("placement.csv", "tensor,layer,decision,num_bits\nx,y,quantize,eight\n", "row 1: num_bits"),
+        ("histograms.json", '[{"name": "a", "counts": [1, 2], "bin_edges": [0, 1, 2, 3], "amax": 1}]', "bin edges"),
+        ("histograms.json", '[{"name": "a", "counts": [], "bin_edges": [0, 1], "amax": 1}]', "bin edges"),
+        ("notes.json", '{"a": 1}', "list of texts"),
+        ("block.json", "[]", "an object with `boxes`"),
+        ("block.json", '{"block": "", "target": "tensorrt", "boxes": {}, "edges": []}', "must hold boxes"),
+        ("block.json", block([["b", "a"]]), "edges from one to a later one"),
+        ("block.json", block([["a", "c"]]), "edges from one to a later one"),
+        ("block.json", block([], kind="round"), "boxes.a.kind"),
+        ("audit.json", '[{"variant": "qat", "name": "a", "op_type": "Conv"}]', "row 1: int8"),
+    ],
+)
+def test_refuses_a_file_that_is_something_else_with_its_path(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunError, match=message) as caught:
+        read_run(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_refuses_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "train.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"train.csv cannot be read"):
+        read_run(tmp_path)
+
+
+def test_columns_and_keys_of_later_versions_do_no_harm(tmp_path):
+    (tmp_path / "layers.json").write_text(json.dumps([{"name": "a", "kind": "conv", "colour": "red"}]))
+    (tmp_path / "qat.csv").write_text(
+        "epoch,step,lr,train_loss,train_top1,images_per_s,seconds,mood\n1,2,0.1,0.5,0.9,80,9,good\n"
+    )
+    run = read_run(tmp_path)
+    assert run.layers[0].name == "a"
+    assert run.qat[0].train_top1 == 0.9
+
+
+def test_infinite_sqnr_is_a_number(tmp_path):
+    row = {"name": "a", "kind": "conv", "weight_sqnr_db": "inf", "activation_sqnr_db": None}
+    (tmp_path / "layers.json").write_text(json.dumps([row]))
+    layer = read_run(tmp_path).layers[0]
+    assert layer.weight_sqnr_db is not None and np.isinf(layer.weight_sqnr_db)
+    assert layer.activation_sqnr_db is None

@@ -1,13 +1,29 @@
+"""None"""
+
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+from PIL import Image
 
+from compress.errors import RunError
 from compress.records import read_run, summary_table
+from compress.records.rows import IntervalRow
+from compress.report import write_comparison, write_report
+from compress.report.blocks import Gallery
+from compress.report.headline import headline
+from compress.report.task_blocks import class_names, class_table, prediction_blocks
 from compress.support.text import plain
+from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
-from tests.report.sample import resnet50_layers, sample_placement
+from tests.report.sample import ORT, metric, resnet50_layers, sample_epochs, sample_placement, write_csv
 
 FIGURES = ("accuracy_latency", "latency", "training", "sqnr", "histograms", "bytes", "block")
 
@@ -134,3 +150,279 @@ def test_text_in_figures_is_as_given(hostile):
     assert "plain" in shown
     assert 'rt("x")</' not in "".join(re.findall(r"<[^>]*>", "".join(figures)))
     assert HOSTILE[:5] in shown
+
+
+# The page in a real browser, where one is installed: a click sorts, the summary can be copied, nothing is cut off.
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+
+PROBE = """
+<script>
+var failures = [];
+window.onerror = function (message) { failures.push(message); };
+window.onload = function () {
+  var table = document.querySelector("table.sortable"), at = 2;
+  var button = table.querySelectorAll("thead th")[at].querySelector("button");
+  function column() {
+    return Array.from(table.tBodies[0].rows).filter(function (r) { return r.cells.length > 2; })
+      .map(function (r) { return r.cells[at].textContent; }).join(",");
+  }
+  button.click(); var up = column(); button.click(); var down = column();
+  var wide = document.documentElement.scrollWidth - window.innerWidth;
+  var cut = Array.from(document.querySelectorAll(".tiles li, h1, h2, .headline"))
+    .filter(function (e) { return e.scrollWidth > e.clientWidth + 1; }).length;
+  var out = document.createElement("pre");
+  out.id = "probe";
+  out.textContent = [up, down, wide, cut, document.getElementById("copy").hidden, failures.join(";")].join("|");
+  document.body.appendChild(out);
+};
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_in_a_browser(sample, tmp_path, width):
+    page = (sample / "report.html").read_text(encoding="utf-8")
+    file = tmp_path / "probe.html"
+    file.write_text(page.replace("</body>", PROBE), encoding="utf-8")
+    options = ["--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}", f"--window-size={width},900"]
+    command = [BROWSER, "--headless", *options, "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, done.stderr[-2000:]
+    up, down, wide, cut, hidden, failures = found[1].split("|")
+    times = [float(text) for text in up.split(",")]
+    assert times == sorted(times) and len(times) == 3
+    assert [float(text) for text in down.split(",")] == times[::-1]
+    assert (int(wide) <= 0, cut, hidden, failures) == (True, "0", "false", "")
+
+
+# Predictions, classes, intervals, curves of every training, hover values and the comparison of two runs.
+
+INTERVAL = {"metric": "map", "unit": "%", "images": 87, "value": 40.2, "low": 35.0, "high": 45.0}
+
+
+def interval(low, high, difference, **more):
+    ends = {"difference": difference, "difference_low": low, "difference_high": high}
+    return {**INTERVAL, **ends, "measurable": not low <= 0 <= high, "engine": ORT, "variant": "qat", **more}
+
+
+def detection_run(folder):
+    """A small run of a detector."""
+    folder.mkdir(parents=True)
+    rows = []
+    for variant, value in (("float", 40.0), ("qat", 40.2)):
+        rows.append(metric("map", variant, ORT, value, "%", direction="higher"))
+        rows.append(metric("ap_wbc", variant, ORT, value + 20, "%"))
+        rows.append(metric("ap_red_cells", variant, ORT, value - 20 if variant == "float" else 18.5, "%"))
+        rows.append(metric("p50_ms", variant, ORT, 10.0 if variant == "float" else 4.0, "ms", batch_size=1))
+    write = {"metrics": rows, "intervals": [interval(-0.6, 1.1, 0.2)], "predictions": [], "precision": []}
+    for variant in ("truth", "float", "qat"):
+        engine = "" if variant == "truth" else ORT
+        file = f"predictions/0-{variant}.jpg"
+        (folder / "predictions").mkdir(exist_ok=True)
+        Image.new("RGB", (24, 16), (90, 40, 60)).save(folder / file)
+        write["predictions"].append({"image": 5, "variant": variant, "engine": engine, "file": file})
+    for label in ("wbc", "red cells"):
+        precision = [1 - i / 150 for i in range(101)]
+        write["precision"].append({"variant": "qat", "engine": ORT, "label": label, "precision": precision})
+    for name, value in write.items():
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    write_csv(folder / "sparse.csv", sample_epochs(2, lr=0.01, start=0.5, end=0.6))
+    write_csv(folder / "sparse-qat.csv", sample_epochs(3, lr=0.01, start=0.6, end=0.7))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = detection_run(tmp_path_factory.mktemp("runs") / "first")
+    write_report(folder)
+    return folder
+
+
+def test_pictures_classes_and_intervals_are_shown(run):
+    text = (run / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    pictures = page.tags("img")
+    assert len(pictures) == 3 and all(one["src"].startswith("data:image/jpeg;base64,") for one in pictures)
+    assert [one["alt"] for one in pictures][1:] == [f"image 5, {v} on ONNX Runtime" for v in ("float", "QAT")]
+    at = page.cells.index("red cells")
+    assert page.cells[at : at + 4] == ["red cells", "20.00", "18.50", "\u22121.50"]
+    at = page.cells.index("no measurable change")
+    assert page.cells[at - 2 : at] == ["+0.20", "\u22120.60 to +1.10"]
+    assert "shows no measurable change of mAP (40.00 \u2192 40.20 %)" in page.text.replace("\u00a0", " ")
+    assert "gains" not in page.text.split("Results")[0]
+    markdown = (run / "report.md").read_text(encoding="utf-8")
+    assert "](predictions/0-qat.jpg)" in markdown and "figures/precision.png" in markdown
+
+
+def test_classes_have_their_names_and_their_colours(run, tmp_path):
+    other = tmp_path / "named"
+    shutil.copytree(run, other)
+    (other / "recipe.yaml").write_text("task: detection\ndata: {classes: [WBC, Red cells]}\n")
+    data = read_run(other)
+    gallery = next(block for block in prediction_blocks(data) if isinstance(block, Gallery))
+    assert gallery.legend == (("WBC", "#800000"), ("Red cells", "#008000"))  # PASCAL VOC's first two colours
+    found = class_table(data.metrics, class_names(data))
+    assert found is not None and [row[0] for row in found.rows] == ["WBC", "Red cells"]
+
+
+def test_every_training_has_its_curve(run):
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "Fine-tuning after pruning was not evaluated after 2 epochs; sparse QAT was" in text
+
+
+def test_marks_tell_their_values(run, sample):
+    text = (run / "report.html").read_text(encoding="utf-8")
+    titles = re.findall(r'<g class="mark"><title>([^<]*)</title>', text)
+    for expected in (
+        "QAT, ONNX Runtime: mAP 40.20 %, p50 4.00 ms",
+        "QAT, ONNX Runtime, batch 1: p50 4.00 ms",
+        "sparse QAT, training images, epoch 3: 0.7",
+        "QAT, wbc: AP50 66.7 %",
+    ):
+        assert sum(title.startswith(expected) for title in titles) == 2, expected  # the wide and the narrow figure
+    whole = (sample / "report.html").read_text(encoding="utf-8")
+    for figure in re.findall(r"<figure>.*?</figure>", whole, flags=re.DOTALL):
+        assert figure.count('class="mark"') >= 2
+
+
+def test_a_measurable_change_is_told_in_points():
+    rows = metrics_of(
+        metric("map", "float", ORT, 40.0, "%", direction="higher"),
+        metric("map", "qat", ORT, 38.0, "%", direction="higher"),
+    )
+    row = IntervalRow(**interval(-3.0, -1.0, -2.0))
+    assert "loses 2.00 points of mAP" in headline(rows, intervals=[row]).sentence
+    lower = [replace(row, unit="m", direction="lower", value=row.value / 3000) for row in rows]
+    assert "lowers mAP by 0.0006667 m (0.01333 \u2192 0.01267 m)" in headline(lower).sentence.replace("\u00a0", " ")
+    other = IntervalRow(**interval(-3.0, 1.0, -2.0, engine="openvino (f32)"))
+    assert "loses 2.00 points of mAP" in headline(rows, intervals=[other]).sentence  # of another engine
+
+
+def test_two_runs_are_compared(run, sample, tmp_path):
+    other = tmp_path / "second"
+    shutil.copytree(run, other)
+    rows = json.loads((other / "metrics.json").read_text())
+    for row in rows:
+        if row["variant"] == "qat" and row["name"] in ("map", "p50_ms"):
+            row["value"] *= 0.5
+    (other / "metrics.json").write_text(json.dumps(rows))
+    (other / "recipe.yaml").write_text("qat: {epochs: 3}\n")
+    markdown, page = write_comparison(other, run)
+    cells = Page(page.read_text(encoding="utf-8")).cells
+    at = cells.index("QAT")
+    assert cells[at : at + 7] == ["QAT", "20.10", "40.20", "+20.10", "2.00", "4.00", "2.00×"]
+    assert cells[cells.index("qat.epochs") + 1 :][:2] == ["3", "n/a"]
+    assert markdown.parent == other and "second and first" in markdown.read_text(encoding="utf-8")
+    for pair, words in (((run, run), "the same folder"), ((run, sample), "runs of one task")):
+        with pytest.raises(RunError, match=words):
+            write_comparison(*pair)
+
+
+def test_pictures_outside_the_folder_are_refused(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    rows = json.loads((other / "predictions.json").read_text())
+    rows[0]["file"] = "../first/predictions/0-qat.jpg"
+    (other / "predictions.json").write_text(json.dumps(rows))
+    with pytest.raises(RunError, match="outside the run folder"):
+        write_report(other)
+
+
+def test_files_that_a_report_leaves(sample, run_folder):
+    before = {path.name for path in run_folder.iterdir()}
+    assert {path.name for path in sample.iterdir()} - before == {"figures", "report.md", "report.html"}
+    names = ("accuracy_latency", "block", "bytes", "histograms", "latency", "sqnr", "training")
+    assert sorted(path.name for path in (sample / "figures").iterdir()) == [f"{name}.png" for name in names]
+
+
+def test_equal_input_gives_equal_files(tmp_path):
+    """Also from another process, whose sets and dictionaries are in another order."""
+    contents = []
+    for name in ("here", "there"):
+        folder = tmp_path / name / "run"
+        folder.mkdir(parents=True)
+        write_csv(folder / "train.csv", sample_epochs(4, lr=0.1, start=0.5, end=0.9))
+        (folder / "metrics.json").write_text(json.dumps([metric("file_bytes", "float", "", 5e6, "bytes")]))
+        if name == "here":
+            write_report(folder)
+        else:
+            line = f"from compress.report import write_report; write_report({str(folder)!r})"
+            subprocess.run([sys.executable, "-c", line], env=os.environ | {"PYTHONHASHSEED": "3"}, check=True)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        contents.append({path.relative_to(folder): path.read_bytes() for path in files})
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 6  # two inputs, two figures, two pages
+
+
+def test_missing_parts_are_left_out_with_the_reason(tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps([metric("top1", "float", "onnxruntime", 97.5, "%")]))
+    markdown, html = write_report(tmp_path)
+    assert not (tmp_path / "figures").exists()
+    page = Page(html.read_text(encoding="utf-8"))
+    assert page.tags("svg") == []
+    for text in (page.text, markdown.read_text(encoding="utf-8")):
+        text = text.replace("\\", "")
+        assert "97.50" in text
+        for line in (
+            "The float model reaches 97.50 % top-1 on ONNX Runtime; nothing was quantized yet.",
+            "No figure “Accuracy against latency”: no engine has both a top-1 and a latency in metrics.json.",
+            "No figure “Latency”: no engine has a latency in metrics.json.",
+            "No figure “Loss and accuracy by epoch”: neither train.csv nor qat.csv holds an epoch",
+            "No figure “Quantization noise by layer”: layers.json is not in the run folder.",
+            "No figure “Activations and their amax”: histograms.json is not in the run folder.",
+            "No placement: placement.csv is not in the run folder.",
+            "No audit of the exported file: audit.json is not in the run folder.",
+            "No machine: environment.json is not in the run folder.",
+            "No recipe: recipe.yaml is not in the run folder.",
+            "No engine was compared with fake quantization in this run.",
+        ):
+            assert line in text
+    assert "None" not in page.text and "nan" not in page.cells
+
+
+def test_a_run_with_only_its_recipe_has_a_report(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: {name: vgg16}\n")
+    _, html = write_report(tmp_path)
+    page = Page(html.read_text(encoding="utf-8"))
+    assert page.headings[0] == "vgg16"
+    assert "This run has measured nothing yet." in page.text
+    assert "No results: metrics.json is not in the run folder." in page.text
+
+
+@pytest.mark.parametrize("recipe", ["model: [1, 2]\n", "- a\n- b\n", "{unclosed", ""])
+def test_a_recipe_of_another_shape_does_not_stop_the_report(tmp_path, recipe):
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(recipe)
+    _, html = write_report(folder)
+    assert Page(html.read_text(encoding="utf-8")).headings[0].strip() == "my-run"
+
+
+def test_a_damaged_file_leaves_the_earlier_report_as_it_was(tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps([metric("top1", "float", "onnxruntime", 97.5, "%")]))
+    paths = write_report(tmp_path)
+    before = [path.read_bytes() for path in paths]
+    (tmp_path / "layers.json").write_text("[{")
+    with pytest.raises(RunError, match=r"layers\.json"):
+        write_report(tmp_path)
+    assert [path.read_bytes() for path in paths] == before
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_half_written(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: {name: vgg16}\n")
+    (tmp_path / "report.html").mkdir()  # in the page's way
+    with pytest.raises(OSError):
+        write_report(tmp_path)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_figure_without_data_any_more_goes(tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "sqnr.png").write_bytes(b"old")
+    (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
+    (tmp_path / "recipe.yaml").write_text("")
+    write_report(tmp_path)
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.png"]

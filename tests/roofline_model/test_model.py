@@ -7,10 +7,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torchvision import models
 
 from compress import roofline
 from compress.errors import RooflineError
-from compress.roofline_model import Device, Operation, Workload, roofline_of, workload
+from compress.roofline_model import (
+    Device,
+    Operation,
+    Workload,
+    ceilings_text,
+    devices_text,
+    measure_ceilings,
+    measure_torch_times,
+    roofline_of,
+    rows_text,
+    sparse_bound,
+    summary_text,
+    what_if,
+    what_if_text,
+    workload,
+)
+from compress.roofline_model.tables import quantity, table
 from tests.roofline_model.networks import Block, Residual, WithOpaque
 
 
@@ -176,3 +193,214 @@ def test_int8_never_exceeds_half_of_fp16s_bytes_by_more_than_what_stays_float():
     half, eight = (roofline_of(work, device=device(), precision=p) for p in ("fp16", "int8"))
     assert half.activation_bytes / 2 < eight.activation_bytes < half.activation_bytes
     assert eight.least_time_ms < half.least_time_ms
+
+
+# Scenarios against the rooflines of which they consist.
+
+
+def test_scenarios_are_rooflines_of_their_settings():
+    model, x = Residual(), torch.randn(2, 4, 9, 9)
+    scenarios = what_if(model, x, device="a100", precision="fp16", batch_sizes=(1, 64))
+    assert [s.name for s in scenarios] == [
+        "fp16, as it is",
+        "fp16 + fusion",
+        "int8",
+        "int8 + fusion",
+        "int8-2:4 + fusion",
+        "int8-2:4 + fusion, batch 1",
+        "int8-2:4 + fusion, batch 64",
+    ]
+    base = roofline_of(workload(model, x), device="a100", precision="fp16")
+    for s in scenarios:
+        images = torch.randn(s.batch_size, 4, 9, 9)
+        expected = roofline_of(workload(model, images, fused=s.fused), device="a100", precision=s.precision)
+        assert s.least_time_ms == pytest.approx(expected.least_time_ms / s.batch_size)
+        assert s.speedup == pytest.approx(expected.images_per_s / base.images_per_s)
+        assert s.memory_bound_share == expected.memory_bound_share
+    assert scenarios[0].speedup == 1
+    assert scenarios[1].speedup > 2  # seven tensors written and read become two
+
+
+def test_what_a_device_lacks_is_said_and_not_zero():
+    scenarios = what_if(Residual(), torch.randn(1, 4, 9, 9), device="t4", batch_sizes=(8,))
+    sparse = next(s for s in scenarios if "2:4" in s.name)
+    assert sparse.least_time_ms is None
+    assert sparse.speedup is None
+    assert "NVIDIA T4 has no peak for int8-2:4" in sparse.reason
+    assert scenarios[-1].name == "int8 + fusion, batch 8"
+
+
+def test_bad_settings_are_refused():
+    x = torch.randn(1, 4, 9, 9)
+    with pytest.raises(RooflineError, match="no peak for bf16"):
+        what_if(Residual(), x, device="t4", precision="bf16")
+    with pytest.raises(RooflineError, match="batch_size"):
+        what_if(Residual(), x, batch_sizes=(0,))
+
+
+# Bounds of 2:4 on a device with round numbers, and properties that hold for any network.
+
+
+def sparse_device(bandwidth):
+    return Device(
+        name="toy",
+        title="Toy",
+        bandwidth_bytes_per_s=bandwidth,
+        dense_flops_per_s={"int8": 1000.0},
+        sparse_flops_per_s={"int8": 2000.0},
+        source="a test",
+    )
+
+
+def chain():
+    """8 -> 16 -> 16 -> 4 channels, 1x1, no biases, on 2x2 pictures."""
+    layers = [nn.Conv2d(8, 16, 1, bias=False), nn.ReLU(), nn.Conv2d(16, 16, 1, bias=False), nn.Conv2d(16, 4, 1)]
+    return nn.Sequential(*layers), torch.zeros(1, 8, 2, 2)
+
+
+def test_compute_bound_layers_halve_by_hand():
+    model, x = chain()
+    bound = sparse_bound(model, x, masked=["2"], device=sparse_device(1e9))
+    # flops: 2 * 4 pixels * (8 * 16, 16 * 16, 16 * 4) = 1024, 2048, 512 at 1000 a second
+    assert [row.dense_ms for row in bound.rows] == pytest.approx([1024, 2048, 512])
+    assert [row.sparse_ms for row in bound.rows] == pytest.approx([1024, 1024, 512])
+    assert [row.masked for row in bound.rows] == [False, True, False]
+    assert [row.share for row in bound.rows] == pytest.approx([1024 / 3584, 2048 / 3584, 512 / 3584])
+    assert bound.rows[1].speedup == pytest.approx(2)
+    assert bound.speedup == pytest.approx(3584 / 2560)
+
+
+def test_memory_bound_layers_save_the_bytes_of_their_weights_by_hand():
+    model, x = chain()
+    bound = sparse_bound(model, x, masked=["0", "2"], device=sparse_device(1.0))
+    # bytes at int8: weights 128, 256, 64 (+ 4 biases of 4); in and out 4 * (8 + 16), 4 * 32, 4 * (16 + 2 * 4 in fp16)
+    assert [row.dense_ms for row in bound.rows] == pytest.approx([224e3, 384e3, (64 + 16 + 64 + 32) * 1e3])
+    # 2:4 keeps half the weights with 2 bits of index each: 5/8 of the bytes
+    assert [row.sparse_ms for row in bound.rows[:2]] == pytest.approx([(80 + 96) * 1e3, (160 + 128) * 1e3])
+    assert {row.bound for row in bound.rows} == {"memory"}
+    assert bound.sparse_ms == pytest.approx(sum(row.sparse_ms for row in bound.rows))
+
+
+def test_only_some_layers_run_sparse():
+    model, x = chain()
+    bound = sparse_bound(model, x, masked=["0", "2"], device=sparse_device(1e9))
+    assert bound.speedup_with(["0"]) == pytest.approx(3584 / (3584 - 512))
+    assert bound.speedup_with(["0", "2"]) == pytest.approx(bound.speedup)
+    assert bound.speedup_with([]) == 1.0
+
+
+def test_batch_scales_what_computes():
+    model, x = chain()
+    one, four = (sparse_bound(model, x, masked=["2"], device=sparse_device(1e9), batch_size=n) for n in (1, 4))
+    assert four.dense_ms == pytest.approx(4 * one.dense_ms)
+    assert (one.batch_size, four.batch_size) == (1, 4)
+
+
+def test_nothing_masked_is_nothing_gained_and_totals_are_the_rooflines():
+    torch.manual_seed(0)
+    model, x = models.resnet18(), torch.zeros(2, 3, 64, 64)
+    bound = sparse_bound(model, x, masked=[], device="a100")
+    whole = roofline(model, x, device="a100", precision="int8", fused=True)
+    assert bound.dense_ms == pytest.approx(whole.least_time_ms)
+    assert bound.speedup == 1.0 and all(row.speedup == 1.0 for row in bound.rows)
+    assert len(bound.rows) == 21
+    every = [row.layer for row in bound.rows if row.layer != "conv1"]
+    most = sparse_bound(model, x, masked=every, device="a100")
+    assert 1.0 < most.speedup < 2.0
+    assert all(1.0 <= row.speedup <= 2.0 for row in most.rows)
+
+
+def test_attention_stays_dense_and_linear_layers_of_a_transformer_gain():
+    bound = sparse_bound(Block(), torch.zeros(1, 5, 16), masked=["up", "down"], device=sparse_device(1e9))
+    rows = {row.layer: row for row in bound.rows}
+    assert rows["attention"].speedup == 1.0
+    assert rows["up"].speedup == pytest.approx(2) and rows["down"].speedup == pytest.approx(2)
+
+
+def test_unknown_costs_are_named():
+    bound = sparse_bound(WithOpaque(), torch.randn(1, 3, 8, 8), masked=[], device="a100")
+    assert bound.unknown == ("odd",)
+    document = json.loads(json.dumps(bound.as_dict()))
+    assert document["rows"][0]["layer"] == "conv" and document["speedup"] == 1.0
+
+
+def test_what_cannot_be_is_refused():
+    model, x = chain()
+    with pytest.raises(RooflineError, match="'9' is not a layer that runs"):
+        sparse_bound(model, x, masked=["9"], device=sparse_device(1.0))
+    with pytest.raises(RooflineError, match="NVIDIA T4 has no peak for int8-2:4"):
+        sparse_bound(model, x, masked=["2"], device="t4")
+    with pytest.raises(RooflineError, match="batch_size must be 1 or more"):
+        sparse_bound(model, x, masked=["2"], device="a100", batch_size=0)
+
+
+# Times of nodes, and text tables.
+
+
+def cells(text):
+    """Return the cells of the Markdown tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines}) == 1, "columns are aligned"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_times_name_every_row_of_the_roofline():
+    model, x = Residual(), torch.randn(2, 4, 8, 8)
+    times = measure_torch_times(model, x, repeats=2, warmup=1)
+    result = roofline(model, x, device="t4", precision="fp32")
+    assert list(times) == [row.name for row in result.rows]
+    assert all(ms > 0 for ms in times.values())
+    timed = result.with_times(times)
+    assert timed.measured_ms == pytest.approx(sum(times.values()))
+    fused = roofline(model, x, device="t4", precision="fp32", fused=True).with_times(times)
+    assert fused.measured_ms == pytest.approx(sum(times.values()))
+
+
+def test_times_leave_no_gradient_and_no_mode_behind():
+    model = Residual().train()
+    measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=1, warmup=0)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(RooflineError, match="repeats must be 1 or more"):
+        measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=0)
+
+
+def test_rows_table_holds_the_rows():
+    result = roofline(Residual(), torch.randn(2, 4, 8, 8), device="t4", precision="fp32")
+    head, _, *body = cells(rows_text(result, top=None))
+    assert [line[0] for line in body] == [row.name for row in result.rows]
+    assert len(cells(rows_text(result, top=3))) == 5
+    times = {row.name: 2 * row.least_time_ms for row in result.rows}
+    head, _, *body = cells(rows_text(result.with_times(times)))
+    assert head[-1] == "of roof"
+    assert {line[-1] for line in body} == {"50%"}
+
+
+def test_unknown_layers_are_said():
+    result = roofline(WithOpaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp32")
+    assert "unknown and not included: odd" in summary_text(result)
+    assert [line[2] for line in cells(rows_text(result))[2:]].count("unknown") == 1
+
+
+def test_other_tables():
+    scenarios = what_if(Residual(), torch.randn(1, 4, 8, 8), device="t4", batch_sizes=(4,))
+    body = cells(what_if_text(scenarios))[2:]
+    assert [line[0] for line in body] == [s.name for s in scenarios]
+    assert "no peak for int8-2:4" in what_if_text(scenarios)
+    names = [line[0] for line in cells(devices_text())[2:]]
+    assert "h200" in names and "orin-nano-8gb" in names
+    text = ceilings_text(measure_ceilings(sizes=(16,), copy_bytes=(2**12,), rounds=1, budget_s=0.0))
+    assert {"copy", "fp32", "int8"} <= {line[0] for line in cells(text)}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 B"), (12.3456, "12.3 B"), (999.0, "999 B"), (1e3, "1 kB"), (4.8e12, "4.8 TB"), (1.979e15, "1.98 PB")],
+)
+def test_quantities_have_three_figures(value, text):
+    assert quantity(value, "B") == text
+    assert quantity(None, "B") == "unknown"
+
+
+def test_empty_table_is_a_table():
+    assert table(["a", "b"], []).splitlines() == ["| a   | b   |", "|-----|-----|"]

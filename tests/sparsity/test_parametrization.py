@@ -1,17 +1,40 @@
+"""None"""
+
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from compress import SparsitySpec, sparsify, squash_masks, trace
-from compress.errors import SparsityError
+from compress import (
+    MaskSchedule,
+    QATSpec,
+    QuantSpec,
+    SparsitySpec,
+    calibrate,
+    fit,
+    insert_quantizers,
+    learn_scales,
+    sparsify,
+    squash_masks,
+    trace,
+)
+from compress.errors import CheckpointError, SparsityError
 from compress.graph.modules import bake
+from compress.models.weights import load_state
+from compress.quantization.learned import freeze_scales
 from compress.sparsity.parametrization import NMMask, apply_masks, masked_layers, masks_of, nm_mask, verify_nm
+from compress.training.checkpoint import load_model, save_model
+from compress.training.spec import FinetuneSpec
+from tests.fresh import finish, start
 from tests.sparsity.nets import batch, small
+from tests.sparsity.two_processes import work
+from tests.training.toy import toy_data
 
 SPEC = SparsitySpec()
 PATHS = ["3", "6"]
@@ -199,3 +222,224 @@ def test_assigning_a_weight_keeps_the_mask():
     model = sparse()
     model[3].weight = torch.ones_like(model[3].weight)
     assert torch.equal(model[3].weight, masked_layers(model)["3"].mask.float())
+
+
+# Masks in the trainer that ships: every optimizer and option, fifty steps each, EMA copies, a stop and a resume.
+
+DATA = toy_data(train=56, val=10, classes=10, size=8)
+SCHEDULES = ("one-shot", "gradual", "sr-ste", "gumbel")
+OPTIONS = {
+    "sgd": {},
+    "sgd without momentum": {"momentum": 0.0},
+    "sgd with decay": {"weight_decay": 0.05},
+    "adamw": {"optimizer": "adamw", "lr": 0.002, "weight_decay": 0.05},
+    "grad accumulation": {"epochs": 13, "grad_accumulation": 2},
+    "bf16": {"precision": "bf16"},
+    "clipped": {"optimizer": "adamw", "lr": 0.002, "clip_grad_norm": 0.1},
+    "distilled": {"distill": True},
+    "channels last": {"channels_last": True},
+    "mean of the weights": {"ema_decay": 0.95},
+}
+
+
+def loops_sparse(schedule="one-shot", **options):
+    spec = SparsitySpec(schedule=schedule, **options)
+    model = small().train()
+    sparsify(model, spec)
+    return model, MaskSchedule(model, spec)
+
+
+def train(model, schedule, after_step=None, folder=None, resume=False, **options):
+    spec = FinetuneSpec(**({"epochs": 8, "lr": 0.02, "distill": False, "evaluate_every": 20} | options))
+    totals = []
+
+    def step(done, total, optimizer):
+        schedule.after_step(done, total, optimizer)
+        totals.append(total)
+        if after_step is not None:
+            after_step(done)
+
+    teacher = small() if spec.distill else None
+    fit(model, DATA, spec, batch_size=8, folder=folder, teacher=teacher, after_step=step, resume=resume, device="cpu")
+    return len(totals)
+
+
+def check(model):
+    for layer in masked_layers(model).values():
+        assert verify_nm(layer.module.weight.detach().numpy(), 2, 4) == 0
+        assert layer.mask.float().mean() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        *itertools.product(("sgd", "adamw"), SCHEDULES),
+        *((options, SCHEDULES[i % 4]) for i, options in enumerate(OPTIONS) if options not in {"sgd", "adamw"}),
+    ],
+)
+def test_masks_survive_the_trainer(options, schedule):
+    model, masks = loops_sparse(schedule)
+    before, weight = masks_of(model), model[3].weight.detach().clone()
+    assert train(model, masks, **OPTIONS[options]) >= 50
+    check(model)
+    assert not torch.equal(model[3].weight, weight)
+    if schedule == "one-shot":
+        assert all(torch.equal(mask, before[path]) for path, mask in masks_of(model).items())
+    for path in squash_masks(model):
+        assert verify_nm(model.get_submodule(path).weight.detach().numpy(), 2, 4) == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_averaged_copies_hold_the_pattern(schedule):
+    model, masks = loops_sparse(schedule)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    train(model, masks, after_step=lambda _: average.update_parameters(model))
+    twin = average.module
+    assert not torch.equal(twin[3].parametrizations.weight.original, model[3].parametrizations.weight.original)
+    check(twin)  # weights are averages, masks the last model's
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stopped_training_resumes_to_the_same_bits(schedule, tmp_path):
+    options = {"optimizer": "adamw", "lr": 0.002, "checkpoint_steps": 7, "ema_decay": 0.95}
+
+    def stop(done):
+        if done == 40:
+            raise StopError
+
+    whole, masks = loops_sparse(schedule, update_steps=3)
+    train(whole, masks, folder=tmp_path / "whole", **options)
+    model, masks = loops_sparse(schedule, update_steps=3)
+    with pytest.raises(StopError):
+        train(model, masks, after_step=stop, folder=tmp_path / "halves", **options)
+    model, masks = loops_sparse(schedule, update_steps=3)
+    assert train(model, masks, folder=tmp_path / "halves", resume=True, **options) < 25
+    check(model)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def test_files_of_sparse_and_dense_models_are_not_taken_for_each_other(tmp_path):
+    model, _ = loops_sparse()
+    dense = small()
+    masked_file, dense_file = (save_model(m, tmp_path / n) for m, n in ((model, "masked"), (dense, "dense")))
+    state = copy.deepcopy(dense.state_dict())
+    with pytest.raises(CheckpointError, match=r"unexpected: .*parametrizations.*of a masked network: call sparsify"):
+        load_model(dense, masked_file)
+    with pytest.raises(CheckpointError, match=r"missing: .*parametrizations.*of a dense network"):
+        load_model(model, dense_file)
+    assert all(torch.equal(dense.state_dict()[key], value) for key, value in state.items())
+    with pytest.raises(CheckpointError, match="of a masked network: call sparsify before loading it"):
+        load_state(dense, model.state_dict(), source="masked.pt")
+    squash_masks(model)
+    load_model(dense, save_model(model, tmp_path / "squashed"))
+    assert torch.equal(dense[3].weight, model[3].weight)
+
+
+# Sparse, then quantized with the masks held: through folding, insertion, training steps and back to plain weights.
+
+
+@pytest.fixture
+def quantized():
+    model = small()
+    sparsify(model, SparsitySpec())
+    masks = squash_masks(model)
+    qmodel = insert_quantizers(model, batch(), QuantSpec())
+    apply_masks(qmodel, masks)
+    calibrate(qmodel, [batch(8)])
+    return qmodel, masks
+
+
+def test_zeros_stay_zero_in_the_integers_after_training(quantized):
+    qmodel, masks = quantized
+    assert sorted(masked_layers(qmodel)) == ["3", "6"]
+    optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+    before = qmodel.get_submodule("3").weight.detach().clone()
+    for _ in range(5):
+        optimizer.zero_grad()
+        qmodel(batch(8)).square().mean().backward()
+        optimizer.step()
+    for path in masks:
+        layer = qmodel.get_submodule(path)
+        fake = layer.weight_quantizer(layer.weight).detach()
+        assert (fake[~masks[path]] == 0).all() and (fake[masks[path]] != 0).any()
+        assert verify_nm(fake.numpy(), 2, 4) == 0
+    assert not torch.equal(qmodel.get_submodule("3").weight, before)
+
+
+QAT = {
+    "plain": {},
+    "adamw, bf16": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.05, "precision": "bf16"},
+    "fused": {"fused": "on"},
+    "fused, INT8 where it can": {"fused": "int8"},
+    "mean of the weights": {"ema_decay": 0.9},
+    "learned ranges": {"scales": "learned", "lr": 0.001},
+}
+
+
+@pytest.mark.parametrize("options", QAT)
+def test_zeros_survive_fifty_steps_of_the_trainer(quantized, options):
+    qmodel, masks = quantized
+    spec = QATSpec(**({"epochs": 8, "lr": 0.01, "distill": False, "evaluate_every": 20} | QAT[options]))
+    before = qmodel.get_submodule("3").weight.detach().clone()
+    if spec.scales == "learned":
+        learn_scales(qmodel)
+    data = toy_data(train=56, val=10, classes=10, size=8)
+    assert fit(qmodel, data, spec, batch_size=8, folder=None, device="cpu").steps >= 50
+    freeze_scales(qmodel)
+    squash_masks(qmodel)
+    assert not torch.equal(qmodel.get_submodule("3").weight, before)
+    for path, mask in masks.items():
+        layer = qmodel.get_submodule(path)
+        fake = layer.weight_quantizer(layer.weight).detach()
+        assert (fake[~mask] == 0).all() and (fake[mask] != 0).any()
+        assert verify_nm(fake.numpy(), 2, 4) == 0
+
+
+def test_copies_pickles_and_squashes(quantized):
+    qmodel, masks = quantized
+    expected = qmodel(batch())
+    for twin in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert torch.equal(twin(batch()), expected)
+        assert all(torch.equal(masks_of(twin)[path], mask) for path, mask in masks.items())
+    squash_masks(qmodel)
+    assert torch.equal(qmodel(batch()), expected)
+    assert not masked_layers(qmodel)
+
+
+# Masks in DistributedDataParallel: two processes against one on the same batches.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    finish(folder / "said-0", *[start(folder / f"said-{rank}", work, rank, folder) for rank in (0, 1)])
+    return folder
+
+
+@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste", "gumbel"])
+def test_two_processes_train_and_mask_what_one_does(folder, schedule):
+    first, second, alone = (torch.load(folder / f"{schedule}-{who}.pt") for who in (0, 1, "alone"))
+    for key, value in first.items():
+        assert torch.equal(second[key], value), key
+        # the shares of learned masks are at a low temperature, which magnifies the rounding of sums in another order
+        torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-3 if key.endswith("shares") else 1e-5)
+    for key in ("3", "6"):
+        kept = first[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(kept.numpy(), 2, 4) == 0
+        assert kept.float().mean() == 0.5
+
+
+@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
+def test_masks_survive_fifty_steps_in_two_processes(folder, schedule):
+    first, second = (torch.load(folder / f"{schedule}-long-{rank}.pt") for rank in (0, 1))
+    for key, value in first.items():
+        assert torch.equal(second[key], value), key
+    for key in ("3", "6"):
+        mask = first[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(mask.numpy(), 2, 4) == 0
+        assert mask.float().mean() == 0.5

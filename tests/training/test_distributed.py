@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from compress import CompressError
 from compress.training.distributed import Processes, average_running_statistics, init_processes
-from tests.training.test_resume import run
+from tests.training.test_checkpoint import run
 from tests.training.toy import convnet
 
 RUNS = ("1-0", "2-0", "2-1")

@@ -1,22 +1,39 @@
+"""None"""
+
+import builtins
 import copy
 import csv
 import dataclasses
 import json
 import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
+from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch import fx, nn
-from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from compress import CompressError, QATSpec, TrainSpec, evaluate, fit
-from compress.data.base import BatchPlan, DataSet
+import compress
+from compress import Callback, CompressError, QATSpec, TrainSpec, evaluate, fit
+from compress.data.base import BatchPlan, DataSet, Split
+from compress.data.memory import MemorySplit
+from compress.data.preprocessing import Preprocessing
 from compress.errors import CheckpointError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
+from compress.tasks.base import first_tensor
 from compress.tasks.classification import classification
-from compress.training.distributed import Processes
+from compress.tasks.segmentation import segmentation
+from compress.training.distributed import SINGLE, Processes
+from compress.training.evaluate import OutputsOf, outputs_of
+from compress.training.loggers import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 
@@ -353,3 +370,406 @@ def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
     assert "75 % of it waiting for pictures" in report.history[0].sentence(2, classification(4).metric)
     with (tmp_path / "train.csv").open() as file:
         assert [row["waited"] for row in csv.DictReader(file)] == ["0.75", "0.75"]
+
+
+# What listeners of a training hear, and the files that a logger writes, read by its own library.
+
+ROOT = Path(__file__).parents[2]
+
+
+def data():
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8)
+    parts = [
+        MemorySplit(images, torch.arange(20) % 2, labels=("a", "b"), preprocessing=Preprocessing(image_size=8), seed=0)
+        for _ in range(2)
+    ]
+    return DataSet(train=parts[0], val=parts[1])
+
+
+def callbacks_train(*callbacks, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    spec = compress.TrainSpec(epochs=2, lr=0.01)
+    return compress.fit(model, data(), spec, batch_size=5, callbacks=callbacks, **{"folder": None, **options})
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def begin(self, name, spec, *, done):
+        self.calls.append(("begin", name, spec.epochs, done))
+
+    def step(self, name, step, figures):
+        self.calls.append(("step", step, sorted(figures)))
+
+    def epoch(self, name, row):
+        self.calls.append(("epoch", row.epoch, row.step))
+
+    def end(self, name, report):
+        self.calls.append(("end", report.steps, report.final.values["top1"]))
+
+
+def test_a_callback_hears_each_step_and_epoch_once():
+    heard = Heard()
+    report = callbacks_train(heard)
+    figures = ["accuracy", "images_per_s", "loss", "lr"]
+    steps = [("step", i, figures) for i in range(1, 9)]
+    assert heard.calls == [
+        ("begin", "train", 2, 0),
+        *steps[:4],
+        ("epoch", 1, 4),
+        *steps[4:],
+        ("epoch", 2, 8),
+        ("end", 8, report.final.values["top1"]),
+    ]
+
+
+def test_listening_changes_nothing(tmp_path):
+    rows = [callbacks_train(*callbacks).history for callbacks in ((), (Heard(),))]
+    assert [(r.train_loss, r.val_top1) for r in rows[0]] == [(r.train_loss, r.val_top1) for r in rows[1]]
+
+
+def test_a_resumed_training_is_heard_from_where_it_goes_on(tmp_path):
+    class Stop(Callback):
+        def epoch(self, name, row):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        callbacks_train(Stop(), folder=tmp_path)
+    heard = Heard()
+    callbacks_train(heard, folder=tmp_path, resume=True)
+    assert heard.calls[:2] == [("begin", "train", 2, 4), ("step", 5, ["accuracy", "images_per_s", "loss", "lr"])]
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoardLogger(tmp_path / "tensorboard")
+    logger.every = 2
+    report = callbacks_train(logger)
+    logger.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 6, 8]
+    tops = events.Scalars("train/val_top1")
+    assert [(e.step, round(e.value, 4)) for e in tops] == [(r.step, round(r.val_top1, 4)) for r in report.history]
+
+
+def test_one_s_own_logger_is_a_function():
+    seen = []
+
+    class Kept(Logger):
+        def log(self, figures, step):
+            seen.append((step, figures))
+
+    callbacks_train(Kept(every=100))
+    assert [step for step, _ in seen] == [4, 8]
+    assert {"train/train_loss", "train/val_top1"} <= seen[0][1].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("tensorboard", TensorBoardLogger), ("mlflow", MLflowLogger), ("wandb", WandbLogger), ("trackio", TrackioLogger)],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(name, kind, monkeypatch):
+    real = builtins.__import__
+
+    def without(library, *rest, **more):
+        if library.split(".")[0] in {name, "tensorboard"} or library == "torch.utils.tensorboard":
+            raise ImportError(f"no {library}")
+        return real(library, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RecipeError, match=rf"pip install 'compress-vision\[{name}\]'"):
+        kind()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert name in project["optional-dependencies"]
+
+
+# `fit` on DataLoaders, with a loss and a metric of one's own.
+
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(24, 3, 32, 40, generator=GENERATOR)  # rectangular
+TARGETS = (IMAGES[:, 0].mean((1, 2)) > 0).long()
+SPEC = compress.TrainSpec(epochs=2, lr=0.01)
+
+
+class Mappings(Dataset):
+    def __len__(self):
+        return len(IMAGES)
+
+    def __getitem__(self, index):
+        return {"x": IMAGES[index], "labels": TARGETS[index]}
+
+
+def network():
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=2)
+
+
+class Named(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def squared(outputs, targets):
+    return (outputs.softmax(1) - torch.nn.functional.one_hot(targets, 2)).square().mean()
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def test_pairs_and_mappings_are_the_same_training():
+    states = []
+    for data in (TensorDataset(IMAGES, TARGETS), Mappings()):
+        model = network()
+        report = compress.fit(model, DataLoader(data, batch_size=8, shuffle=True), SPEC)
+        states.append(model.state_dict())
+        assert len(report.history) == 2
+    assert all(torch.equal(a, b) for a, b in zip(states[0].values(), states[1].values(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(states[0].values(), network().state_dict().values(), strict=True))
+
+
+def test_own_loss_and_metric_train_a_quantized_network():
+    loader = DataLoader(Mappings(), batch_size=8)
+    qmodel = compress.quantize(network().eval(), IMAGES[:2], loader)
+    before = [parameter.clone() for parameter in qmodel.parameters()]
+    report = compress.fit(qmodel, loader, SPEC, val=loader, loss=squared, metric=accuracy)
+    with torch.no_grad():
+        outputs = qmodel.eval()(IMAGES)
+    assert not any(torch.equal(a, b) for a, b in zip(before, qmodel.parameters(), strict=True) if b.ndim > 1)
+    assert report.final.loss == pytest.approx(squared(outputs, TARGETS).item())
+    assert report.final.values["accuracy"] == pytest.approx(accuracy(outputs, TARGETS).item())
+    found = compress.measure_metric(compress.TorchEngine(qmodel, (3, 32, 40)), loader, accuracy)
+    assert found.values["accuracy"] == pytest.approx(accuracy(outputs, TARGETS).item())
+
+
+def test_sensitivity_takes_a_loader_of_mappings_and_a_metric():
+    loader = DataLoader(Mappings(), batch_size=12)
+    model = Named(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+    model(IMAGES)
+    found = compress.sensitivity(model.eval(), IMAGES[:2], loader, loader, metric=accuracy)
+    assert found.float_score == pytest.approx(accuracy(model(IMAGES), TARGETS).item())
+    assert {row.layer for row in found.rows} == {"0", "3"}
+
+
+def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path):
+    loader, whole, parts = DataLoader(Mappings(), batch_size=8, shuffle=True), network(), network()
+    compress.fit(whole, loader, SPEC)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(step, steps, optimizer):
+        if step == 4:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        compress.fit(parts, loader, SPEC, folder=tmp_path, after_step=stop)
+    again = network()
+    compress.fit(again, loader, SPEC, folder=tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+@pytest.mark.parametrize(
+    "loader, error, words",
+    [
+        (DataLoader(Endless(), batch_size=2), DataError, "without a length"),
+        (DataLoader(Mappings(), sampler=WeightedRandomSampler([1.0] * 24, 24)), DataError, "sampler of its own"),
+        (DataLoader(TensorDataset(IMAGES), batch_size=2), DataError, "pairs"),
+        (DataLoader(TensorDataset(IMAGES, IMAGES, TARGETS), batch_size=2), DataError, "one tensor of images"),
+        (DataLoader(Mappings(), batch_size=None), RecipeError, "batch_size"),
+    ],
+)
+def test_loaders_that_cannot_train_are_refused(loader, error, words):
+    with pytest.raises(error, match=words):
+        compress.fit(network(), loader, SPEC)
+
+
+@pytest.mark.parametrize(("classes", "batch_size", "limit"), [(9, 7, None), (9, 50, 20), (3, 1, None)])
+def test_agrees_with_scikit_learn(classes, batch_size, limit):
+    split, model = ToySplit(31, classes=classes), linear(1, classes)
+    got = evaluate(model, split, batch_size=batch_size, limit=limit)
+    ((images, targets),) = split.batches(BatchPlan(batch_size=31, limit=limit))
+    scores = torch.softmax(model(images).double(), 1).detach().numpy()
+    labels = np.arange(classes)
+    assert got.images == (limit or 31)
+    assert got.top1 == pytest.approx(top_k_accuracy_score(targets, scores, k=1, labels=labels))
+    expected5 = top_k_accuracy_score(targets, scores, k=5, labels=labels) if classes > 5 else 1.0
+    assert got.top5 == pytest.approx(expected5)
+    assert got.loss == pytest.approx(log_loss(targets, scores, labels=labels), rel=1e-5)
+
+
+def test_leaves_modes_and_statistics_as_they_were():
+    model = convnet().train()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    evaluate(model, ToySplit(8), batch_size=4)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_shares_of_three_processes_sum_to_the_whole():
+    """Each share is evaluated as its process would; the sums that meet in all_reduce are compared here."""
+    split, model = ToySplit(22), linear()
+    whole = evaluate(model, split, batch_size=5)
+    parts = [evaluate(model, split, batch_size=5, processes=Alone(rank=rank, world_size=3)) for rank in range(3)]
+    assert sum(part.images for part in parts) == whole.images
+    assert sum(part.top1 * part.images for part in parts) == pytest.approx(whole.top1 * whole.images)
+    assert sum(part.loss * part.images for part in parts) == pytest.approx(whole.loss * whole.images)
+
+
+class Alone(Processes):
+    """One process of several, without the others."""
+
+    def all_reduce_sum(self, tensor):
+        return tensor
+
+    def gather(self, value):
+        return [value] * self.world_size
+
+
+def test_logits_in_an_object_are_found_and_a_model_that_fails_is_named():
+    class Result:
+        logits = torch.ones(2, 3)
+
+    assert first_tensor(Result()) is Result.logits
+    with pytest.raises(ModelError, match=r"Conv2d fails on images of shape \(2, 3, 8, 8\)"):
+        outputs_of(OutputsOf(nn.Conv2d(1, 4, 3)), torch.zeros(2, 3, 8, 8))
+
+
+def test_refusals_of_evaluate():
+    split, model = ToySplit(8), linear()
+    with pytest.raises(RecipeError, match="fp16"):
+        evaluate(model, split, batch_size=4, precision="fp16")
+    with pytest.raises(DataError, match="no image"):
+        evaluate(model, split, batch_size=4, limit=0)
+    with pytest.raises(ModelError, match=r"\(4, 3\) for 4 images of 4 classes"):
+        evaluate(linear(classes=3), split, batch_size=4)
+    with pytest.raises(ModelError, match=r"\(4, 3, 6, 6\)"):
+        evaluate(nn.Identity(), split, batch_size=4)
+    with pytest.raises(ModelError, match="NoneType"):
+        evaluate(Nothing(), split, batch_size=4)
+    with pytest.raises(CompressError, match="device is cuda and the processes were started on cpu"):
+        evaluate(model, split, batch_size=4, device="cuda", processes=Processes(world_size=2))
+    assert SINGLE.world_size == 1
+
+
+class Nothing(nn.Module):
+    def forward(self, images):
+        return None
+
+
+def test_bf16_is_close_to_fp32():
+    split, model = ToySplit(64), linear()
+    full, half = (evaluate(model, split, batch_size=16, precision=p) for p in ("fp32", "bf16"))
+    assert half.loss == pytest.approx(full.loss, rel=0.05)
+    assert half.loss != full.loss
+
+
+# Training on tasks other than classification, with frozen layers, and resumed to the bit.
+
+LABELS = ("dark", "bright")
+TASK = segmentation(LABELS)
+
+
+class Squares(Split):
+    """Bright squares on a dark, noisy ground; the class of a pixel is whether it is in the square."""
+
+    def __init__(self, count):
+        super().__init__(labels=LABELS, preprocessing=Preprocessing(image_size=(8, 12)), seed=0)
+        generator = torch.Generator().manual_seed(count)
+        self.targets = torch.zeros(count, 8, 12, dtype=torch.int64)
+        for i in range(count):
+            top, left = (torch.randint(0, 6, (2,), generator=generator)).tolist()
+            self.targets[i, top : top + 4, left : left + 5] = 1
+        self.images = self.targets.unsqueeze(1) + 0.2 * torch.randn(count, 3, 8, 12, generator=generator)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def load(self, indices, *, epoch, device):
+        return self.images[indices].to(device), self.targets[indices].to(device)
+
+
+def tasks_network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 2, 1)
+    )
+
+
+DATA = DataSet(train=Squares(24), val=Squares(8))
+TASKS_SPEC = TrainSpec(epochs=3, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(count):
+    def after_step(step, steps, optimizer):
+        if step == count:
+            raise StopError
+
+    return after_step
+
+
+def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(tmp_path):
+    model = tasks_network()
+    report = fit(model, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "a", task=TASK)
+    assert report.final.values["miou"] > 0.8
+    with (tmp_path / "a" / "train.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["val_miou"]) == pytest.approx(report.final.values["miou"], rel=1e-5)
+    assert not [name for name in rows[0] if "top" in name]
+    assert report.best is not None
+    other = tasks_network()
+    with pytest.raises(StopError):
+        fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, after_step=stop_after(5))
+    other = tasks_network()
+    again = fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, resume=True)
+    assert again.resumed_from == 4
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert again.final == report.final
+
+
+def test_a_network_learns_from_a_teachers_maps():
+    teacher = tasks_network()
+    fit(teacher, DATA, TASKS_SPEC, batch_size=8, folder=None, task=TASK)
+    student = tasks_network()
+    spec = TrainSpec(epochs=8, lr=0.05, warmup_epochs=0, distill=True, distill_weight=1.0)
+    report = fit(student, DATA, spec, batch_size=8, folder=None, task=TASK, teacher=teacher)
+    assert report.final.values["miou"] > 0.7
+
+
+def test_frozen_layers_stay_as_they_are():
+    model = convnet()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    spec = TrainSpec(epochs=1, lr=0.1, warmup_epochs=0, frozen=("0.*", "1.*"))
+    fit(model, toy_data(), spec, batch_size=16, folder=None)
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {name for name in before if name.startswith(("0.", "1."))}
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(RecipeError, match="frozen 'backbone' matches no parameter"):
+        fit(model, toy_data(), TrainSpec(epochs=1, frozen=("backbone",)), batch_size=16, folder=None)
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    model = tasks_network()
+    with pytest.raises(CompressError, match="the loss is nan at epoch 1, step 1"):
+        fit(model, DATA, TASKS_SPEC, batch_size=8, folder=None, task=_broken())
+
+
+def _broken():
+    def loss(outputs, targets, *, label_smoothing=0.0):
+        return outputs.mean() * float("nan")
+
+    return replace(TASK, loss=loss)

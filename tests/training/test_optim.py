@@ -1,3 +1,5 @@
+"""None"""
+
 import math
 
 import pytest
@@ -6,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compress import TrainSpec
+from compress import QATSpec, TrainSpec
 from compress.errors import RecipeError
+from compress.tasks.base import soft_distance
+from compress.tasks.classification import classification
 from compress.training.optim import learning_rate, make_optimizer, parameter_groups
-from compress.training.spec import check_train_spec
+from compress.training.passes import training_loss
+from compress.training.spec import check_train_spec, identity_of
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,3 +137,99 @@ def test_an_optimizer_of_the_users():
         make_optimizer(model, TrainSpec(lr_scale={"wieght": 0.5}))
     with pytest.raises(RecipeError, match="optimizer is 'adam', did you mean 'adamw'"):
         check_train_spec(TrainSpec(optimizer="adam"))
+
+
+TASK = classification(5)
+
+
+def logits(seed, classes=5):
+    return 3 * torch.randn(6, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@given(seed=st.integers(0, 1000), temperature=st.floats(0.5, 20))
+def test_distillation_is_kl_divergence(seed, temperature):
+    student, teacher = logits(seed), logits(seed + 1)
+    divergence = nn.KLDivLoss(reduction="batchmean")(
+        torch.log(torch.softmax(student / temperature, 1)), torch.softmax(teacher / temperature, 1)
+    )
+    assert soft_distance(student, teacher, temperature).item() == pytest.approx(
+        temperature**2 * divergence.item(), rel=1e-6, abs=1e-9
+    )
+
+
+def test_distillation_gradient_tends_to_hintons_limit():
+    """At a high temperature the gradient is (student - teacher) / classes, for centred logits (section 2.1)."""
+    student, teacher = (x - x.mean(1, keepdim=True) for x in (logits(1), logits(2)))
+    student.requires_grad_()
+    soft_distance(student, teacher, 1e4).backward()
+    torch.testing.assert_close(student.grad * len(student), (student.detach() - teacher) / 5, rtol=1e-3, atol=1e-4)
+
+
+def test_mixture():
+    student, teacher, targets = logits(3).float(), logits(4).float(), torch.tensor([0, 1, 2, 3, 4, 0])
+    spec = TrainSpec(distill=True, distill_weight=0.3, distill_temperature=4.0, label_smoothing=0.1)
+    smoothed = torch.full((6, 5), 0.02).scatter(1, targets[:, None], 0.92)
+    cross_entropy = -(smoothed * torch.log_softmax(student, 1)).sum(1).mean()
+    mixed = 0.7 * cross_entropy + 0.3 * soft_distance(student, teacher, 4.0)
+    torch.testing.assert_close(training_loss(TASK, student, targets, teacher, spec), mixed)
+    torch.testing.assert_close(training_loss(TASK, student, targets, None, spec), cross_entropy)
+    assert training_loss(TASK, student.bfloat16(), targets, teacher.bfloat16(), spec).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epochs", -1),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("momentum", 1.0),
+        ("weight_decay", -1e-4),
+        ("warmup_epochs", -0.5),
+        ("warmup_epochs", 9.0),
+        ("label_smoothing", 1.0),
+        ("clip_grad_norm", 0.0),
+        ("grad_accumulation", 0),
+        ("distill_weight", 1.5),
+        ("distill_temperature", 0.0),
+        ("seed", -1),
+        ("checkpoint_steps", 0),
+        ("evaluate_every", 0),
+        ("optimizer", "adam"),
+        ("schedule", "steps"),
+        ("precision", "fp8"),
+    ],
+)
+@pytest.mark.parametrize("section", ["train", "qat"])
+def test_refuses_out_of_range_and_names_the_key(key, value, section):
+    spec = {"train": TrainSpec, "qat": QATSpec}[section](**{key: value})
+    with pytest.raises(RecipeError, match=rf"{section}\.{key} is {value}|{section}\.{key} is '{value}'"):
+        check_train_spec(spec)
+
+
+def test_says_what_is_near():
+    with pytest.raises(RecipeError, match="did you mean 'cosine'"):
+        check_train_spec(TrainSpec(schedule="cosin"))
+
+
+@pytest.mark.parametrize(
+    "spec", [TrainSpec(), QATSpec(), TrainSpec(epochs=0), TrainSpec(epochs=1), TrainSpec(momentum=0, clip_grad_norm=1)]
+)
+def test_accepts(spec):
+    check_train_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (QATSpec(cuda_graphs=True, damping=0.1), "qat.damping grows from step to step"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold(spec, words):
+    with pytest.raises(RecipeError, match=words):
+        check_train_spec(spec)
+
+
+def test_a_training_is_the_same_with_another_speed_and_with_keys_of_later_versions_at_their_defaults():
+    assert identity_of(TrainSpec(cuda_graphs=True)) == identity_of(TrainSpec())
+    assert "damping" not in identity_of(QATSpec())
+    assert identity_of(QATSpec(damping=0.1))["damping"] == 0.1

@@ -1,19 +1,24 @@
 """Real builds with TensorRT-RTX, on a machine with or without a GPU; and everything that is refused before or after."""
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import compress
+import compress.engines.tensorrt as package
 from compress import build_engine, build_tensorrt
 from compress.audit.files import read_engine_layers
-from compress.engines.tensorrt.builder import keep_timing_cache, use_timing_cache
+from compress.engines.tensorrt.builder import UNITS, BuildProgress, PhaseMeter, keep_timing_cache, use_timing_cache
 from compress.engines.tensorrt.engine import checked_metadata
 from compress.engines.tensorrt.library import Library, tensorrt_library
 from compress.engines.tensorrt.metadata import (
@@ -328,3 +333,138 @@ def test_times_of_kernels_are_kept_found_again_and_refused_from_elsewhere(tmp_pa
     assert kept.read_bytes() == b"times of an L4"  # not written over
     with pytest.raises(EngineError, match="is a folder"):
         use_timing_cache(library, config, tmp_path, gpu="NVIDIA L4")
+
+
+# Nested phases as one share.
+
+
+def test_a_phase_fills_a_part_of_the_step_that_it_runs_in():
+    meter = PhaseMeter()
+    meter.start("all", None, 4)
+    meter.step("all", 0)
+    assert meter.share() == 1 / 4
+    meter.start("inner", "all", 2)
+    meter.step("inner", 0)
+    assert meter.share() == 1 / 4 + 1 / 8
+    meter.start("innermost", "inner", 5)
+    meter.step("innermost", 1)
+    assert abs(meter.share() - (1 / 4 + (1 / 2 + 2 / 5 / 2) / 4)) < 1e-12
+    for name in ("innermost", "inner", "all"):
+        meter.finish(name)
+    assert meter.share() == 1
+
+
+def test_a_phase_inside_itself_is_no_endless_loop():
+    meter = PhaseMeter()
+    meter.start("a", None, 2)
+    meter.start("b", "a", 2)
+    meter.start("a", "b", 2)
+    meter.step("a", 0)
+    assert meter.share() == 1 / 2
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.integers(0, 5)), max_size=30))
+def test_the_share_never_falls_nor_passes_one(events):
+    meter, before = PhaseMeter(), 0.0
+    meter.start("a", None, 3)
+    for name, parent, number in events:
+        if number == 5:
+            meter.finish(name)
+        elif number % 2 and name != "a":
+            meter.start(name, parent, number)
+        else:
+            meter.step(name, number)
+        assert before <= meter.share() <= 1
+        before = meter.share()
+
+
+def test_the_bar_moves_in_whole_units_and_ends_full_only_where_the_build_succeeds():
+    class Recorder:
+        def __init__(self):
+            self.units, self.ended = 0, False
+
+        def start(self, task, total, *, done=0):
+            assert total == UNITS
+
+        def advance(self, task, amount=1, **fields):
+            self.units += amount
+
+        def finish(self, task):
+            self.ended = True
+
+    for whole, expected in ((True, UNITS), (False, 50)):
+        listener = Recorder()
+        bar = BuildProgress(listener, "build")
+        bar.meter.start("all", None, 2)
+        bar.meter.step("all", 0)
+        bar.update()
+        bar.update()
+        bar.finish(whole=whole)
+        assert (listener.units, listener.ended) == (expected, True)
+
+
+# The calls of TensorRT are those of its real API: mypy checks them against the type stubs of TensorRT 10.13.
+
+FILES = ("library", "builder", "engine", "context", "build")
+SETTINGS = """[mypy]
+ignore_missing_imports = True
+disallow_any_unimported = False
+check_untyped_defs = True
+[mypy-tensorrt.*]
+ignore_errors = True
+[mypy-tensorrt_bindings.*]
+ignore_errors = True
+[mypy-compress.*,torch.*,numpy.*,pydantic.*]
+follow_imports = skip
+"""
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory):
+    """The published stubs, with what makes five of their signatures no Python put right."""
+    try:
+        files = importlib.metadata.files("tensorrt-stubs") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("tensorrt-stubs is not installed (pip install --no-deps tensorrt-stubs)")
+    folder = tmp_path_factory.mktemp("stubs")
+    for file in (file for file in files if file.suffix == ".pyi"):
+        text = re.sub(r"\bin: list\[", "in_: list[", file.read_text())
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(text.replace("channel_axis: int)", "channel_axis: int = 0)"))
+    return folder
+
+
+def errors(stubs, folder, **changed):
+    """What mypy says of our files, in which the module `trt`, known at run time alone, is that of the stubs."""
+    for name in FILES:
+        text = changed.get(name) or (Path(package.__file__).parent / f"{name}.py").read_text()
+        text = re.sub(r"^ +trt = .*\.trt$", lambda line: line.group().partition("trt")[0] + "pass", text, flags=re.M)
+        text = re.sub(r"[\w.]+\.trt\.", "trt.", text.replace("(trt: Any", "(_trt: Any"))
+        head = "from __future__ import annotations\n"
+        assert head in text
+        (folder / f"{name}.py").write_text(text.replace(head, head + "import tensorrt as trt\n", 1))
+    (folder / "mypy.ini").write_text(SETTINGS)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=mypy.ini", *(f"{name}.py" for name in FILES)],
+        cwd=folder,
+        env={"MYPYPATH": str(stubs), "PATH": "", "MYPY_CACHE_DIR": str(stubs / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in done.stdout.splitlines() if ": error:" in line]
+
+
+def test_our_calls_are_those_of_the_real_library(stubs, tmp_path):
+    assert not errors(stubs, tmp_path)
+
+
+def test_a_wrong_call_would_be_seen(stubs, tmp_path):
+    text = (Path(package.__file__).parent / "builder.py").read_text()
+    assert "config.add_optimization_profile(" in text
+    wrong = text.replace("config.add_optimization_profile(", "config.add_profile(").replace(
+        "set_memory_pool_limit(trt.", 'set_memory_pool_limit("workspace", trt.'
+    )
+    found = errors(stubs, tmp_path, builder=wrong)
+    assert any("add_profile" in line for line in found)
+    assert any("set_memory_pool_limit" in line for line in found)

