@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compress
 from analysis.cuda_engine.networks import images, qdq_file
 from compress.engines.cuda.engine import CudaEngine
+from compress.engines.cuda.timing import repeated_ms
 from compress.engines.cuda.tuning import differences
 
 FAMILIES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16", "swin_t", "convnext_tiny")
@@ -217,14 +218,9 @@ def _engine(name: str, batch: int, folder: Path) -> tuple[str, bool]:
     assert isinstance(engine, CudaEngine)
     with engine:
         given = {engine.inputs[0].name: images(batch, 224).cuda()}
-        for index in range(40):
-            if index == 20:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-            engine.run_tensors(given)
-        torch.cuda.synchronize()
-        ms = (time.perf_counter() - start) / 20 * 1e3
-        found = differences(engine.program({t.name: t.shape for t in engine.inputs}).executor, given)
+        ms = repeated_ms(partial(engine.run_tensors, given))
+        program = engine.program({t.name: t.shape for t in engine.inputs})
+        found = differences(program.executor, program.split(given)[0])
     wrong, differing = sum(d.wrong for d in found), sum(d.differing for d in found)
     return f"{ms:.3f} ms for {batch}; {differing} codes differ, {wrong} steps wrong", not wrong
 

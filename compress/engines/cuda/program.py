@@ -42,20 +42,28 @@ _MOST_DIRECT = 3
 _INTEGERS, _FLOATS = "integers", "floats"
 _MOST_APART = 0.5
 """Largest relative error, in the norm, of results in floating point; beyond it they are refused."""
+_PARTS = 2
+"""Parts of a batch that run beside each other: ResNet-50 at batch 128 was slower in 4 parts on 2 streams."""
+_PARTS_APART = 0.02
+"""The same of results of a batch in parts, which differ where kernels round a tie in another way."""
+_LEAST_GAIN = 0.98
+"""A batch runs in parts if that takes at most this share of the time."""
 
 Ways = Callable[[Step, Layout], list[Candidate]]
+Make = Callable[[Layout, int], "Program"]
 
 
 class Recorded(NamedTuple):
     """A CUDA graph of a network, or of what follows its first steps.
 
     Attributes:
+        results: of each part of the batch.
         static: where it reads the network's inputs, by name.
         direct: steps that are launched before it; they read the inputs where these lie.
     """
 
     graph: torch.cuda.CUDAGraph
-    results: Tensors
+    results: list[Tensors]
     static: Tensors
     direct: int
 
@@ -68,9 +76,12 @@ class Program:
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
         jobs: processes that compile at a time; 0 = a kernel is compiled when it is first launched.
-        network: makes the same network in floating point; None = only integers are computed.
+        parts: how many batches of the layout's size are run at a time, each on a stream of its own: while the last
+            programs of a layer of one part end, those of another part use the multiprocessors that are free.
+        beside: gives the ways for another part, which shares no workspace; None = those of `candidates`.
 
     Attributes:
+        executors: of each part.
         kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if measured now.
         floats: the whole network runs in floating point, compiled by torch.
@@ -88,26 +99,27 @@ class Program:
         candidates: Ways | None,
         plan: PlanFile | None,
         jobs: int = 1,
-        network: Callable[[], FloatNetwork] | None = None,
+        parts: int = 1,
+        beside: Callable[[], Ways] | None = None,
         progress: Progress = _QUIET,
     ) -> None:
         self.layout = layout
         try:
-            if candidates is None:
-                ways = [[Candidate("exact", bind_reference(step, layout, device))] for step in layout.steps]
-            else:
-                ways = [candidates(step, layout) for step in layout.steps]
+            ways = _ways(layout, candidates, device)
             self.executor = Executor(layout, [way[0].run for way in ways], device)
+            self.executors = [self.executor]
             self.measured: list[Measured] = []
             self.kernels = self._choose(ways, plan, jobs, progress)
+            for _ in range(1, parts):
+                ways = _ways(layout, candidates if beside is None else beside(), device)
+                runners = [chosen(way, name).run for way, name in zip(ways, self.kernels, strict=True)]
+                self.executors.append(Executor(layout, runners, device))
             self._recorded: Recorded | None = None
             self.floats = False
             self.graphs_ms: dict[str, float] = {}
             if device.type == "cuda":
                 with torch.cuda.device(device):
                     self._recorded = self._capture()
-                    if network is not None and plan is not None and any(map(_multiplies_codes, layout.steps)):
-                        self._recorded = self._faster(self._recorded, network, plan)
         except torch.OutOfMemoryError as error:
             shapes = ", ".join(str(tuple(layout.plan.tensors[name].shape)) for name in layout.plan.inputs)
             free, whole = (torch.cuda.mem_get_info(device)) if device.type == "cuda" else (0, 0)
@@ -118,25 +130,61 @@ class Program:
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
         """Run on the current stream; the results are new tensors."""
-        if self._recorded is None:
-            return self._copied(self.executor.run(inputs))
-        return self._replayed(self._recorded, inputs)
+        return self.run_eagerly(inputs) if self._recorded is None else self._replayed(self._recorded, inputs)
+
+    def run_eagerly(self, inputs: Mapping[str, Tensor]) -> Tensors:
+        """Run launch by launch, part by part."""
+        return _joined([e.run(part) for e, part in zip(self.executors, self.split(inputs), strict=True)])
+
+    def split(self, inputs: Mapping[str, Tensor]) -> list[Tensors]:
+        """The inputs of each part, which are views."""
+        if len(self.executors) == 1:
+            return [dict(inputs)]
+        sizes = {name: self.layout.plan.tensors[name].shape[0] for name in inputs}
+        return [
+            {name: x.narrow(0, index * sizes[name], sizes[name]) for name, x in inputs.items()}
+            for index in range(len(self.executors))
+        ]
+
+    def empty_inputs(self) -> Tensors:
+        """Inputs of zeros, of the shapes and types that are run."""
+        return self._whole([executor.empty_inputs() for executor in self.executors])
+
+    def random_inputs(self) -> Tensors:
+        """Inputs of random numbers; the last images have the largest."""
+        found = self._whole([executor.random_inputs() for executor in self.executors])
+        for x in found.values():
+            if x.is_floating_point() and x.dim():
+                x *= torch.linspace(0.5, 2.0, len(x), dtype=x.dtype, device=x.device).view(-1, *(1,) * (x.dim() - 1))
+        return found
+
+    @staticmethod
+    def _whole(parts: list[Tensors]) -> Tensors:
+        return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _replayed(self, recorded: Recorded, inputs: Mapping[str, Tensor]) -> Tensors:
         for name, tensor in recorded.static.items():
             tensor.copy_(inputs[name])
         if recorded.direct:
-            tensors = self.executor.start(inputs)
-            for index in range(recorded.direct):
-                self.executor.step(index, tensors)
+            self._start(inputs, recorded.direct)
         recorded.graph.replay()
-        return self._copied(recorded.results)
+        return _joined(recorded.results)
+
+    def _start(self, inputs: Mapping[str, Tensor], steps: int) -> list[Tensors]:
+        """The tensors of each part after the first steps."""
+        started = []
+        for executor, part in zip(self.executors, self.split(inputs), strict=True):
+            started.append(executor.start(part))
+            for index in range(steps):
+                executor.step(index, started[-1])
+        return started
 
     def step_ms(self, inputs: Mapping[str, Tensor]) -> list[float]:
-        """Milliseconds of each step alone, on the data of a run."""
-        tensors, times = self.executor.start(inputs), []
+        """Milliseconds of each step alone, for all parts one after another, on the data of a run."""
+        tensors, times = self.executor.start(self.split(inputs)[0]), []
         for index, runner in enumerate(self.executor.runners):
-            times.append(launch_ms(partial(runner, tensors), self.executor.device, rounds=3))
+            ms = launch_ms(partial(runner, tensors), self.executor.device, rounds=3)
+            times.append(ms * len(self.executors))
             self.executor.step(index, tensors)
         return times
 
@@ -161,29 +209,37 @@ class Program:
         self.executor.runners = [way.run for way in found_ways]
         return [way.name for way in found_ways]
 
-    @staticmethod
-    def _copied(results: Tensors) -> Tensors:
-        return {name: tensor.clone() for name, tensor in results.items()}
-
     def _capture(self) -> Recorded:
-        executor = self.executor
-        given = executor.empty_inputs()
+        given = self.empty_inputs()
         direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
-        executor.run(given)  # loads what is loaded at the first launch
-        tensors = executor.start(given)
-        for index in range(direct):
-            executor.step(index, tensors)
+        self.run_eagerly(given)  # loads what is loaded at the first launch
+        started = self._start(given, direct)
+        beside = [torch.cuda.Stream() for _ in started[1:]]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for index in range(direct, len(executor.runners)):
-                executor.step(index, tensors)
-            results = executor.results(tensors)
+            stream = torch.cuda.current_stream()
+            for other in beside:
+                other.wait_stream(stream)
+            results = []
+            for executor, tensors, own in zip(self.executors, started, [stream, *beside], strict=True):
+                with torch.cuda.stream(own):
+                    for index in range(direct, len(executor.runners)):
+                        executor.step(index, tensors)
+                    results.append(executor.results(tensors))
+            for other in beside:
+                stream.wait_stream(other)
         return Recorded(graph, results, {} if direct else given, direct)
+
+    def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
+        """Take the network of all parts in floating point where its graph is faster and computes the same."""
+        if self._recorded is not None and any(map(_multiplies_codes, self.layout.steps)):
+            with torch.cuda.device(self.executor.device):
+                self._recorded = self._faster(self._recorded, network, plan)
 
     def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
-        choice, inputs = plan.get(place), self.executor.random_inputs()
+        choice, inputs = plan.get(place), self.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
         other = None
         if choice is None:
@@ -192,7 +248,7 @@ class Program:
             other = recorded_network(network, inputs, list(self.layout.plan.outputs))
         if other is not None:
             theirs = partial(self._replayed, other, inputs)
-            if _alike(ours(), theirs()):
+            if _apart(ours(), theirs()) <= _MOST_APART:
                 self.graphs_ms[_FLOATS] = repeated_ms(theirs)
             faster = self.graphs_ms.get(_FLOATS, math.inf) < self.graphs_ms.get(_INTEGERS, math.inf)
             other = other if faster else None
@@ -206,7 +262,47 @@ class Program:
 
     def _bare_ms(self) -> float:
         dtype, device = self.layout.plan.dtype, self.executor.device
-        return sum(bare_ms(step, self.layout, dtype, device) or 0.0 for step in self.layout.steps)
+        return len(self.executors) * sum(bare_ms(step, self.layout, dtype, device) or 0.0 for step in self.layout.steps)
+
+
+def faster_program(whole: Layout, half: Callable[[], Layout] | None, make: Make, plan: PlanFile | None) -> Program:
+    """The program of a batch, whole or in two halves beside each other, as the plan says or the clock.
+
+    - `half`: gives the layout of half the batch; None if it cannot be divided.
+    - `make`: makes the program of a layout and a number of parts.
+    """
+    if half is None or plan is None:
+        return make(whole, 1)
+    place = "; ".join(["parts", *(signature(step, whole) for step in whole.steps)])
+    choice = plan.get(place)
+    if choice is not None:
+        return make(half(), _PARTS) if choice == str(_PARTS) else make(whole, 1)
+    program, best = make(whole, 1), "1"
+    inputs = program.random_inputs()
+    try:
+        other = make(half(), _PARTS)
+        if _apart(program.run(inputs), other.run(inputs)) <= _PARTS_APART:
+            ms = [repeated_ms(partial(p.run, inputs)) for p in (program, other, program, other)]
+            if ms[1] + ms[3] <= _LEAST_GAIN * (ms[0] + ms[2]):
+                program, best = other, str(_PARTS)
+    except EngineError:  # such as memory that does not suffice for both
+        pass
+    plan.add(place, best)
+    plan.save()
+    return program
+
+
+def _ways(layout: Layout, candidates: Ways | None, device: torch.device) -> list[list[Candidate]]:
+    if candidates is None:
+        return [[Candidate("exact", bind_reference(step, layout, device))] for step in layout.steps]
+    return [candidates(step, layout) for step in layout.steps]
+
+
+def _joined(results: Sequence[Tensors]) -> Tensors:
+    """The results of all parts together, as new tensors."""
+    if len(results) == 1:
+        return {name: tensor.clone() for name, tensor in results[0].items()}
+    return {name: torch.cat([part[name] for part in results]) for name in results[0]}
 
 
 def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outputs: list[str]) -> Recorded | None:
@@ -224,17 +320,17 @@ def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outpu
                 results = dict(zip(outputs, run(*static.values()), strict=True))
     except Exception:  # the compiler may raise anything; the integer plan remains
         return None
-    return Recorded(graph, results, static, 0)
+    return Recorded(graph, [results], static, 0)
 
 
 def _multiplies_codes(step: Step) -> bool:
     return isinstance(step, (Product, Attention))
 
 
-def _alike(ours: Tensors, floats: Tensors) -> bool:
-    """True if results in floating point differ from those of integers by rounding."""
-    pairs = [(value.double(), floats[name].double()) for name, value in ours.items() if value.is_floating_point()]
-    return all(float((a - b).norm()) <= _MOST_APART * float(a.norm()) for a, b in pairs)
+def _apart(ours: Tensors, others: Tensors) -> float:
+    """Largest relative error, in the norm, of results that are floating-point numbers."""
+    pairs = [(value.double(), others[name].double()) for name, value in ours.items() if value.is_floating_point()]
+    return max((float((a - b).norm() / a.norm().clamp_min(1e-30)) for a, b in pairs), default=0.0)
 
 
 def _direct_steps(layout: Layout, input_bytes: int) -> int:

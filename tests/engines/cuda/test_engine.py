@@ -10,12 +10,13 @@ import torch
 
 from compress import build_engine
 from compress.engines.cuda import engine as cuda_engine
+from compress.engines.cuda import program as program_module
 from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan_file import Machine, default_path, plan_beside, read_plan
-from compress.engines.cuda.program import Program
+from compress.engines.cuda.program import Program, faster_program
 from compress.engines.cuda.tuning import signature
 from compress.errors import EngineError, EngineUnavailableError
 from tests.engines.cuda.qdq import Builder
@@ -231,6 +232,56 @@ def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, mo
     assert not work
     guessed = Program(layout, torch.device("cpu"), candidates=ways(work), plan=None)
     assert guessed.kernels == ["slow"] * len(layout.steps)
+
+
+def mixing(path):
+    """A network whose images depend on one another: the mean over the batch is taken off."""
+    b = Builder((4, 3, 8, 8))
+    y = b.conv(b.quantize("input"), 16)
+    return b.save(path, b.op("Sub", y, b.op("ReduceMean", y, b.constant(np.array([0])), keepdims=1))), b.x
+
+
+@pytest.mark.parametrize(
+    ("make", "ms", "parts"),
+    [(network, {1: 1.0, 2: 0.9}, 2), (network, {1: 1.0, 2: 0.99}, 1), (mixing, {1: 1.0, 2: 0.5}, 1)],
+    ids=["faster", "hardly faster", "images depend on one another"],
+)
+def test_a_batch_runs_in_two_halves_where_that_is_faster_and_the_same(make, ms, parts, tmp_path, monkeypatch):
+    path, x = make(tmp_path / "m.onnx")
+    x = np.concatenate([x, 2 * x])
+    count, made = len(x), []
+
+    def layout(batch):
+        return lay_out(make_plan(path, batch_size=batch, dtype=torch.float32))
+
+    def program(layout, parts):
+        made.append(Program(layout, torch.device("cpu"), candidates=None, plan=None, parts=parts))
+        return made[-1]
+
+    times = iter((ms[1], ms[2], ms[1], ms[2]))
+    monkeypatch.setattr(program_module, "repeated_ms", lambda run: next(times))  # no time decides
+    with build_engine(path, "onnxruntime") as other:
+        (expected,) = other.run({"input": x}).values()
+    for built in (2, 1):  # measured, then by the plan
+        made.clear()
+        plan = read_plan(tmp_path / "m.plan.json", MACHINE)
+        found = faster_program(layout(count), lambda: layout(count // 2), program, plan)
+        assert (len(made), len(found.executors)) == (built, parts)
+        (result,) = found.run({"input": torch.from_numpy(x)}).values()
+        np.testing.assert_allclose(result, expected, atol=2e-3 * np.abs(expected).max())
+        assert len(found.step_ms({"input": torch.from_numpy(x)})) == len(found.kernels)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_two_halves_beside_each_other_compute_what_the_whole_does(tmp_path):
+    path, x = network(tmp_path / "m.onnx")
+    given = {"input": torch.from_numpy(np.concatenate([x * i for i in range(32)])).cuda()}
+    whole, found = (build_engine(path, "cuda", tune=tune, floats="no") for tune in ("no", "yes"))
+    program = Program(lay_out(make_plan(path, batch_size=32)), torch.device("cuda", 0), candidates=whole._ways(),
+                      plan=None, parts=2, beside=whole._ways)  # fmt: skip
+    (expected,) = whole.run_tensors(given).values()
+    for result in (*found.run_tensors(given).values(), *program.run(given).values()):
+        torch.testing.assert_close(result, expected, atol=2e-3 * float(expected.abs().max()), rtol=0)
 
 
 def other_ways(*names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.steps import Output, Product, Step
 from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, Residual, finish_of
-from compress.kernels.triton.int8_product import ALIGNED
+from compress.kernels.triton.int8_product import ALIGNED, Workspace
 
 Kept = TypeVar("Kept")
 
@@ -26,11 +26,13 @@ class Bindings:
 
     Attributes:
         floats: products of codes may be computed in floating point where their results are values.
+        workspaces: by the number of tiles and their size; of one stream, as kernels write to them.
     """
 
     device: torch.device
     kept: dict[tuple[object, ...], Any]
     floats: bool = True
+    workspaces: dict[tuple[int, int], Workspace] = field(default_factory=dict)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -136,8 +136,10 @@ def _product(
             space = None
             if tile.splits > 1:
                 count = weight.groups * tiles_of(rows, columns // weight.groups, tile)
-                key = ("workspace", count, tile.rows * tile.columns)
-                space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
+                key = (count, tile.rows * tile.columns)
+                if key not in bindings.workspaces:
+                    bindings.workspaces[key] = workspace(bindings.device, *key)
+                space = bindings.workspaces[key]
             product(
                 read(tensors),
                 weight,
