@@ -13,6 +13,7 @@ from compress.engines.tensorrt.build import build_tensorrt as build_tensorrt
 from compress.engines.torch import TorchEngine as TorchEngine
 from compress.errors import CompressError as CompressError
 from compress.errors import CompressWarning as CompressWarning
+from compress.export.litert import export_litert as export_litert
 from compress.export.onnx import export_onnx as export_onnx
 from compress.export.spec import ExportSpec as ExportSpec
 from compress.graph.trace import trace as trace

@@ -8,6 +8,7 @@ from pathlib import Path
 from compress.audit.cuda_plan import read_cuda_layers
 from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.layers import EngineListing
+from compress.audit.litert import read_litert_layers
 from compress.audit.nvidia import parse_build_log, parse_inspector
 from compress.audit.onnx import sparse_nodes
 from compress.engines.tensorrt.metadata import (
@@ -26,8 +27,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
     """Audit an engine: the type of every layer, the bytes that it moves, and what is wrong with either.
 
     Args:
-        path: a built engine with its log or the inspector's JSON beside it, or one of these files; an ONNX file stands
-            for the plan that the engine `cuda` makes of it.
+        path: a built engine with its log or the inspector's JSON beside it, or one of these files; a .tflite file; an
+            ONNX file stands for the plan that the engine `cuda` makes of it.
         onnx: the file that the engine was built from; None = the file beside the engine, if it is there and unchanged.
         sides: of an ONNX file: sizes that its inputs leave open after the batch, such as height and width.
 
@@ -45,6 +46,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
         raise AuditError(
             f"{path}: sides are for ONNX files with open ones, and a built engine has its own; leave them out"
         )
+    if path.suffix == ".tflite":
+        return audit_listing(read_litert_layers(path))
     listing = read_cuda_layers(path, sides=sides) if planned else read_engine_layers(path)
     source = onnx or (path if planned else onnx_beside(path))
     return audit_listing(listing, onnx=source, sparse_nodes=() if source is None else sparse_nodes(source))

@@ -26,7 +26,7 @@ def inspect_engine(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A built engine, its build log, or the inspector's JSON; an ONNX file for the plan of the engine cuda."
+            help="A built engine, its log, the inspector's JSON, a .tflite file; an ONNX file: the plan of engine cuda."
         ),
     ],
     onnx: Annotated[

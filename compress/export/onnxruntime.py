@@ -5,6 +5,7 @@ Every pass works on the model in place; `targets` has their order.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,10 @@ def _make_room(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return True
 
 
-def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
+def integer_biases(proto: onnx.ModelProto, operators: Collection[str] = ("Gemm", "MatMul")) -> tuple[str, ...]:
     """Write as INT32 the bias of every Gemm, or MatMul and Add, whose input and weight are quantized; return names.
+
+    For LiteRT, which rounds all biases so, also those of convolutions (`operators`).
 
     ONNX Runtime merges MatMul and Add into Gemm before it looks for Q/DQ, and runs a Gemm in 8 bits only if its bias is
     an INT32 DequantizeLinear of scale input scale * weight scale; else it dequantizes the weights in every run. (It
@@ -67,7 +70,7 @@ def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
     view = OnnxGraph(proto.graph)
     done: dict[str, onnx.NodeProto] = {}
     for node in proto.graph.node:
-        found = _bias(node, view) if node.op_type in {"Gemm", "MatMul"} else None
+        found = _bias(node, view) if node.op_type in operators else None
         if found is None:
             continue
         holder, place = found
@@ -102,7 +105,7 @@ def _bias(node: onnx.NodeProto, view: OnnxGraph) -> tuple[onnx.NodeProto, int] |
 
 def _scale(name: str, view: OnnxGraph) -> NDArray[Any] | None:
     """Return the scale of a tensor that comes from a DequantizeLinear, also through operations that move values."""
-    node = view.dequantizer(name, MOVES)
+    node = view.dequantizer(name, MOVES | {"MaxPool"})
     return None if node is None else view.array(node.input[1])
 
 

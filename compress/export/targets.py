@@ -19,7 +19,7 @@ from compress.export.openvino import (
     strides_kept,
     zero_points_into_biases,
 )
-from compress.onnx_graph.graph import OnnxGraph, opset_of
+from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph, opset_of
 
 
 def shape_for(proto: onnx.ModelProto, target: str) -> None:
@@ -54,6 +54,8 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         bounded_softmaxes(proto)
         repeat_pairs(proto)
         integer_biases(proto)
+    if target == "litert":
+        integer_biases(proto, WEIGHTED_OPS)
     if target:
         _own_constants(proto, integers=target != "onnxruntime")
 

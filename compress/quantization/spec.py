@@ -20,7 +20,7 @@ from compress.support.validation import (
     validate,
 )
 
-Target = Literal["tensorrt", "openvino", "onnxruntime", "any"]
+Target = Literal["tensorrt", "openvino", "onnxruntime", "litert", "any"]
 Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse", "lsq"]
 ActivationCalibrator = Literal["auto", "max", "percentile", "entropy", "mse", "lsq"]

@@ -9,7 +9,9 @@ from pathlib import Path
 from torch import fx, nn
 
 from compress.audit.onnx import OnnxAudit, audit_onnx
+from compress.engines.litert import availability as litert_availability
 from compress.errors import CompressError, ModelError
+from compress.export.litert import export_litert
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.nms import export_with_nms
 from compress.export.onnx import export_onnx, metadata_entries
@@ -56,8 +58,10 @@ def export_step(run: Run) -> None:
 
 
 def write_file(run: Run, variant: Variant, target: Target | None) -> Path:
-    """Write a file of `run.networks`; with `export.nms` one with boxes beside it."""
+    """Write a file of `run.networks`; with `export.nms` one with boxes beside it, for LiteRT the .tflite file."""
     path = _write(run, variant, target)
+    if variant.is_quantized and (target or run.quantization.targets[0]) == "litert" and litert_availability().available:
+        export_litert(path, path.with_suffix(".tflite"))
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
     return path

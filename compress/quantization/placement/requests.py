@@ -156,11 +156,15 @@ def _request_output(found: Requests, node: Node, table: TargetTable) -> None:
     end = _end_of_chain(node, table)
     if end is None:
         return
-    if _is_model_output(end, table):
+    if _is_model_output(end, table) and not table.results:
         found.refuse(node, "output stays float", "the model's result and what follows it are not quantized")
         return
     rule, reason = f"{node.kind} output", table.outputs[node.kind]
-    consumers = [consumer for consumer in end.consumers if consumer.kind not in {"output", "shape"}]
+    consumers = [
+        consumer
+        for consumer in end.consumers
+        if consumer.kind != "shape" and (table.results or consumer.kind != "output")
+    ]
     found.tensors += [Request(end, consumer, node, rule, reason) for consumer in consumers]
 
 

@@ -1,7 +1,8 @@
 """Placement rules of each target, as data: which operations get quantized inputs and results.
 
 `place` applies all tables. Sources: the engines' own rules (TensorRT developer guide, "Working with Quantized Types";
-ONNX Runtime's QDQ transformer; OpenVINO's low precision transformations) and the latencies in results/.
+ONNX Runtime's QDQ transformer; OpenVINO's low precision transformations; LiteRT's 8-bit quantization specification,
+https://ai.google.dev/edge/litert/models/quantization_spec) and the latencies in results/.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class TargetTable:
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
+        results: True also quantizes results that the model returns.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
@@ -61,6 +63,7 @@ class TargetTable:
     zero_points: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
+    results: bool = False
     all_integers: bool = False
 
 
@@ -128,6 +131,22 @@ TABLES: dict[Target, TargetTable] = {
         joined_parts=True,
         concat_shares=False,
         stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},
+    ),
+    "litert": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS[1:3], "MEAN takes integers, with scales of their own in and out"),
+        outputs=dict.fromkeys(
+            (*_WEIGHTED, "add", *_POOLS[1:3]), "LiteRT computes an operator in INT8 only if its result is INT8 too"
+        ),
+        residual="both",
+        unsigned=True,
+        offset=_FUSED_INTEGERS,
+        zero_points=_FUSED_INTEGERS,
+        results=True,
+        stays_float=_FLOAT
+        | {
+            "avg_pool": "AVERAGE_POOL_2D has one scale for input and result, which 8 bits of an average do not need",
+            "resize": "RESIZE_BILINEAR has one scale for input and result; nearest neighbours keep their integers",
+        },
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

@@ -1,0 +1,205 @@
+"""LiteRT with XNNPACK on the CPU: runs a .tflite file, or an ONNX file that is turned into one in memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.arrays import check_inputs, import_library, library_errors, with_batch
+from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
+from compress.engines.onnx_file import existing_file, load_onnx, read_interface
+from compress.errors import EngineError, EngineUnavailableError, ExportError
+from compress.export.litert import INSTALL, convert, schema
+
+NAME = "litert"
+_PACKAGE = "ai-edge-litert"
+_TYPES = {"float32": "f32", "float16": "f16", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32"}
+_SIZES = 4
+"""Batch sizes whose interpreters are kept; an ONNX file with an open batch has one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of a .tflite file, with the constants among its inputs.
+
+    Attributes:
+        kind: LiteRT's name of it, such as `CONV_2D`.
+        kernel: `XNNPACK`, or `LiteRT`.
+    """
+
+    kind: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    kernel: str
+
+    @property
+    def precision(self) -> str:
+        """The type that it computes in: of its first input that is no list of sizes, else of its result."""
+        kinds = [_type(tensor.dtype) for tensor in (*self.inputs, *self.outputs)]
+        return next((kind for kind in kinds if kind not in {"i32", "int64"}), "unknown")
+
+
+def availability() -> Availability:
+    """Report if LiteRT is installed."""
+    try:
+        _library()
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install=INSTALL)
+    return Availability(name=NAME, available=True, version=_version(), devices=("CPU",))
+
+
+def load(path: Path | str, build: BuildOptions) -> LiteRTEngine:
+    """Load a .tflite file, or turn an ONNX file into one.
+
+    Raises:
+        EngineUnavailableError: LiteRT is not here.
+        EngineError: it does not take the file or the precision.
+    """
+    library = _library()
+    if build.precision not in (None, "f32"):
+        raise EngineError(f"litert: precision is {build.precision!r}; it runs what is not quantized in f32")
+    return LiteRTEngine(library, existing_file(path), build)
+
+
+class LiteRTEngine(Engine):
+    """An interpreter for each batch size; made by `load`."""
+
+    def __init__(self, library: ModuleType, path: Path, build: BuildOptions) -> None:
+        self._library, self._path, self._threads = library, path, build.threads
+        self._model = None if path.suffix == ".tflite" else load_onnx(path, weights=True)
+        self._interpreters: dict[tuple[tuple[int, ...], ...], tuple[bytes, Any]] = {}
+        if self._model is None:
+            self.inputs, self.outputs, self.metadata = _read(path)
+        else:
+            file = read_interface(path, self._model)
+            self.inputs, self.outputs, self.metadata = file.inputs, file.outputs, file.metadata
+            if build.batch_size is not None:
+                self.outputs = tuple(
+                    tensor.with_batch(build.batch_size) if tensor.shape[:1] == (-1,) else tensor
+                    for tensor in self.outputs
+                )
+        self.inputs = with_batch(self.inputs, build.batch_size, where=str(path))
+        self.info = EngineInfo(
+            engine=NAME,
+            label=NAME,
+            version=_version(),
+            device="CPU",
+            float_precision="f32",
+            options={"num_threads": str(build.threads or 1)},
+            path=str(path),
+        )
+        if all(min(tensor.shape, default=1) > 0 for tensor in self.inputs):
+            self._interpreter(tuple(tensor.shape for tensor in self.inputs))  # refuses what cannot be run
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`."""
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        interpreter = self._interpreter(tuple(array.shape for array in checked.values()))
+        places = {tensor["name"]: tensor["index"] for tensor in interpreter.get_input_details()}
+        with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
+            for name, array in checked.items():
+                interpreter.set_tensor(places[name], array)
+            interpreter.invoke()
+            return {t["name"]: interpreter.get_tensor(t["index"]) for t in interpreter.get_output_details()}
+
+    def operators(self) -> list[Operator]:
+        """Return the operators of the file for one image, in their order, each with its tensors and its kernel."""
+        shapes = tuple(tuple(max(1, n) for n in tensor.shape) for tensor in self.inputs)
+        self._interpreter(shapes)
+        apart = self._loaded(self._interpreters[shapes][0], experimental_disable_delegate_node_fusion=True)
+        rows = apart._get_ops_details()  # each operator that XNNPACK takes is there again, as a DELEGATE
+        tensors = {
+            t["index"]: TensorInfo(
+                name=str(t["name"]), dtype=np.dtype(t["dtype"]).name, shape=tuple(map(int, t["shape"]))
+            )
+            for t in apart.get_tensor_details()
+        }
+        taken = {int(place) for row in rows if row["op_name"] == "DELEGATE" for place in row["outputs"]}
+        return [
+            Operator(
+                kind=row["op_name"],
+                inputs=tuple(tensors[int(i)] for i in row["inputs"] if int(i) in tensors),
+                outputs=tuple(tensors[int(i)] for i in row["outputs"]),
+                kernel="XNNPACK" if int(row["outputs"][0]) in taken else "LiteRT",
+            )
+            for row in rows
+            if row["op_name"] != "DELEGATE"
+        ]
+
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `LiteRT` for its own, slower kernels."""
+        return tuple(
+            RuntimeLayer(
+                name=op.outputs[0].name,
+                kind=op.kind,
+                precision=op.precision,
+                output_precisions=tuple(_type(tensor.dtype) for tensor in op.outputs),
+                kernel=op.kernel,
+                original_names=(op.outputs[0].name,),
+            )
+            for op in self.operators()
+        )
+
+    def close(self) -> None:
+        """Free the interpreters."""
+        self._interpreters.clear()
+
+    def _interpreter(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        if shapes not in self._interpreters:
+            if len(self._interpreters) >= _SIZES:
+                self._interpreters.clear()
+            content = self._content(shapes)
+            self._interpreters[shapes] = content, self._loaded(content)
+        return self._interpreters[shapes][1]
+
+    def _content(self, shapes: tuple[tuple[int, ...], ...]) -> bytes:
+        if self._model is None:
+            return self._path.read_bytes()
+        try:
+            return convert(self._model, {t.name: shape for t, shape in zip(self.inputs, shapes, strict=True)})
+        except ExportError as error:
+            raise EngineError(f"litert: {self._path}: {error}") from error
+
+    def _loaded(self, content: bytes, **options: bool) -> Any:
+        with library_errors(EngineError, f"litert cannot load {self._path}: "):
+            made = self._library.Interpreter(model_content=content, num_threads=self._threads or 1, **options)
+            made.allocate_tensors()
+        return made
+
+
+def _library() -> ModuleType:
+    return import_library("ai_edge_litert.interpreter", INSTALL)
+
+
+def _version() -> str:
+    return importlib.metadata.version(_PACKAGE)
+
+
+def _type(dtype: str) -> str:
+    return _TYPES.get(dtype, dtype)
+
+
+def _read(path: Path) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], Mapping[str, str]]:
+    """Return the inputs, outputs and metadata of a .tflite file."""
+    with library_errors(EngineError, f"{path}: not a LiteRT file, or a truncated one (", "); export it again"):
+        fb = schema()
+        model = fb.ModelT.InitFromObj(fb.Model.GetRootAs(path.read_bytes(), 0))
+        graph = model.subgraphs[0]
+        names = {value: name.lower() for name, value in vars(fb.TensorType).items() if isinstance(value, int)}
+
+        def info(place: int) -> TensorInfo:
+            tensor = graph.tensors[place]
+            return TensorInfo(name=tensor.name.decode(), dtype=names[tensor.type], shape=tuple(map(int, tensor.shape)))
+
+        metadata = {
+            entry.name.decode(): bytes(model.buffers[entry.buffer].data).decode(errors="replace")
+            for entry in model.metadata or []
+        }
+        return tuple(map(info, graph.inputs)), tuple(map(info, graph.outputs)), metadata

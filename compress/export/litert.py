@@ -1,0 +1,1180 @@
+"""Writes a LiteRT file (.tflite) of an ONNX file, with its scales, zero points and integer weights as they are.
+
+The flatbuffer is written from our own Q/DQ graph with the schema that the runtime brings (`ai_edge_litert`), because
+the vendor's path cannot be fed from here: litert-torch 0.10 pins an older torch and traces the float model again, and
+ai-edge-quantizer 0.10 computes scales of its own from minima and maxima. Here each scale is copied, so the file's are
+those of fake quantization to the bit. What the runtime asks of a quantized operator is in its 8-bit quantization
+specification (https://ai.google.dev/edge/litert/models/quantization_spec): INT8 tensors with a zero point, weights
+symmetric with a scale for each channel, INT32 biases of scale input * weight, one scale for what is only moved.
+
+A product between DequantizeLinear and QuantizeLinear becomes one INT8 operator; what moves elements keeps integers;
+everything else is float32, between DEQUANTIZE and QUANTIZE. uint8 with zero point z is written as int8 with z - 128,
+the same grid. Images are held with channels last; inputs and outputs keep names and layout of the ONNX file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+from numpy.typing import NDArray
+
+from compress.errors import ExportError
+from compress.files import replacing
+from compress.onnx_graph.graph import OnnxGraph, free_name
+from compress.onnx_graph.window import Window, attributes_of, read_window
+from compress.support.imports import any_failure
+
+INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
+_IDENTIFIER = b"TFL3"
+_ALIGNMENT = 16
+"""Bytes; the schema asks it of every buffer."""
+
+Array = NDArray[Any]
+
+
+def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 1) -> Path:
+    """Write an ONNX file as a LiteRT file with its own scales, zero points and integers.
+
+    Args:
+        onnx_path: a file that `export_onnx` wrote, best for `target: litert`; float or with Q/DQ.
+        path: the .tflite file; whole or not at all.
+        batch_size: of an open batch; LiteRT files have fixed shapes.
+
+    Returns:
+        `path`. Names and shapes of its inputs and outputs are those of the ONNX file, and so are the metadata.
+
+    Raises:
+        ExportError: LiteRT has no operator for a node, or the extra `litert` is not installed.
+
+    Examples:
+        >>> print(compress.export_litert("int8.onnx", "int8.tflite"))
+        int8.tflite
+    """
+    model = onnx.load(str(onnx_path))
+    inputs = [value for value in model.graph.input if value.name not in {t.name for t in model.graph.initializer}]
+    sizes = {
+        value.name: tuple(
+            dim.dim_value if dim.HasField("dim_value") else (batch_size if i == 0 else -1)
+            for i, dim in enumerate(value.type.tensor_type.shape.dim)
+        )
+        for value in inputs
+    }
+    content = convert(model, sizes)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+    return Path(path)
+
+
+def convert(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> bytes:
+    """Return the bytes of a LiteRT file of a model whose inputs have the given sizes; see `export_litert`."""
+    for name, size in sizes.items():
+        if min(size, default=1) < 1:
+            raise ExportError(
+                f"input {name!r} has the shape {tuple(size)}: LiteRT files have fixed shapes; export the ONNX file for "
+                "one image size"
+            )
+    return _Converter(_with_shapes(model, sizes), schema()).convert()
+
+
+def schema() -> ModuleType:
+    """Return the flatbuffer schema of the runtime.
+
+    Raises:
+        ExportError: the extra `litert` is not installed.
+    """
+    try:
+        from ai_edge_litert import schema_py_generated  # optional: the extra `litert`
+    except ImportError as error:
+        raise ExportError(
+            f"LiteRT files are written with ai-edge-litert, which is not here ({error}); {INSTALL}"
+        ) from (error)
+    found: ModuleType = schema_py_generated
+    return found
+
+
+def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
+    """Return a copy with fixed shapes, in which everything that follows from shapes is a constant."""
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    for value in fixed.graph.input:
+        if value.name in sizes:
+            for dim, size in zip(value.type.tensor_type.shape.dim, sizes[value.name], strict=True):
+                dim.dim_value = size
+    for value in fixed.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    del fixed.graph.value_info[:]
+    from onnxscript import optimizer  # lazy: engines are listed without it
+
+    with any_failure(lambda error: ExportError(f"the shapes of the file cannot be inferred: {error}")):
+        tree = onnx_ir.serde.deserialize_model(fixed)
+        optimizer.fold_constants(
+            tree,
+            onnx_shape_inference=True,
+            should_fold=lambda node: node.op_type not in {"QuantizeLinear", "DequantizeLinear"},
+        )
+        return onnx.shape_inference.infer_shapes(onnx_ir.serde.serialize_model(tree), data_prop=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scales:
+    """Scales and zero points of integers; one, or one for each index of an axis."""
+
+    scale: NDArray[np.float32]
+    zero: NDArray[np.int64]
+    bits: int = 8
+    axis: int = 0
+
+    def same(self, other: _Scales) -> bool:
+        return self.bits == other.bits and all(
+            np.array_equal(a, b) for a, b in ((self.scale, other.scale), (self.zero, other.zero))
+        )
+
+
+def _covers(limits: tuple[float, float], scales: _Scales) -> bool:
+    """True if integers cannot hold what lies beyond limits, so that the quantizer clips by itself."""
+    ends = np.asarray([-(2 ** (scales.bits - 1)), 2 ** (scales.bits - 1) - 1])
+    low, high = (ends - scales.zero) * scales.scale.astype(np.float64)
+    return bool(low >= limits[0] - scales.scale / 2 and high <= limits[1] + scales.scale / 2)
+
+
+_LAST = (0, 2, 3, 1)
+"""Axes of an image with channels last, by those with channels second."""
+_PLACE = {axis: place for place, axis in enumerate(_LAST)}
+
+_VERSIONS = {
+    "CONV_2D": (1, 3),
+    "DEPTHWISE_CONV_2D": (2, 3),
+    "FULLY_CONNECTED": (1, 4),
+    "TRANSPOSE_CONV": (3, 3),
+    "RESIZE_NEAREST_NEIGHBOR": (1, 2),
+    "RESIZE_BILINEAR": (3, 3),
+    "RESHAPE": (1, 1),
+    "DEPTH_TO_SPACE": (1, 1),
+    "BATCH_MATMUL": (1, 2),
+}
+"""First version of an operator that takes what is written here, in float32 and in INT8, where these are not 1 and 2."""
+
+
+class _Writer:
+    """The parts of a LiteRT file: tensors, constants and operators."""
+
+    def __init__(self, fb: ModuleType) -> None:
+        self.fb = fb
+        self.model, self.graph = fb.ModelT(), fb.SubGraphT()
+        self.model.version, self.model.description = 3, "compress"
+        self.model.operatorCodes, self.model.buffers = [], [fb.BufferT()]
+        self.model.subgraphs = [self.graph]
+        self.graph.tensors, self.graph.operators = [], []
+        self.codes: dict[tuple[int, int], int] = {}
+        self.names: set[str] = set()
+        self.types = {np.dtype(name): getattr(fb.TensorType, name.upper()) for name in ("float32", "int8", "int16")}
+        self.types |= {np.dtype(name): getattr(fb.TensorType, name.upper()) for name in ("int32", "int64", "bool")}
+
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: Any, scales: _Scales | None = None, buffer: int = 0
+    ) -> int:
+        made = self.fb.TensorT()
+        made.name, made.shape, made.buffer = free_name(name or "constant", self.names), list(shape), buffer
+        made.type = self.types[np.dtype(dtype)]
+        if scales is not None:
+            made.quantization = self.fb.QuantizationParametersT()
+            made.quantization.scale = np.atleast_1d(scales.scale).astype(np.float32)
+            made.quantization.zeroPoint = np.atleast_1d(scales.zero).astype(np.int64)
+            made.quantization.quantizedDimension = scales.axis
+        self.graph.tensors.append(made)
+        return len(self.graph.tensors) - 1
+
+    def constant(self, value: Array, name: str = "", scales: _Scales | None = None) -> int:
+        buffer = self.fb.BufferT()
+        buffer.data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+        self.model.buffers.append(buffer)
+        return self.tensor(name, value.shape, value.dtype, scales, len(self.model.buffers) - 1)
+
+    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **options: Any) -> None:
+        """Add an operator; options go into the table that the schema has for it, `kind` names one of another name."""
+        code, integers = getattr(self.fb.BuiltinOperator, op), self.graph.tensors[inputs[0]].type
+        eight = integers in (self.fb.TensorType.INT8, self.fb.TensorType.INT16)
+        version = _VERSIONS.get(op, (1, 2))[eight]
+        made = self.fb.OperatorT()
+        made.inputs, made.outputs = list(inputs), list(outputs)
+        made.opcodeIndex = self.codes.setdefault((code, version), len(self.codes))
+        kind = options.pop("kind", "".join(word.capitalize() for word in op.split("_")).replace("2d", "2D"))
+        table = getattr(self.fb, f"{kind}OptionsT", None)
+        if table is not None:
+            made.builtinOptionsType = getattr(self.fb.BuiltinOptions, f"{kind}Options")
+            made.builtinOptions = table()
+            for key, value in options.items():
+                setattr(made.builtinOptions, key, value)
+        self.graph.operators.append(made)
+
+    def finish(self, metadata: Mapping[str, str]) -> bytes:
+        used = set(self.graph.outputs)
+        for made in reversed(self.graph.operators):
+            used.update(made.inputs if used.intersection(made.outputs) else ())
+        self.graph.operators = [made for made in self.graph.operators if used.intersection(made.outputs)]
+        for code, version in self.codes:
+            made = self.fb.OperatorCodeT()
+            made.builtinCode, made.deprecatedBuiltinCode, made.version = code, min(code, 127), version
+            self.model.operatorCodes.append(made)
+        self.model.metadata = []
+        for key, text in metadata.items():
+            entry, buffer = self.fb.MetadataT(), self.fb.BufferT()
+            buffer.data = np.frombuffer(text.encode(), np.uint8)
+            self.model.buffers.append(buffer)
+            entry.name, entry.buffer = key, len(self.model.buffers) - 1
+            self.model.metadata.append(entry)
+        self.model.signatureDefs = [self._signature()]
+        builder = _aligned_builder(self.fb)
+        builder.Finish(self.model.Pack(builder), _IDENTIFIER)
+        return bytes(builder.Output())
+
+    def _signature(self) -> Any:
+        made = self.fb.SignatureDefT()
+        made.signatureKey, made.subgraphIndex = "serving_default", 0
+        for key, places in (("inputs", self.graph.inputs), ("outputs", self.graph.outputs)):
+            maps = []
+            for place in places:
+                entry = self.fb.TensorMapT()
+                entry.name, entry.tensorIndex = self.graph.tensors[place].name, place
+                maps.append(entry)
+            setattr(made, key, maps)
+        return made
+
+
+def _aligned_builder(fb: ModuleType) -> Any:
+    """A builder that aligns the data of buffers as the schema asks; the generated code does not for arrays."""
+
+    class Aligned(fb.flatbuffers.Builder):  # type: ignore[name-defined]
+        def CreateNumpyVector(self, x: Array) -> Any:  # noqa: N802  (flatbuffers' own name)
+            self.Prep(_ALIGNMENT, x.nbytes)
+            return super().CreateNumpyVector(x)
+
+    return Aligned(1 << 20)
+
+
+Form = tuple[str, bool, bool]
+"""A tensor's name, True with channels last, True as integers."""
+
+
+class _Converter:
+    """Turns the nodes of a graph into operators, one after the other.
+
+    Attributes:
+        forms: tensors of the file, by name and form; forms that are asked for and missing are made from others.
+        scales: of tensors that exist as integers, by name.
+        done: nodes that an operator before has taken in, by their first output.
+    """
+
+    def __init__(self, model: onnx.ModelProto, fb: ModuleType) -> None:
+        self.proto, self.graph = model, OnnxGraph(model.graph)
+        self.fb, self.out = fb, _Writer(fb)
+        values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
+        self.shapes = {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in values}
+        self.types = {v.name: v.type.tensor_type.elem_type for v in values}
+        self.results = {value.name for value in model.graph.output}
+        self.forms: dict[Form, int] = {}
+        self.scales: dict[str, _Scales] = {}
+        self.done: set[str] = set()
+
+    def convert(self) -> bytes:
+        initial = {tensor.name for tensor in self.proto.graph.initializer}
+        inputs = [value.name for value in self.proto.graph.input if value.name not in initial]
+        self.out.graph.inputs = [self.new(name, self.shapes[name]) for name in inputs]
+        self.forms |= {(name, False, False): i for name, i in zip(inputs, self.out.graph.inputs, strict=True)}
+        for node in self.proto.graph.node:
+            if node.op_type != "Constant" and node.output[0] not in self.done and not self._is_constant(node):
+                self._node(node)
+        self.out.graph.outputs = [self._result(value.name) for value in self.proto.graph.output]
+        return self.out.finish({entry.key: entry.value for entry in self.proto.metadata_props})
+
+    def _node(self, node: onnx.NodeProto) -> None:
+        handler = HANDLERS.get(node.op_type) if node.domain in {"", "ai.onnx"} else None
+        if handler is None:
+            raise self.refusal(node, "has no counterpart in LiteRT that is written here")
+        handler(self, node, attributes_of(node))
+
+    def refusal(self, node: onnx.NodeProto, why: str) -> ExportError:
+        return ExportError(
+            f"{node.name or node.output[0]}: {node.op_type} {why}. Replace the operation in the model, end the "
+            "exported network before it, or run the ONNX file on onnxruntime or openvino"
+        )
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def new(self, name: str, shape: Sequence[int], scales: _Scales | None = None) -> int:
+        dtype = np.float32 if scales is None else np.int16 if scales.bits == 16 else np.int8
+        return self.out.tensor(name, shape, dtype, scales)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        value = self.value(name)
+        return self.shapes[name] if value is None else value.shape
+
+    def value(self, name: str) -> Array | None:
+        """The value of a constant, also of a dequantized one; None if it is computed."""
+        found = self.graph.array(name)
+        node = self.graph.producers.get(name)
+        if found is not None or node is None:
+            return found
+        if node.op_type == "Transpose":
+            inner = self.value(node.input[0])
+            return None if inner is None else inner.transpose(attributes_of(node).get("perm"))
+        if node.op_type != "DequantizeLinear" or (stored := self.graph.array(node.input[0])) is None:
+            return None
+        scales = self.scales_of(node)
+        zero = self.graph.array(node.input[2]) if len(node.input) > 2 else None
+        axis, rank = scales.axis % max(stored.ndim, 1), stored.ndim
+        spread = [-1 if i == axis else 1 for i in range(rank)] if scales.scale.ndim else []
+        moved = stored.astype(np.float32) - (0 if zero is None else zero.astype(np.float32).reshape(spread))
+        return moved * scales.scale.reshape(spread)
+
+    def scales_of(self, node: onnx.NodeProto) -> _Scales:
+        """The scales of a QuantizeLinear or DequantizeLinear, zero points as int8 has them."""
+        scale, zero = self.graph.array(node.input[1]), None
+        if len(node.input) > 2 and node.input[2]:
+            zero = self.graph.array(node.input[2])
+        if scale is None or (zero is None and len(node.input) > 2):
+            raise self.refusal(node, "has a computed scale")
+        attributes = attributes_of(node)
+        kind = np.dtype(np.uint8) if zero is None else zero.dtype
+        if kind not in (np.uint8, np.int8, np.int16, np.int32) and kind.name != "int4":
+            raise self.refusal(node, f"has integers of the type {kind}, which LiteRT does not take")
+        shift = 128 if kind == np.uint8 else 0
+        moved = (np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)) - shift
+        bits = 16 if kind == np.int16 else 8
+        axis = int(attributes.get("axis", 1)) if scale.ndim else 0  # XNNPACK takes no other axis of one scale
+        return _Scales(np.asarray(scale, np.float32), moved, bits, axis)
+
+    def has(self, name: str, *, last: bool, integers: bool = False) -> bool:
+        return (name, last, integers) in self.forms
+
+    def is_last(self, name: str) -> bool:
+        """True if a tensor is held with channels last alone."""
+        return any(self.has(name, last=True, integers=i) for i in (False, True)) and not any(
+            self.has(name, last=False, integers=i) for i in (False, True)
+        )
+
+    def get(self, name: str, *, last: bool, integers: bool = False) -> int:
+        """The tensor of the file that holds `name` in a form, made from another form if need be."""
+        key = (name, last, integers)
+        if key not in self.forms:
+            self.forms[key] = self._made(name, last, integers)
+        return self.forms[key]
+
+    def _made(self, name: str, last: bool, integers: bool) -> int:
+        value = None if integers else self.value(name)
+        if value is not None:
+            kept = value.astype(np.int32) if value.dtype == np.int64 else value
+            return self.out.constant(kept.transpose(_LAST) if last else kept, name)
+        scales = self.scales.get(name)
+        shape = self.placed(self.shapes[name], last)
+        if self.has(name, last=not last, integers=integers):
+            made = self.new(f"{name}/{'last' if last else 'second'}", shape, scales if integers else None)
+            order = _LAST if last else tuple(_PLACE[i] for i in range(4))
+            self.move(self.forms[name, not last, integers], made, order)
+            return made
+        if integers or scales is None:
+            raise ExportError(f"tensor {name!r} is read before it is written; the file is not in order")
+        made = self.new(name, shape)
+        self.out.operator("DEQUANTIZE", [self.get(name, last=last, integers=True)], [made])
+        return made
+
+    @staticmethod
+    def placed(shape: Sequence[int], last: bool) -> tuple[int, ...]:
+        return tuple(shape[i] for i in _LAST) if last else tuple(shape)
+
+    def move(self, source: int, made: int, order: Sequence[int]) -> None:
+        """Transpose; a transposition that moves no two sizes above 1 past each other is a reshape."""
+        shape = self.out.graph.tensors[source].shape
+        moved = [i for i in order if shape[i] > 1]
+        if moved == sorted(moved):
+            self.reshape(source, made)
+        else:
+            self.out.operator("TRANSPOSE", [source, self.numbers(order)], [made])
+
+    def reshape(self, source: int, made: int) -> None:
+        shape = list(self.out.graph.tensors[made].shape)
+        self.out.operator("RESHAPE", [source, self.numbers(shape)], [made], newShape=shape)
+
+    def numbers(self, values: Sequence[int]) -> int:
+        return self.out.constant(np.asarray(values, np.int32))
+
+    def _result(self, name: str) -> int:
+        place = self.get(name, last=False)
+        if self.out.graph.tensors[place].name != name:
+            self.out.graph.tensors[place].name = name
+        return place
+
+    def _is_constant(self, node: onnx.NodeProto) -> bool:
+        return self.value(node.output[0]) is not None
+
+    # -- integers ------------------------------------------------------------------------------------------------
+
+    def quantize(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+        """QuantizeLinear: its result, and that of the DequantizeLinear after it, are integers."""
+        source, scales = node.input[0], self.scales_of(node)
+        last = self.is_last(source)
+        self.scales[node.output[0]] = scales
+        own = self.scales.get(source)
+        if own is not None and own.same(scales):
+            self._alias(node.output[0], source)
+            return
+        made = self.new(node.name or node.output[0], self.placed(self.shape(source), last), scales)
+        self.forms[node.output[0], last, True] = made
+        self.out.operator("QUANTIZE", [self.get(source, last=last, integers=own is not None)], [made])
+
+    def dequantize(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+        """DequantizeLinear of a computed tensor: the same integers; a float tensor is made where one is read."""
+        source = node.input[0]
+        if source not in self.scales or not self.scales[source].same(self.scales_of(node)):
+            raise self.refusal(node, "has other scales than the QuantizeLinear before it")
+        self._alias(node.output[0], source)
+
+    def _alias(self, name: str, source: str) -> None:
+        """Let a tensor be another in all forms that are there; as integers, it has the scales of the other."""
+        if source in self.scales:
+            self.scales[name] = self.scales[source]
+        for last in (False, True):
+            for integers in (False, True):
+                if (source, last, integers) in self.forms:
+                    self.forms[name, last, integers] = self.forms[source, last, integers]
+
+    def chain(self, name: str, *, bias: bool = False) -> _Chain:
+        """What one operator computes after a product: a bias, an activation, the quantizer of the result."""
+        found = _Chain(name)
+        after = self._alone(name)
+        if bias and after is not None and after.op_type == "Add":
+            value = self.value(after.input[1] if after.input[0] == name else after.input[0])
+            if value is not None and value.ndim == 1 and value.size == self.shape(name)[-1]:
+                found.bias, found.end = value, after.output[0]
+                found.nodes.append(after)
+                after = self._alone(found.end)
+        limits = None if after is None else self.bounds(after)
+        if after is not None and limits is not None:
+            self._quantized(found, after.output[0])
+            covered = found.scales is not None and _covers(limits, found.scales)
+            kind = 0 if covered else self._fused(limits)
+            if kind is not None:
+                found.fused = kind
+                found.nodes.append(after)
+                found.end = after.output[0]
+                return found
+        self._quantized(found, found.end)
+        return found
+
+    def _quantized(self, chain: _Chain, end: str) -> None:
+        """Give a chain the scales of the quantizers that alone read a tensor, if they are of one kind."""
+        readers = self.graph.consumers.get(end, [])
+        each = [self.scales_of(r) for r in readers if r.op_type == "QuantizeLinear" and end not in self.results]
+        same = len(each) == len(readers) > 0 and all(one.same(each[0]) for one in each)
+        chain.scales, chain.readers = (each[0], readers) if same else (None, [])
+
+    def _fused(self, limits: tuple[float, float]) -> int | None:
+        """The number of LiteRT's fused activation with these limits; None if there is none."""
+        kinds = self.fb.ActivationFunctionType
+        return {(0.0, 6.0): kinds.RELU6, (0.0, math.inf): kinds.RELU, (-1.0, 1.0): kinds.RELU_N1_TO_1}.get(limits)
+
+    def bounds(self, node: onnx.NodeProto) -> tuple[float, float] | None:
+        """The limits of a Relu or Clip; None for another node."""
+        if node.op_type == "Relu":
+            return 0.0, math.inf
+        if node.op_type != "Clip":
+            return None
+        low, high = (self.value(name) if name else None for name in (*node.input[1:], "", "")[:2])
+        least = -math.inf if low is None else float(low.reshape(-1)[0])
+        most = math.inf if high is None else float(high.reshape(-1)[0])
+        return (-math.inf if least < -3e38 else least), (math.inf if most > 3e38 else most)
+
+    def _alone(self, name: str) -> onnx.NodeProto | None:
+        readers = self.graph.consumers.get(name, [])
+        return readers[0] if len(readers) == 1 and name not in self.results else None
+
+    def emit(
+        self, op: str, inputs: Sequence[int], node: onnx.NodeProto, chain: _Chain, *, last: bool, **options: Any
+    ) -> None:
+        """Add an operator that computes a whole chain, with integers as its result if the chain has scales."""
+        shape = self.placed(self.shape(node.output[0]), last)
+        made = self.new(node.name or node.output[0], shape, chain.scales)
+        if chain.fused:
+            options["fusedActivationFunction"] = chain.fused
+        self.out.operator(op, inputs, [made], **options)
+        self.done.update(inner.output[0] for inner in chain.nodes)
+        self.store(chain, made, last)
+
+    def store(self, chain: _Chain, made: int, last: bool) -> None:
+        """Make a tensor of the file the result of a chain."""
+        if chain.scales is None:
+            self.forms[chain.end, last, False] = made
+            return
+        for reader in chain.readers:
+            self.done.add(reader.output[0])
+            self.scales[reader.output[0]] = chain.scales
+            self.forms[reader.output[0], last, True] = made
+
+    def integers(self, *names: str) -> bool:
+        """True if all tensors exist as integers."""
+        return all(name in self.scales for name in names)
+
+    def same_integers(self, names: Sequence[str]) -> bool:
+        """True if all tensors exist as integers of one scale."""
+        return self.integers(*names) and all(self.scales[names[0]].same(self.scales[name]) for name in names)
+
+
+@dataclass
+class _Chain:
+    """A product's result and what is computed after it in the same operator; `scales` if its result is integers."""
+
+    end: str
+    fused: int = 0
+    bias: Array | None = None
+    scales: _Scales | None = None
+
+    def __post_init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.readers: list[onnx.NodeProto] = []
+
+
+Handler = Callable[[_Converter, onnx.NodeProto, Mapping[str, Any]], None]
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A constant weight: integers with their scales, or float32."""
+
+    value: Array
+    scales: _Scales | None
+
+    def arranged(self, order: Sequence[int]) -> _Weight:
+        """The weight with its axes in another order."""
+        scales = self.scales
+        if scales is not None:
+            scales = _Scales(scales.scale, scales.zero, scales.bits, list(order).index(scales.axis))
+        return _Weight(self.value.transpose(order), scales)
+
+
+def _weight(c: _Converter, name: str, *, integers: bool) -> _Weight | None:
+    """The weight of a product; None if it is computed."""
+    value = c.value(name)
+    if value is None:
+        return None
+    node, orders = c.graph.producers.get(name), []
+    while node is not None and node.op_type == "Transpose":
+        orders.append(list(attributes_of(node).get("perm", range(value.ndim)[::-1])))
+        node = c.graph.producers.get(node.input[0])
+    stored = c.graph.array(node.input[0]) if node is not None and node.op_type == "DequantizeLinear" else None
+    if not integers or node is None or stored is None:
+        return _Weight(value.astype(np.float32), None)
+    scales = c.scales_of(node)
+    if scales.zero.any() or stored.dtype == np.uint8:
+        raise c.refusal(node, "has a weight with a zero point, and LiteRT takes symmetric ones")
+    axis = scales.axis % value.ndim if scales.scale.ndim else 0
+    found = _Weight(stored.astype(np.int8), _Scales(scales.scale, scales.zero, 8, axis))
+    for order in reversed(orders):
+        found = found.arranged(order)
+    return found
+
+
+def _bias(c: _Converter, value: Array | None, weight: _Weight, channels: int, source: str) -> int:
+    """The bias of a product: float32, or INT32 (INT64 for 16-bit activations) in steps of input * weight."""
+    value = np.zeros(channels, np.float32) if value is None else value.astype(np.float32).reshape(-1)
+    if weight.scales is None:
+        return c.out.constant(value)
+    step = np.broadcast_to(c.scales[source].scale * weight.scales.scale, (channels,))
+    wide = c.scales[source].bits == 16
+    limits = np.iinfo(np.int64 if wide else np.int32)
+    whole = np.clip(np.rint(value / step.astype(np.float64)), limits.min, limits.max).astype(limits.dtype)
+    return c.out.constant(whole, "", _Scales(step, np.zeros(channels, np.int64)))
+
+
+def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tuple[_Chain, _Weight]:
+    """The chain after a product by a constant, and its weight, as integers if the whole chain is."""
+    chain = c.chain(node.output[0], bias=bias)
+    quantized = c.integers(node.input[0]) and chain.scales is not None
+    weight = _weight(c, node.input[1], integers=quantized)
+    if weight is None:
+        raise c.refusal(node, "has a computed weight")
+    if weight.scales is None and chain.scales is not None:
+        chain.scales, chain.readers = None, []
+    return chain, weight
+
+
+def _conv(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    chain, weight = _product(c, node)
+    if weight.value.ndim != 4:
+        raise c.refusal(node, f"of {weight.value.ndim - 2} spatial axes is not written; LiteRT's convolutions have 2")
+    source, integers = node.input[0], weight.scales is not None
+    size, groups = c.shape(source), int(attributes.get("group", 1))
+    window = read_window(attributes, size[2:], weight.value.shape[2:])
+    depthwise = groups == size[1] and weight.value.shape[1] == 1
+    arranged = weight.arranged((1, 2, 3, 0) if depthwise else (0, 2, 3, 1))
+    read, padding = _padded(c, source, window, integers=integers, least=False, node=node)
+    bias = c.value(node.input[2]) if len(node.input) > 2 else None
+    channels = weight.value.shape[0]
+    inputs = [read, c.out.constant(arranged.value, f"{node.name}/weight", arranged.scales)]
+    inputs.append(_bias(c, bias, arranged, channels, source))
+    options = {
+        "padding": padding,
+        "strideH": window.strides[0],
+        "strideW": window.strides[1],
+        "dilationHFactor": window.dilations[0],
+        "dilationWFactor": window.dilations[1],
+    }
+    if depthwise:
+        options["depthMultiplier"] = channels // size[1]
+    c.emit("DEPTHWISE_CONV_2D" if depthwise else "CONV_2D", inputs, node, chain, last=True, **options)
+
+
+def _padded(
+    c: _Converter, source: str, window: Window, *, integers: bool, least: bool, node: onnx.NodeProto
+) -> tuple[int, int]:
+    """(The input of a window, LiteRT's padding): SAME and VALID are what it knows, others are padded before.
+
+    With `least`, by the lowest number, as a maximum needs.
+    """
+    read, size = c.get(source, last=True, integers=integers), c.shape(source)[2:]
+    ends = []
+    for n, k, s, d, (before, after) in zip(
+        size, window.kernel, window.strides, window.dilations, window.pads, strict=True
+    ):
+        reach = d * (k - 1) + 1
+        short = -(n + before + after - reach) % s if window.ceil else 0
+        ends.append((before, after + short))
+    if not any(map(any, ends)):
+        return read, int(c.fb.Padding.VALID)
+    same = [
+        max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
+        for n, k, s, d in zip(size, window.kernel, window.strides, window.dilations, strict=True)
+    ]
+    if [(total // 2, total - total // 2) for total in same] == ends:
+        return read, int(c.fb.Padding.SAME)
+    tensor = c.out.graph.tensors[read]
+    pads = np.asarray([(0, 0), *ends, (0, 0)], np.int32)
+    shape = [n + int(a) + int(b) for n, (a, b) in zip(tensor.shape, pads, strict=True)]
+    scales = c.scales[source] if integers else None
+    made, inputs = c.new(f"{node.name}/padded", shape, scales), [read, c.out.constant(pads)]
+    if least and not (scales is not None and scales.zero == -128):  # there 0.0 is the lowest integer
+        info = np.finfo(np.float32) if scales is None else np.iinfo(np.int16 if scales.bits == 16 else np.int8)
+        inputs.append(c.out.constant(np.asarray([info.min], info.dtype), "", scales))
+        c.out.operator("PADV2", inputs, [made], kind="PadV2")
+    else:
+        c.out.operator("PAD", inputs, [made])
+    return made, int(c.fb.Padding.VALID)
+
+
+def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    chain, weight = _product(c, node)
+    if weight.value.ndim != 4 or int(attributes.get("group", 1)) != 1 or set(attributes.get("dilations", [1])) != {1}:
+        raise c.refusal(node, "with groups, dilations or other than 2 spatial axes is not in LiteRT")
+    source, size, out = node.input[0], c.shape(node.input[0]), c.shape(node.output[0])
+    window = read_window({**attributes, "auto_pad": "NOTSET"}, size[2:], weight.value.shape[2:])
+    arranged = weight.arranged((1, 2, 3, 0))
+    whole = [(n - 1) * s + k for n, s, k in zip(size[2:], window.strides, window.kernel, strict=True)]
+    starts = [pair[0] for pair in window.pads]
+    if any(start + n > limit for start, n, limit in zip(starts, out[2:], whole, strict=True)):
+        raise c.refusal(node, "with output_padding beyond its kernel is not in LiteRT")
+    fused, chain.fused = chain.fused, 0
+    channels = out[1]
+    inputs = [
+        c.numbers([out[0], *whole, channels]),
+        c.out.constant(arranged.value, f"{node.name}/weight", arranged.scales),
+        c.get(source, last=True, integers=weight.scales is not None),
+        _bias(c, c.value(node.input[2]) if len(node.input) > 2 else None, arranged, channels, source),
+    ]
+    made = c.new(node.name, [out[0], *whole, channels], chain.scales)
+    options = {"strideH": window.strides[0], "strideW": window.strides[1], "fusedActivationFunction": fused}
+    c.out.operator("TRANSPOSE_CONV", inputs, [made], padding=int(c.fb.Padding.VALID), **options)
+    if list(out[2:]) != whole:
+        cut = c.new(f"{node.name}/cut", c.placed(out, True), chain.scales)
+        c.out.operator("SLICE", [made, c.numbers([0, *starts, 0]), c.numbers(c.placed(out, True))], [cut])
+        made = cut
+    c.done.update(inner.output[0] for inner in chain.nodes)
+    c.store(chain, made, True)
+
+
+def _gemm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    if attributes.get("transA") or {attributes.get(key, 1.0) for key in ("alpha", "beta")} != {1.0}:
+        raise c.refusal(node, "with transA, alpha or beta is not written")
+    chain, weight = _product(c, node)
+    bias = c.value(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    _linear(c, node, chain, weight if attributes.get("transB") else weight.arranged((1, 0)), bias)
+
+
+def _linear(c: _Converter, node: onnx.NodeProto, chain: _Chain, weight: _Weight, bias: Array | None) -> None:
+    source = node.input[0]
+    inputs = [
+        c.get(source, last=False, integers=weight.scales is not None),
+        c.out.constant(weight.value, f"{node.name}/weight", weight.scales),
+        _bias(c, bias, weight, weight.value.shape[0], source),
+    ]
+    c.emit("FULLY_CONNECTED", inputs, node, chain, last=False, keepNumDims=len(c.shape(source)) > 2)
+
+
+def _matmul(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    value = c.value(node.input[1])
+    if value is not None and value.ndim == 2:
+        chain, weight = _product(c, node, bias=True)
+        _linear(c, node, chain, weight.arranged((1, 0)), chain.bias)
+        return
+    chain, integers = c.chain(node.output[0]), c.integers(*node.input)
+    if not integers or chain.fused:
+        chain = _Chain(node.output[0])
+    inputs = [c.get(name, last=False, integers=chain.scales is not None) for name in node.input]
+    c.emit("BATCH_MATMUL", inputs, node, chain, last=False, kind="BatchMatMul")
+
+
+_BINARY = {"Add": "ADD", "Sub": "SUB", "Mul": "MUL", "Div": "DIV", "Pow": "POW", "Max": "MAXIMUM", "Min": "MINIMUM"}
+_INTEGER_BINARY = frozenset({"Add", "Sub", "Mul"})
+
+
+def _binary(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    if len(node.input) != 2:
+        raise c.refusal(node, f"of {len(node.input)} tensors is not written")
+    op, chain = _BINARY[node.op_type], c.chain(node.output[0])
+    quantized = node.op_type in _INTEGER_BINARY and chain.scales is not None and c.integers(*node.input)
+    if not quantized:
+        chain.scales, chain.readers = None, []
+    if op not in {"ADD", "SUB", "MUL", "DIV"}:
+        chain = _Chain(node.output[0])
+    rank = len(c.shape(node.output[0]))
+    last = rank == 4 and any(c.is_last(name) for name in node.input)
+    inputs = [_operand(c, name, rank, last, integers=quantized) for name in node.input]
+    c.emit(op, inputs, node, chain, last=last)
+
+
+def _operand(c: _Converter, name: str, rank: int, last: bool, *, integers: bool = False) -> int:
+    """A tensor that is broadcast to a rank, with channels last or not."""
+    shape = c.shape(name)
+    if not last or len(shape) == 4:
+        return c.get(name, last=last, integers=integers)
+    value = c.value(name)
+    if value is not None:
+        wide = value.reshape((1,) * (rank - value.ndim) + value.shape)
+        return c.out.constant(wide if wide.size == 1 else wide.transpose(_LAST), name)
+    full = (1,) * (rank - len(shape)) + shape
+    scales = c.scales[name] if integers else None
+    widened, made = c.new(f"{name}/wide", full, scales), c.new(f"{name}/last", c.placed(full, True), scales)
+    c.reshape(c.get(name, last=False, integers=integers), widened)
+    c.move(widened, made, _LAST)
+    return made
+
+
+_UNARY = {
+    "Relu": "RELU",
+    "HardSwish": "HARD_SWISH",
+    "Sigmoid": "LOGISTIC",
+    "Tanh": "TANH",
+    "Elu": "ELU",
+    "Exp": "EXP",
+    "Log": "LOG",
+    "Sqrt": "SQRT",
+    "Neg": "NEG",
+    "Abs": "ABS",
+    "Floor": "FLOOR",
+    "Ceil": "CEIL",
+    "Round": "ROUND",
+    "Sin": "SIN",
+    "Cos": "COS",
+    "Sign": "SIGN",
+    "LeakyRelu": "LEAKY_RELU",
+    "Gelu": "GELU",
+}
+
+
+def _unary(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    options: dict[str, Any] = {}
+    if node.op_type == "LeakyRelu":
+        options["alpha"] = attributes.get("alpha", 0.01)
+    if node.op_type == "Elu" and attributes.get("alpha", 1.0) != 1.0:
+        raise c.refusal(node, "with an alpha other than 1 is not in LiteRT")
+    if node.op_type == "Gelu":
+        options["approximate"] = attributes.get("approximate", "none") == "tanh"
+    _apply(c, _UNARY[node.op_type], node.input[0], node.output[0], **options)
+
+
+def _apply(c: _Converter, op: str, source: str, result: str, *others: Array, **options: Any) -> None:
+    """Add a float operator of one tensor and constants, elementwise, in the layout of the tensor."""
+    last = c.is_last(source)
+    made = c.new(result, c.placed(c.shape(source), last))
+    c.out.operator(op, [c.get(source, last=last), *map(c.out.constant, others)], [made], **options)
+    c.forms[result, last, False] = made
+    c.shapes.setdefault(result, c.shape(source))
+
+
+def _steps(c: _Converter, node: onnx.NodeProto, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
+    """Add several elementwise operators in a row."""
+    source = node.input[0]
+    for i, (op, others) in enumerate(steps):
+        result = node.output[0] if i == len(steps) - 1 else f"{node.output[0]}/{i}"
+        _apply(c, op, source, result, *others)
+        source = result
+
+
+def _number(value: float) -> tuple[Array, ...]:
+    return (np.asarray(value, np.float32),)
+
+
+def _clip(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    low, high = c.bounds(node) or (-math.inf, math.inf)
+    known = {(0.0, 6.0): "RELU6", (0.0, math.inf): "RELU", (-1.0, 1.0): "RELU_N1_TO_1", (0.0, 1.0): "RELU_0_TO_1"}
+    if (low, high) in known:
+        _steps(c, node, [(known[low, high], ())])
+        return
+    steps = [("MAXIMUM", _number(low))] if low > -math.inf else []
+    _steps(c, node, [*steps, *([("MINIMUM", _number(high))] if high < math.inf else [])])
+
+
+def _hard_sigmoid(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    slope, centre = attributes.get("alpha", 0.2), attributes.get("beta", 0.5)
+    _steps(c, node, [("MUL", _number(slope)), ("ADD", _number(centre)), ("RELU_0_TO_1", ())])
+
+
+def _reciprocal(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    _steps(c, node, [("POW", _number(-1.0))])
+
+
+def _prelu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    slope = c.value(node.input[1])
+    if slope is None:
+        raise c.refusal(node, "has a computed slope")
+    last, rank = c.is_last(node.input[0]), len(c.shape(node.input[0]))
+    wide = slope.reshape((1,) * (rank - slope.ndim) + slope.shape)
+    _apply(c, "PRELU", node.input[0], node.output[0], (wide.transpose(_LAST) if last else wide)[0])
+
+
+def _erf(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """GELU as exporters spell it, x / sqrt(2), Erf, + 1, times x and 1 / 2 in any order; LiteRT has no Erf."""
+    scaled = c.graph.producers.get(node.input[0])
+    one = c._alone(node.output[0])
+    if scaled is None or scaled.op_type not in {"Div", "Mul"} or one is None or one.op_type != "Add":
+        raise c.refusal(node, "outside a GELU is not in LiteRT")
+    x, end, taken = scaled.input[0], one, [one]
+    lacks = {"x", "half"}
+    while lacks:
+        after = c._alone(end.output[0])
+        if after is None or after.op_type != "Mul":
+            raise c.refusal(node, "outside a GELU is not in LiteRT")
+        other = after.input[1] if after.input[0] == end.output[0] else after.input[0]
+        halved = c.graph.producers.get(other)
+        value = c.value(other)
+        if value is not None and np.all(value == 0.5):
+            lacks.discard("half")
+        elif other == x:
+            lacks.discard("x")
+        elif halved is not None and halved.op_type == "Mul" and x in halved.input:
+            lacks.clear()
+        else:
+            raise c.refusal(node, "outside a GELU is not in LiteRT")
+        end = after
+        taken.append(after)
+    c.done.update(part.output[0] for part in taken)
+    _apply(c, "GELU", x, end.output[0], approximate=False)
+
+
+# -- what moves, joins or pools ---------------------------------------------------------------------------------------
+
+
+def _keeps(c: _Converter, node: onnx.NodeProto, names: Sequence[str]) -> bool:
+    """True if an operator that only moves elements moves integers; its result has their scales."""
+    if not c.same_integers(names):
+        return False
+    for result in node.output:
+        c.scales[result] = c.scales[names[0]]
+    return True
+
+
+def _moved(
+    c: _Converter, node: onnx.NodeProto, result: str, shape: Sequence[int], *, last: bool, integers: bool
+) -> int:
+    """The tensor that an operator which moves elements writes."""
+    made = c.new(node.name or result, c.placed(shape, last), c.scales[result] if integers else None)
+    c.forms[result, last, integers] = made
+    return made
+
+
+def _axis(axis: int, rank: int, last: bool) -> int:
+    return _PLACE[axis % rank] if last else axis % rank
+
+
+def _identity(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    c._alias(node.output[0], node.input[0])
+
+
+def _reshape(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    integers = _keeps(c, node, [source])
+    made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
+    c.reshape(c.get(source, last=False, integers=integers), made)
+
+
+def _transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """The order of axes is composed with the layout: from channels second to last, and back, nothing moves."""
+    source, result = node.input[0], node.output[0]
+    integers, rank = _keeps(c, node, [source]), len(c.shape(source))
+    order = tuple(attributes.get("perm", range(rank)[::-1]))
+    held = c.is_last(source)
+    order = tuple(_PLACE[i] for i in order) if held else order
+    read = c.get(source, last=held, integers=integers)
+    if order == tuple(range(rank)):
+        c.forms[result, False, integers] = read
+    elif rank == 4 and tuple(order[i] for i in _LAST) == (0, 1, 2, 3):
+        c.forms[result, True, integers] = read
+    else:
+        c.move(read, _moved(c, node, result, c.shape(result), last=False, integers=integers), order)
+
+
+def _concat(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    result, names = node.output[0], list(node.input)
+    rank = len(c.shape(result))
+    last, integers = rank == 4 and any(map(c.is_last, names)), _keeps(c, node, names)
+    inputs = [c.get(name, last=last, integers=integers) for name in names]
+    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
+    c.out.operator("CONCATENATION", inputs, [made], axis=_axis(int(attributes["axis"]), rank, last))
+
+
+def _split(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, rank = node.input[0], len(c.shape(node.input[0]))
+    integers, last = _keeps(c, node, [source]), c.is_last(source)
+    axis = int(attributes.get("axis", 0)) % rank
+    sizes = [c.shape(result)[axis] for result in node.output]
+    made = [_moved(c, node, result, c.shape(result), last=last, integers=integers) for result in node.output]
+    inputs = [c.get(source, last=last, integers=integers), c.numbers(sizes)]
+    inputs.append(c.out.constant(np.asarray(_axis(axis, rank, last), np.int32)))
+    c.out.operator("SPLIT_V", inputs, made, numSplits=len(made), kind="SplitV")
+
+
+def _slice(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    shape, integers, last = c.shape(source), _keeps(c, node, [source]), c.is_last(source)
+    given = [c.value(name) if name else None for name in node.input[1:]]
+    starts, ends, axes, steps = (*given, None, None)[:4]
+    if starts is None or ends is None:
+        raise c.refusal(node, "with computed bounds is not written")
+    axes = np.arange(starts.size) if axes is None else axes
+    bounds = [[0, n, 1] for n in shape]
+    for i, axis in enumerate(axes.reshape(-1)):
+        step = 1 if steps is None else int(steps.reshape(-1)[i])
+        if step < 1:
+            raise c.refusal(node, "with a negative step is not written")
+        cut = slice(int(starts.reshape(-1)[i]), int(ends.reshape(-1)[i]), step)
+        bounds[int(axis)] = list(cut.indices(shape[int(axis)]))
+    placed = [bounds[i] for i in _LAST] if last else bounds
+    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
+    inputs = [c.get(source, last=last, integers=integers), *(c.numbers([b[k] for b in placed]) for k in range(3))]
+    c.out.operator("STRIDED_SLICE", inputs, [made])
+
+
+def _gather(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    indices, axis = c.value(node.input[1]), int(attributes.get("axis", 0)) % len(c.shape(source))
+    if indices is None:
+        raise c.refusal(node, "with computed indices is not written")
+    integers = _keeps(c, node, [source])
+    made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
+    chosen = np.where(indices < 0, indices + c.shape(source)[axis], indices).astype(np.int32)
+    c.out.operator("GATHER", [c.get(source, last=False, integers=integers), c.out.constant(chosen)], [made], axis=axis)
+
+
+def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result, rank = node.input[0], node.output[0], len(c.shape(node.input[0]))
+    given = [c.value(name) if name else None for name in (*node.input[1:], "", "", "")][:3]
+    pads, value, axes = given
+    filling = 0.0 if value is None else float(value.reshape(-1)[0])
+    mode = attributes.get("mode", "constant")
+    if pads is None or mode not in {"constant", "reflect"} or filling or pads.min() < 0:
+        raise c.refusal(node, f"of mode {mode!r}, value {filling} or computed or negative sizes is not written")
+    ends = np.zeros((rank, 2), np.int32)
+    for i, axis in enumerate(range(rank) if axes is None else axes.reshape(-1)):
+        ends[int(axis)] = pads.reshape(2, -1)[:, i]
+    integers, last = _keeps(c, node, [source]), c.is_last(source)
+    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
+    inputs = [c.get(source, last=last, integers=integers), c.out.constant(ends[list(_LAST)] if last else ends)]
+    c.out.operator("PAD" if mode == "constant" else "MIRROR_PAD", inputs, [made])
+
+
+def _max_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    window = read_window(attributes, c.shape(source)[2:])
+    if len(window.kernel) != 2 or set(window.dilations) != {1} or len(node.output) > 1:
+        raise c.refusal(node, "with dilations, indices or other than 2 spatial axes is not in LiteRT")
+    integers = _keeps(c, node, [source])
+    read, padding = _padded(c, source, window, integers=integers, least=True, node=node)
+    made = _moved(c, node, result, c.shape(result), last=True, integers=integers)
+    c.out.operator("MAX_POOL_2D", [read], [made], padding=padding, kind="Pool2D", **_pool_options(window))
+
+
+def _pool_options(window: Window) -> dict[str, int]:
+    (height, width), (rows, columns) = window.kernel, window.strides
+    return {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
+
+
+def _average_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    window = read_window(attributes, c.shape(source)[2:])
+    read, padding = _padded(c, source, window, integers=False, least=False, node=node)
+    own, counted = padding == c.fb.Padding.SAME, bool(attributes.get("count_include_pad", 0))
+    if len(window.kernel) != 2 or window.ceil or (any(map(any, window.pads)) and own == counted):
+        raise c.refusal(node, "with this padding is not in LiteRT, which counts no padding that is its own")
+    made = _moved(c, node, result, c.shape(result), last=True, integers=False)
+    c.out.operator("AVERAGE_POOL_2D", [read], [made], padding=padding, kind="Pool2D", **_pool_options(window))
+
+
+_REDUCTIONS = {"ReduceMean": "MEAN", "ReduceSum": "SUM", "ReduceMax": "REDUCE_MAX", "ReduceMin": "REDUCE_MIN"}
+
+
+def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, rank = node.input[0], len(c.shape(node.input[0]))
+    pooled = node.op_type == "GlobalAveragePool"
+    given = c.value(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+    axes = [int(a) % rank for a in (attributes.get("axes", range(rank)) if given is None else given.reshape(-1))]
+    axes, keep = (list(range(2, rank)), True) if pooled else (axes, bool(attributes.get("keepdims", 1)))
+    op = "MEAN" if pooled else _REDUCTIONS[node.op_type]
+    chain = c.chain(node.output[0])
+    if op != "MEAN" or not c.integers(source) or chain.fused:
+        chain = _Chain(node.output[0])
+    integers, last = chain.scales is not None, c.is_last(source)
+    inputs = [c.get(source, last=last, integers=integers), c.numbers([_axis(a, rank, last) for a in axes])]
+    if keep or not last:
+        c.emit(op, inputs, node, chain, last=last, keepDims=keep, kind="Reducer")
+        return
+    left = [a for a in _LAST if a not in axes]
+    shape = c.shape(node.output[0])
+    if left != sorted(left):  # channels come last there: put what is left into its order
+        by = {a: shape[i] for i, a in enumerate(sorted(left))}
+        made = c.new(f"{node.name}/mean", [by[a] for a in left], chain.scales)
+        c.out.operator(op, inputs, [made], kind="Reducer", keepDims=False)
+        ordered = c.new(node.name, shape, chain.scales)
+        c.move(made, ordered, [left.index(a) for a in sorted(left)])
+        c.store(chain, ordered, False)
+        return
+    c.emit(op, inputs, node, chain, last=False, keepDims=False, kind="Reducer")
+
+
+def _softmax(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, rank = node.input[0], len(c.shape(node.input[0]))
+    axis = int(attributes.get("axis", -1)) % rank
+    last = rank == 4 and axis == 1
+    if axis != rank - 1 and not last:
+        raise c.refusal(node, f"over axis {axis} of {rank} is not written; LiteRT's is over the last")
+    made = _moved(c, node, node.output[0], c.shape(source), last=last, integers=False)
+    op = "LOG_SOFTMAX" if node.op_type == "LogSoftmax" else "SOFTMAX"
+    c.out.operator(op, [c.get(source, last=last)], [made], **({"beta": 1.0} if op == "SOFTMAX" else {}))
+
+
+def _resize(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    source, result = node.input[0], node.output[0]
+    shape, out = c.shape(source), c.shape(node.output[0])
+    mode, kind = attributes.get("mode", "nearest"), attributes.get("coordinate_transformation_mode", "half_pixel")
+    if len(shape) != 4 or shape[:2] != out[:2] or mode not in {"nearest", "linear"}:
+        raise c.refusal(node, f"of mode {mode!r} on {len(shape)} axes is not in LiteRT")
+    exact = kind == "asymmetric" and attributes.get("nearest_mode", "round_prefer_floor") == "floor"
+    whole = all(b % a == 0 for a, b in zip(shape[2:], out[2:], strict=True))
+    if mode == "nearest" and not exact and not (whole and kind in {"half_pixel", "asymmetric"}):
+        raise c.refusal(node, f"of mode nearest with {kind} is not in LiteRT")
+    integers = mode == "nearest" and _keeps(c, node, [source])
+    made = _moved(c, node, result, out, last=True, integers=integers)
+    inputs = [c.get(source, last=True, integers=integers), c.numbers(out[2:])]
+    options = {"alignCorners": kind == "align_corners", "halfPixelCenters": "half_pixel" in kind}
+    if mode == "nearest":
+        options = {"alignCorners": False, "halfPixelCenters": False}
+    c.out.operator("RESIZE_NEAREST_NEIGHBOR" if mode == "nearest" else "RESIZE_BILINEAR", inputs, [made], **options)
+
+
+def _depth_to_space(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """The pixel shuffle of torch has the block innermost (CRD), LiteRT's outermost: channels are reordered before."""
+    source, result, block = node.input[0], node.output[0], int(attributes["blocksize"])
+    integers, shape = _keeps(c, node, [source]), c.shape(source)
+    read = c.get(source, last=True, integers=integers)
+    if attributes.get("mode", "DCR") == "CRD":
+        order = np.arange(shape[1]).reshape(-1, block * block).T.reshape(-1).astype(np.int32)
+        ordered = c.new(f"{node.name}/ordered", c.placed(shape, True), c.scales[source] if integers else None)
+        c.out.operator("GATHER", [read, c.out.constant(order)], [ordered], axis=3)
+        read = ordered
+    made = _moved(c, node, result, c.shape(result), last=True, integers=integers)
+    c.out.operator("DEPTH_TO_SPACE", [read], [made], blockSize=block)
+
+
+def _batch_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    gamma, beta, mean, variance = (c.value(name) for name in node.input[1:5])
+    if gamma is None or beta is None or mean is None or variance is None:
+        raise c.refusal(node, "has computed statistics")
+    factor = gamma / np.sqrt(variance + attributes.get("epsilon", 1e-5))
+    spread = (-1,) if c.is_last(node.input[0]) else (-1, *[1] * (len(c.shape(node.input[0])) - 2))
+    pairs = (("MUL", factor), ("ADD", beta - mean * factor))
+    _steps(c, node, [(op, (value.astype(np.float32).reshape(spread),)) for op, value in pairs])
+
+
+def _layer_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """(x - mean) * rsqrt(mean of squares + epsilon), and the affine part; over the last axis."""
+    source, result = node.input[0], node.output[0]
+    shape = c.shape(source)
+    if int(attributes.get("axis", -1)) % len(shape) != len(shape) - 1:
+        raise c.refusal(node, "over several axes is not written")
+    narrow, axis = (*shape[:-1], 1), c.numbers([len(shape) - 1])
+
+    def step(op: str, inputs: Sequence[int], size: Sequence[int], name: str, **options: Any) -> int:
+        made = c.new(f"{node.name}/{name}", size)
+        c.out.operator(op, inputs, [made], **options)
+        return made
+
+    x = c.get(source, last=False)
+    mean = step("MEAN", [x, axis], narrow, "mean", kind="Reducer", keepDims=True)
+    centred = step("SUB", [x, mean], shape, "centred")
+    squares = step("MUL", [centred, centred], shape, "squares")
+    variance = step("MEAN", [squares, axis], narrow, "variance", kind="Reducer", keepDims=True)
+    epsilon = c.out.constant(np.asarray(attributes.get("epsilon", 1e-5), np.float32))
+    root = step("RSQRT", [step("ADD", [variance, epsilon], narrow, "sum")], narrow, "root")
+    root = step("MUL", [centred, root], shape, "normal")
+    for op, name in zip(("MUL", "ADD"), node.input[1:], strict=False):
+        if name:
+            root = step(op, [root, c.get(name, last=False)], shape, op.lower())
+    c.forms[result, False, False] = root
+
+
+def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    result = node.output[0]
+    made = _moved(c, node, result, c.shape(result), last=False, integers=False)
+    c.out.operator("BROADCAST_TO", [c.get(node.input[0], last=False), c.numbers(c.shape(result))], [made])
+
+
+HANDLERS: dict[str, Handler] = {
+    "QuantizeLinear": _Converter.quantize,
+    "DequantizeLinear": _Converter.dequantize,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    **dict.fromkeys(_BINARY, _binary),
+    **dict.fromkeys(_UNARY, _unary),
+    "Clip": _clip,
+    "HardSigmoid": _hard_sigmoid,
+    "Reciprocal": _reciprocal,
+    "PRelu": _prelu,
+    "Erf": _erf,
+    **dict.fromkeys(("Identity", "Dropout", "Cast"), _identity),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshape),
+    "Transpose": _transpose,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Gather": _gather,
+    "Pad": _pad,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    **dict.fromkeys(("GlobalAveragePool", *_REDUCTIONS), _reduce),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    "Resize": _resize,
+    "DepthToSpace": _depth_to_space,
+    "BatchNormalization": _batch_norm,
+    "LayerNormalization": _layer_norm,
+    "Expand": _expand,
+}

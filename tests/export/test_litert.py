@@ -1,0 +1,174 @@
+"""LiteRT files: their scales are the ONNX file's, and the engine computes what ONNX Runtime computes of that file."""
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compress
+from compress.errors import EngineError, EngineUnavailableError, ExportError
+from compress.export.names import LABELS_KEY
+
+fb = pytest.importorskip("ai_edge_litert.schema_py_generated", reason="the extra litert is not installed")
+
+
+class Residual(nn.Module):
+    """Padding that is not LiteRT's own, a sum, a concat, a pool, an average and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.deep = nn.Conv2d(8, 16, 3, padding=2, dilation=2, groups=8)
+        self.point = nn.Conv2d(16, 8, 1)
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu6(self.norm(self.stem(x))), 3, 2, 1)
+        y = F.relu(x + self.point(F.relu(self.deep(x))))
+        return self.fc(torch.cat([x, y], 1).mean((2, 3)))
+
+
+class Squeeze(nn.Module):
+    """Squeeze and excitation, hard-swish, an average pool and a grouped convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=4)
+        self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+
+    def forward(self, x):
+        x = F.hardswish(self.a(x))
+        x = x * F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+        return F.avg_pool2d(F.silu(self.b(x)), 2).flatten(1)
+
+
+class Upscale(nn.Module):
+    """Pixel shuffle, interpolation, transposed convolution, PReLU, slices and padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1)
+        self.c, self.act = nn.Conv2d(4, 4, 3), nn.PReLU(16)
+
+    def forward(self, x):
+        x = F.pixel_shuffle(self.act(self.a(x)), 2)
+        y = F.interpolate(self.b(x), scale_factor=0.5, mode="bilinear", align_corners=False)
+        return self.c(F.pad(F.interpolate(x, scale_factor=2.0), (1, 1, 1, 1)))[:, :, 2:-2, 2:-2].abs() + F.interpolate(
+            F.leaky_relu(y), size=(60, 60), mode="bilinear", align_corners=True
+        )
+
+
+class Encoder(nn.Module):
+    """Patches, attention, LayerNorm and GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(3, 16, 4, stride=4), nn.LayerNorm(16)
+        self.qkv, self.up, self.down = nn.Linear(16, 48), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norm(x)).reshape(x.shape[0], -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        y = (q @ k.transpose(-2, -1) * 0.35).softmax(-1) @ v
+        x = x + y.transpose(1, 2).reshape(x.shape)
+        return (x + self.down(F.gelu(self.up(x)))).mean(1)
+
+
+def exported(model, path, *, quantized=True):
+    torch.manual_seed(0)
+    images = torch.rand(4, 3, 16, 16) * 2 - 1
+    model = model.eval()
+    if quantized:
+        model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert"))
+    return compress.export_onnx(model, images[:1], path, labels=["a", "b"]), images.numpy()
+
+
+def decibels(wanted, got):
+    return 10 * np.log10((wanted**2).sum() / max(((wanted - got) ** 2).sum(), 1e-30))
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("network", [Residual, Squeeze, Upscale, Encoder])
+def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
+    path, images = exported(network(), tmp_path / "model.onnx", quantized=quantized)
+    with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
+        wanted = engine.run({"input": images})["logits"]
+    with compress.build_engine(path, "litert", batch_size=4) as engine:
+        got = engine.run({"input": images})["logits"]
+        layers = {layer.kind: layer for layer in engine.runtime_layers()}
+    assert decibels(wanted, got) > (35 if quantized else 100)
+    assert layers["CONV_2D"].precision == ("i8" if quantized else "f32")
+    assert layers["CONV_2D"].kernel == "XNNPACK"
+
+
+def test_scales_zero_points_and_integers_are_those_of_the_onnx_file(tmp_path):
+    path, _ = exported(Residual(), tmp_path / "model.onnx")
+    model = onnx.load(path)
+    arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    wanted = {}
+    for node in model.graph.node:
+        if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
+            scale, zero = (np.atleast_1d(arrays[name]) for name in node.input[1:])
+            shift = 128 if zero.dtype == np.uint8 else 0
+            stored = arrays.get(node.input[0])
+            wanted[scale.tobytes(), (zero.astype(int) - shift).tobytes()] = stored
+    written = compress.export_litert(path, tmp_path / "model.tflite").read_bytes()
+    file = fb.ModelT.InitFromObj(fb.Model.GetRootAs(written, 0))
+    found = set()
+    for tensor in file.subgraphs[0].tensors:
+        if tensor.quantization is None:
+            continue
+        key = tensor.quantization.scale.tobytes(), tensor.quantization.zeroPoint.tobytes()
+        assert key in wanted, tensor.name
+        found.add(key)
+        if wanted[key] is not None:  # weights, whose axes are in another order, and biases
+            data = np.asarray(file.buffers[tensor.buffer].data, np.uint8).view(wanted[key].dtype)
+            assert np.array_equal(np.sort(data), np.sort(wanted[key].reshape(-1)))
+    assert found == wanted.keys()
+
+
+def test_a_file_is_an_engine_and_is_inspected(tmp_path):
+    path, images = exported(Residual(), tmp_path / "model.onnx")
+    file = compress.export_litert(path, tmp_path / "model.tflite", batch_size=2)
+    with compress.build_engine(path, "litert") as engine, compress.build_engine(file, "litert") as same:
+        assert np.array_equal(
+            engine.run({"input": images[:2]})["logits"], same.run({"input": images[:2]})["logits"]
+        )  # of a file with an open batch, and of one without
+        assert engine.run({"input": images})["logits"].shape == (4, 10)
+        assert same.metadata == engine.metadata and LABELS_KEY in same.metadata
+        assert same.inputs[0].shape == (2, 3, 16, 16)
+        with pytest.raises(EngineError, match="shape"):
+            same.run({"input": images})
+    audit = compress.audit_engine(file)
+    assert audit.share("int8") == 1.0
+    assert {layer.tactic for layer in audit.weighted} == {"XNNPACK"}
+
+
+def test_what_litert_lacks_is_named(tmp_path):
+    class Ranked(nn.Module):
+        def forward(self, x):
+            return torch.topk(x.flatten(1), 3)[0]
+
+    path, _ = exported(Ranked(), tmp_path / "model.onnx", quantized=False)
+    with pytest.raises(ExportError, match=r"TopK.*onnxruntime"):
+        compress.export_litert(path, tmp_path / "model.tflite")
+    assert not (tmp_path / "model.tflite").exists()
+    broken = tmp_path / "broken.tflite"
+    broken.write_bytes(b"no file of LiteRT")
+    with pytest.raises(EngineError, match="LiteRT file"):
+        compress.build_engine(broken, "litert")
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    path, _ = exported(nn.Conv2d(3, 4, 3), tmp_path / "model.onnx", quantized=False)
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
+    monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", None)
+    with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
+        compress.build_engine(path, "litert")
+    with pytest.raises(ExportError, match=r"compress-vision\[litert\]"):
+        compress.export_litert(path, tmp_path / "model.tflite")
