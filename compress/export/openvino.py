@@ -171,6 +171,27 @@ def float_averages(proto: onnx.ModelProto) -> int:
     return view.rewrite(kept)
 
 
+def joins_apart(proto: onnx.ModelProto) -> int:
+    """Put a Max that changes no value after every Concat whose result gets a zero point, but before convolutions.
+
+    A quantizer after a Concat is moved to its inputs. A zero point then passes a Concat along axis 1 to convolutions
+    alone: along other axes the plugin computes the convolution in float, refuses a product, or crashes.
+    """
+    view = OnnxGraph(proto.graph)
+
+    def kept(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.op_type != "Concat":
+            return None
+        pairs = [pair for pair in view.consumers.get(node.output[0], ()) if pair.op_type == "QuantizeLinear"]
+        moved = [pair for pair in pairs if len(pair.input) > 2 and np.any(view.array(pair.input[2]))]
+        again = [two for pair in moved for two in view.consumers.get(pair.output[0], ())]
+        read = {after.op_type for two in again for after in view.consumers.get(two.output[0], ())}
+        plain = attribute(node, "axis", 0) == 1 and read <= {"Conv", "ConvTranspose"}
+        return None if not moved or plain else _unfused(node, "joined", view)
+
+    return view.rewrite(kept)
+
+
 def extremes_apart(proto: onnx.ModelProto) -> int:
     """Put a Max that changes no value after every ReduceMax and ReduceMin of a quantized model.
 
@@ -202,6 +223,7 @@ def flat_gathers(proto: onnx.ModelProto) -> int:
     shapes = {
         value.name: [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
         for value in (*proto.graph.value_info, *proto.graph.input)
+        if value.type.tensor_type.HasField("shape")
     }
 
     def flat(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:

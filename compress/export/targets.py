@@ -16,6 +16,7 @@ from compress.export.openvino import (
     extremes_apart,
     flat_gathers,
     float_averages,
+    joins_apart,
     strides_kept,
     zero_points_into_biases,
 )
@@ -38,6 +39,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         flat_gathers(proto)
         float_averages(proto)
         extremes_apart(proto)
+        joins_apart(proto)
     if target != "onnxruntime":
         strides_kept(proto)
     if target in {"openvino", ""}:

@@ -101,22 +101,19 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     if reason:
         return reason
     path, heads, width = str(node.target), module.num_heads, module.head_dim
-    x = wrap(arguments["query"])
-    if not module.batch_first:
-        x = x.transpose(0, 1)
-    tracer = x.tracer
-    bias = None if module.in_proj_bias is None else tracer.create_proxy("get_attr", f"{path}.in_proj_bias", (), {})
-    weight = tracer.create_proxy("get_attr", f"{path}.in_proj_weight", (), {})
-    qkv = F.linear(x, weight, bias).unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    query, key, value = _projected(node, wrap)
 
     def masked(scores: Any) -> fx.Proxy:
-        mask = arguments["attn_mask"]
-        return scores if mask is None else scores + wrap(mask)
+        for name in ("attn_mask", "key_padding_mask"):
+            if arguments[name] is not None:
+                scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
+        return scores
 
     def dropped(weights: Any) -> fx.Proxy:
         return _drop(node, weights, module.dropout) if module.dropout else weights
 
-    y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked, dropped)
+    tracer = query.tracer
+    y, weights = _attend(query, key, value, width**-0.5, masked, dropped)
     y = y.transpose(1, 2).flatten(2)
     y = tracer.create_proxy("call_module", f"{path}.out_proj", (y,), {})
     if not module.batch_first:
@@ -135,6 +132,65 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     return ""
 
 
+def _projected(node: fx.Node, wrap: Wrap) -> tuple[Any, Any, Any]:
+    """Query, key and value of each head, (N, heads, tokens, width): as torch, one layer for those of one tensor."""
+    module: Any = node_module(node)
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(None, *node.args, **node.kwargs)
+    sources = [bound.arguments[name] for name in ("query", "key", "value")]
+    path, heads, width = str(node.target), module.num_heads, module.head_dim
+    x, y, z = ((wrap(n) if module.batch_first else wrap(n).transpose(0, 1)) for n in sources)
+
+    def of_heads(result: Any, count: int) -> Any:
+        return result.unflatten(-1, (count, heads, width)).permute(2, 0, 3, 1, 4)
+
+    if sources[0] is sources[1] is sources[2] and module._qkv_same_embed_dim:
+        bias = (
+            None if module.in_proj_bias is None else x.tracer.create_proxy("get_attr", f"{path}.in_proj_bias", (), {})
+        )
+        weight = x.tracer.create_proxy("get_attr", f"{path}.in_proj_weight", (), {})
+        qkv = of_heads(F.linear(x, weight, bias), 3)
+        return qkv[0], qkv[1], qkv[2]
+    weights, biases = _input_layers(module)
+
+    def layer(name: str, source: Any, first: int, count: int = 1) -> Any:
+        weight = torch.cat(weights[first : first + count])
+        made = nn.Linear(weight.shape[1], weight.shape[0], biases is not None, device=weight.device, dtype=weight.dtype)
+        made.weight = nn.Parameter(weight.detach().clone(), weights[first].requires_grad)
+        if biases is not None:
+            made.bias = nn.Parameter(torch.cat(biases[first : first + count]).detach().clone(), biases[0].requires_grad)
+        module.add_module(name, made.train(module.training))
+        return of_heads(source.tracer.create_proxy("call_module", f"{path}.{name}", (source,), {}), count)
+
+    query = layer("query", x, 0)[0]
+    if sources[1] is sources[2] and module._qkv_same_embed_dim:
+        both = layer("key_value", y, 1, 2)
+        key, value = both[0], both[1]
+    else:
+        key, value = layer("key", y, 1)[0], layer("value", z, 2)[0]
+    for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"):
+        setattr(module, name, None)
+    return query, key, value
+
+
+def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Weights and biases of the projections of query, key and value."""
+    if module._qkv_same_embed_dim:
+        weights = list(module.in_proj_weight.chunk(3))
+    else:
+        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    return weights, None if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
+
+
+def _with_mask(scores: Any, mask: Any, heads: int, *, padding: bool) -> Any:
+    """Scores (N, heads, tokens, keys) with a mask: added if it holds numbers, -inf where it is true."""
+    shape, dtype = mask.node.meta["shape"], mask.node.meta["dtype"]
+    if padding and len(shape) == 2:
+        mask = mask.unsqueeze(1).unsqueeze(1)  # (N, keys)
+    elif len(shape) == 3:
+        mask = mask.unflatten(0, (-1, heads))  # (N * heads, tokens, keys)
+    return scores.masked_fill(mask, float("-inf")) if dtype == torch.bool else scores + mask
+
+
 def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
     name = f"dropouts.{node.name}"
     owner: Any = node.graph.owning_module
@@ -143,16 +199,11 @@ def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    if not arguments["query"] is arguments["key"] is arguments["value"]:
-        return "query, key and value are not one tensor"
-    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-        return "it has projections of several widths, or rows added to keys and values"
-    mask = arguments["attn_mask"]
-    floating = not isinstance(mask, fx.Node) or (mask.meta.get("dtype") or torch.bool).is_floating_point
-    if arguments["key_padding_mask"] is not None or arguments["is_causal"] or not floating:
-        return "it has a padding mask, or a mask that is not added"
-    if isinstance(mask, fx.Node) and len(mask.meta["shape"]) != 2:
-        return "it has a mask for every head"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it has rows added to keys and values"
+    masks = [arguments[name] for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
+    if not all(isinstance(mask, fx.Node) and mask.meta.get("shape") for mask in masks):
+        return "it has a mask that is no tensor"
     if len(arguments["query"].meta["shape"]) != 3:
         return "its input has no batch dimension"
     read = [user for user in node.users if user.users or user.target is not operator.getitem]

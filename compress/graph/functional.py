@@ -53,22 +53,36 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def products_to_linear(graph_module: fx.GraphModule) -> None:
-    """Write `x @ weight.T` and `addmm(bias, x, weight.T)` of a matrix that is a parameter as F.linear; in place."""
+    """Write `x @ weight`, `x @ weight.T` and addmm with a matrix that is a parameter as F.linear; in place.
+
+    A matrix that is not transposed is computed once, as a weight (out, in), if nothing else reads it.
+    """
     for node in list(graph_module.graph.nodes):
         kind, arguments = node_kind(node), list(node.args)
         if kind not in {"matmul", "addmm"} or node.kwargs or len(arguments) != (2 if kind == "matmul" else 3):
             continue
         *bias, x, turned = arguments
         weight = _transposed_parameter(graph_module, turned)
+        own = weight is None and _is_own_matrix(graph_module, turned)
         rows = bias and (not is_constant(bias[0]) or constant_value(graph_module, bias[0]).dim() != 1)
-        if weight is None or rows or is_constant(x):
+        if (weight is None and not own) or rows or is_constant(x):
             continue
         with graph_module.graph.inserting_before(node):
+            weight = graph_module.graph.call_method("t", (turned,)) if weight is None else weight
             linear = graph_module.graph.call_function(F.linear, (x, weight, *bias))
         linear.meta.update(node.meta)
         node.replace_all_uses_with(linear)
         graph_module.graph.erase_node(node)
     graph_module.recompile()
+
+
+def _is_own_matrix(graph_module: fx.GraphModule, node: Any) -> bool:
+    """True for a parameter of two axes that one operation alone reads."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return False
+    weight = _attribute(graph_module, node)
+    readers = sum(len(n.users) for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == node.target)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2 and readers == 1
 
 
 def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | None:

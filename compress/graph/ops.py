@@ -96,7 +96,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "squeeze": (torch.squeeze, torch.unsqueeze, "squeeze", "unsqueeze"),
     "repeat": (torch.repeat_interleave, "repeat_interleave", "expand", "expand_as", "repeat", "broadcast_to"),
     "split": (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split"),
-    "getitem": (operator.getitem, "select", "narrow", "__getitem__"),
+    "getitem": (operator.getitem, torch.index_select, "select", "narrow", "index_select", "__getitem__"),
     "getattr": (getattr,),
     "pixel_shuffle": (nn.PixelShuffle, F.pixel_shuffle),
     "pixel_unshuffle": (nn.PixelUnshuffle, F.pixel_unshuffle),

@@ -191,13 +191,31 @@ def up(dimensions, **settings):
     return nn.Sequential(*layers)
 
 
+class Joined(nn.Module):
+    """A convolution of what `join` makes of a tensor without a sign and one with it."""
+
+    def __init__(self, join, channels):
+        super().__init__()
+        self.join, self.grid = join, nn.Parameter(torch.randn(1, 2, 8, 8))
+        self.a, self.b, self.c = (nn.Conv2d(n, m, 3, padding=1) for n, m in ((3, 8), (3, 8), (channels, 4)))
+
+    def forward(self, x):
+        return self.c(self.join(self.a(x).relu(), self.b(x), self.grid))
+
+
 IN_INT8 = {
     "transposed 1d": (up(1, output_padding=1), 1, 2),
     "transposed 3d": (up(3), 3, 2),
     "function": (Product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
     "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
     "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
-    "matrix": (Product(lambda x, w, b: x @ w, 8, 8), 1, 2),
+    "matrix": (Product(lambda x, w, b: x @ w, 8, 8), 1, 3),
+    "part of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1)[:, ::2], 8), 2, 3),
+    "crop of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1)[..., 1:-1, 1:], 16), 2, 3),
+    "concat of rows": (Joined(lambda a, b, g: torch.cat([a, b], 2), 8), 2, 3),
+    "constant in a concat": (Joined(lambda a, b, g: torch.cat([a, g.expand(len(b), 2, 8, 8)], 1), 10), 2, 3),
+    "channels by a list": (Joined(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3), 2, 3),
+    "channels by a tensor": (Joined(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3), 2, 3),
     "three dimensions": (Product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
     "left": (Product(lambda x, w, b: w @ x, 7, 6), 1, 2),
 }

@@ -70,14 +70,43 @@ def test_attention_whose_pair_is_a_result_of_the_network_is_opened(options):
     torch.testing.assert_close(graph(x), model(x))
 
 
-def test_attention_that_cannot_be_opened_says_why():
-    class Cross(SelfAttention):
-        def forward(self, x):
-            return self.attn(x, x * 2, x)[0]
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+CROSSED = {
+    "query and value": ({}, lambda a, x: a(x, x * 2, x), 3),
+    "memory": ({}, lambda a, x: a(x, y := x[:, 1:].sin(), y), 2),
+    "widths": ({"kdim": 12, "vdim": 8}, lambda a, x: a(x, x[..., :12], x[..., 8:]), 3),
+    "tokens first": ({"batch_first": False, "bias": False}, lambda a, x: [a(x.mT.mT, y := x.exp(), y)[0]], 2),
+    "mask of truths": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL), 1),
+    "mask of each head": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL.float().repeat(4 * x.shape[0], 1, 1)), 1),
+    "padding": ({}, lambda a, x: a(x, x, x, key_padding_mask=(x[..., 0] > 1) & (x[..., 1] > 0)), 1),
+}  # fmt: skip
 
-    graph = same(Cross(batch_first=True), torch.randn(2, 5, 16, generator=G))
+
+@pytest.mark.parametrize("case", CROSSED)
+def test_attention_between_tensors_and_with_masks_is_opened(case):
+    options, call, layers = CROSSED[case]
+
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
+
+        def forward(self, x):
+            return call(self.attn, x)[0]
+
+    graph = same(Crossed(), torch.randn(2, 5, 16, generator=G))
+    assert kinds(graph).count("linear") == layers + 1 and kinds(graph).count("matmul") == 2
+    assert sum(p.numel() for p in graph.parameters()) == sum(p.numel() for p in Crossed().parameters())
+
+
+def test_attention_that_cannot_be_opened_says_why():
+    class Longer(SelfAttention):
+        def forward(self, x):
+            return self.attn(x, x, x)[0]
+
+    graph = same(Longer(batch_first=True, add_zero_attn=True), torch.randn(2, 5, 16, generator=G))
     (node,) = [node for node in graph.graph.nodes if node_kind(node) == "attention"]
-    assert "not one tensor" in node.meta["whole"]
+    assert "rows added" in node.meta["whole"]
 
 
 @pytest.mark.parametrize("form", ["plain", "scale", "bool", "float"])

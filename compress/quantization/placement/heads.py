@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from scipy.cluster.hierarchy import DisjointSet
 
 from compress.graph.traits import PASSING, kinds
-from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.placement.view import GraphView, Node, of_inputs
 from compress.quantization.spec import Head
 
 _LAYERS = kinds(lambda t: t.category in {"weighted", "product"})
@@ -131,10 +131,7 @@ def _leads_apart(finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> 
 
 def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> bool:
     """True if results of final layers are computed with tensors that do not depend on the image."""
-    of_image: set[Node] = set()
-    for node in view.nodes:
-        if node.kind == "input" or (node.traits.category != "shape" and of_image.intersection(node.inputs)):
-            of_image.add(node)
+    of_image = of_inputs(view)
     return any(
         node.traits.category == "arithmetic"
         and any(s not in of_image and s.shape and not _is_affine(s, node) for s in node.tensors)

@@ -28,7 +28,7 @@ from compress.quantization.placement.requests import Request, depths, float_row,
 from compress.quantization.placement.rules import resolve_rules
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
 from compress.quantization.placement.values import lowest_values, never_negative
-from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.placement.view import GraphView, Node, of_inputs
 from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
@@ -42,6 +42,7 @@ _REFUSALS = {
     "conv_transpose stays float",
 }
 _APART = "the recipe gives its inputs scales of their own"
+_OF_CONSTANTS = "it computes with constants and sizes alone, once for all images"
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
@@ -72,7 +73,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     if spec.residual is not None:
         table = replace(table, residual=spec.residual)
     settings, depth = resolve_rules(view, spec), depths(view.nodes)
-    heads = head_parts(view, spec.head)
+    heads, computed = head_parts(view, spec.head), of_inputs(view)
     order = {node: i for i, node in enumerate(view.nodes)}
     positive = never_negative(view) if table.unsigned else set()
     scales = DisjointSet()
@@ -84,6 +85,9 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     for node in view.nodes:
         if node in heads and not settings[node].rule:
             floats.append((order[node], float_row(node, heads[node].rule, heads[node].reason)))
+            continue
+        if node.kind in _PRODUCTS and node not in computed:
+            floats.append((order[node], float_row(node, "constant", _OF_CONSTANTS)))
             continue
         found = requests_of(node, table, settings, depth)
         floats += [(order[node], row) for row in found.refused]
@@ -119,7 +123,12 @@ def _trace_back(
     """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
     commutes, joined = _commuting(request, table), table.joined_parts
     origins = _origins(request.tensor, request.consumer, commutes, joined, apart)
-    if len({origin in positive for origin, _ in origins}) > 1:
+    signed = any(origin not in positive for origin, _ in origins)
+    if signed and request.layer.kind in table.plain_paths and _takes_joined(request.tensor, commutes):
+        origins = [(request.tensor, request.consumer)]
+    elif len(origins) > 1 and any(origin.kind == "constant" for origin, _ in origins):  # which get no pair themselves
+        origins = _origins(request.tensor, request.consumer, commutes, joined, apart | _concats(request.tensor))
+    elif len({origin in positive for origin, _ in origins}) > 1:
         if not table.concat_shares:
             every = apart | _concats(request.tensor)
             origins = _origins(request.tensor, request.consumer, commutes, joined, every)
@@ -159,6 +168,15 @@ def _origins(
     if split is not None and _is_joined(split.tensors[0], commutes):
         return _origins(split.tensors[0], split, commutes, joined, apart)
     return [(tensor, consumer)]
+
+
+def _takes_joined(tensor: Node, commutes: frozenset[str], taken: bool = False) -> bool:
+    """True if a tensor is a part of a concat's result, or of one along another axis than the channels."""
+    if tensor.kind == "concat":
+        along = [source.shape[1:2] == (tensor.shape or ())[1:2] for source in tensor.tensors if source.shape]
+        return taken or all(along) or any(_takes_joined(source, commutes) for source in tensor.tensors)
+    taken = taken or tensor.kind in TAKES_APART
+    return tensor.kind in commutes and any(_takes_joined(source, commutes, taken) for source in tensor.inputs)
 
 
 def _concats(tensor: Node) -> set[Node]:

@@ -34,6 +34,9 @@ class TargetTable:
         concat_shares: False gives the result of a concat of tensors with and without a sign a scale of its own: ONNX
             Runtime's QLinearConcat takes a scale for each input, and a shared one with a sign keeps the activation out
             of the convolution before it. Elsewhere one scale is faster.
+        plain_paths: kinds of layer whose signed input is quantized where the layer reads it, if it is a part of a
+            concat's result or of a concat along another axis than the channels: OpenVINO 2026.4 does not carry a zero
+            point through these, and computes the layer in float.
         fuses: activations that an engine computes in the epilogue of the layer before.
         unsigned: True quantizes tensors that are never negative unsigned: twice the resolution, and the x86 kernels
             absorb a ReLU only into a quantizer that cannot hold negative values.
@@ -57,6 +60,7 @@ class TargetTable:
     apart: frozenset[str] = frozenset({"matmul"})
     joined_parts: bool = False
     concat_shares: bool = True
+    plain_paths: frozenset[str] = frozenset()
     fuses: frozenset[str] = kinds(lambda t: t.clips)
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
@@ -113,6 +117,7 @@ TABLES: dict[Target, TargetTable] = {
         residual="both",
         unsigned=True,
         offset=frozenset({"conv", "conv_transpose"}),
+        plain_paths=frozenset({"conv", "conv_transpose"}),
         zero_points=frozenset({"conv", "conv_transpose", "linear"}),
         stays_float=_CPU_FLOAT,
         grouped_float={"conv_transpose": "OpenVINO computes transposed convolutions with groups in float"},

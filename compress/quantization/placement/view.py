@@ -107,3 +107,12 @@ class GraphView:
 
     nodes: tuple[Node, ...]
     leaves: tuple[Leaf, ...] = ()
+
+
+def of_inputs(view: GraphView) -> set[Node]:
+    """The nodes whose values depend on those of the network's inputs, and not on their sizes alone."""
+    found: set[Node] = set()
+    for node in view.nodes:
+        if node.kind == "input" or (node.traits.category != "shape" and found.intersection(node.inputs)):
+            found.add(node)
+    return found

@@ -121,13 +121,25 @@ def test_constants_and_integers_are_no_activations():
         def forward(self, x):
             return self.fc(torch.cat([self.token, x], 1))
 
-    result = placement(Token(), shape=(2, 3, 8))
-    assert quantized(result) == {"x"}
-    (row,) = [row for row in result.decisions if row.rule == "constant"]
-    assert (row.tensor, row.layer, row.decision) == ("token", "fc", "float")
+    assert quantized(placement(Token(), shape=(2, 3, 8))) == {"cat"}
     graph = trace(Net(lambda m, x: m.fc(x.float()), fc=nn.Linear(3, 2)), torch.zeros(2, 3, dtype=torch.int64))
     result = place(read_fx(graph), QuantSpec())
     assert result.activations == () and len(result.weights) == 1
+
+
+def test_layers_of_constants_alone_stay_float():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.first, self.last = nn.Parameter(torch.rand(3, 2)), nn.Linear(2, 4), nn.Linear(4, 8)
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(x + self.last(self.first(self.places).relu()))
+
+    result = placement(Biased(), shape=(2, 3, 8))
+    assert [site.path for site in result.weights] == ["fc"] and quantized(result) == {"add"}
+    assert [row.layer for row in result.decisions if row.rule == "constant"] == ["first", "last"]
 
 
 def test_only_inputs_of_a_concat_share_a_scale():
