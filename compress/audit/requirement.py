@@ -6,9 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import onnx
-
 from compress.audit.engine import EngineAudit
 from compress.audit.layers import EIGHT_BITS
 from compress.engines.base import RuntimeLayer
@@ -86,10 +83,7 @@ def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
     results, fixed = {value.name for value in view.graph.output}, _fixed(view)
     found: dict[str, tuple[str, ...]] = {}
     for first in (node for node in view.graph.node if node.op_type in WEIGHTED_OPS):
-        alike = [
-            node for node in view.consumers.get(first.input[0], ()) if node is not first and _same(node, first, view)
-        ]
-        names, tensor = [node.name for node in alike], first.output[0]
+        names, tensor = [], first.output[0]
         after = view.consumers.get(tensor, [])
         while len(after) == 1 and after[0].op_type in _FOLDED and fixed.issuperset({*after[0].input} - {tensor}):
             names.append(after[0].name)
@@ -106,24 +100,6 @@ def _fixed(view: OnnxGraph) -> set[str]:
         if node.op_type == "Shape" or found.issuperset(name for name in node.input if name):
             found.update(node.output)
     return found
-
-
-def _same(node: onnx.NodeProto, other: onnx.NodeProto, view: OnnxGraph) -> bool:
-    """Whether two nodes compute the same, which an engine does once: one layer that is called twice with one tensor."""
-    if node.op_type != other.op_type or list(node.attribute) != list(other.attribute):
-        return False
-    return len(node.input) == len(other.input) and all(
-        a == b or _reads_same(a, b, view) for a, b in zip(node.input, other.input, strict=True)
-    )
-
-
-def _reads_same(a: str, b: str, view: OnnxGraph) -> bool:
-    """Whether two tensors are dequantized from equal constants."""
-    pairs = [view.dequantizer(name) for name in (a, b)]
-    values = [[view.array(name) for name in pair.input] for pair in pairs if pair is not None]
-    return len(values) == 2 and all(
-        x is not None and y is not None and np.array_equal(x, y) for x, y in zip(*values, strict=False)
-    )
 
 
 def _missing(lost: Sequence[str], int8_nodes: Collection[str]) -> tuple[str, ...]:

