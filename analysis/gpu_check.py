@@ -32,8 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compress
 from analysis.cuda_engine.networks import images, qdq_file
 from compress.engines.cuda.engine import CudaEngine
-from compress.engines.cuda.timing import repeated_ms
-from compress.engines.cuda.tuning import differences
+from compress.engines.cuda.tuning import differences, repeated_ms
 
 FAMILIES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16", "swin_t", "convnext_tiny")
 PARALLEL = ("resnet50", "vit_b_16")

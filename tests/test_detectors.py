@@ -10,8 +10,17 @@ from torchvision.ops import MultiScaleRoIAlign
 
 import compress
 from compress import ModelSpec, QuantSpec, build_engine, build_model, export_onnx, quantize
-from compress.detection.detectors import DetectorHead, DetectorNetwork, batch_loss, is_detector, matches, padded
-from compress.detection.two_stage import ProposalNetwork, TwoStageHead, is_two_stage
+from compress.detection.detectors import (
+    DetectorHead,
+    DetectorNetwork,
+    ProposalNetwork,
+    TwoStageHead,
+    batch_loss,
+    is_detector,
+    is_two_stage,
+    matches,
+    padded,
+)
 from compress.errors import ModelError
 from compress.tasks.detection import output_tuple
 from compress.tasks.load import detector_head

@@ -34,8 +34,7 @@ from analysis.cuda_engine.report import write
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.program import Program
-from compress.engines.cuda.timing import bare_ms
-from compress.engines.cuda.tuning import differences
+from compress.engines.cuda.tuning import bare_ms, differences
 from compress.files import write_json
 
 Report = dict[str, Any]

@@ -10,8 +10,7 @@ import typer
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
-from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt, check_builder
-from compress.engines.tensorrt.commands import build_commands
+from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, check_builder
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options

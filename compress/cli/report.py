@@ -12,7 +12,7 @@ from compress.cli.console import ERRORS, OUT, print_json, print_table
 from compress.cli.options import FolderArgument, JsonOption
 from compress.pipeline.folder import read_state
 from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
-from compress.records.run import foreign_files
+from compress.records.files import foreign_files
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.report import write_comparison, write_report
 from compress.support.text import MISSING

@@ -47,7 +47,7 @@ from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.pipeline import COMMANDS, default_folder
 from compress.pipeline import run as run_recipe
 from compress.recipe.tree import load_recipe
-from compress.records.run import FILE_RESULT
+from compress.records.files import FILE_RESULT
 from compress.training.distributed import init_processes
 
 

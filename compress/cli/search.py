@@ -15,8 +15,7 @@ from compress.errors import SearchError
 from compress.pipeline import default_folder
 from compress.pipeline.studies.search import search_run, search_worker
 from compress.recipe.tree import load_recipe
-from compress.search.front import Front, pareto
-from compress.search.outcome import Outcome
+from compress.search.front import Front, Outcome, pareto
 from compress.support.limits import COUNT
 from compress.support.text import scored
 

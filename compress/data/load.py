@@ -7,9 +7,9 @@ from collections.abc import Callable
 from compress.data.base import DataSet
 from compress.data.boxes import coco_classes, coco_data, voc_data
 from compress.data.cifar import cifar_data
-from compress.data.digits import digits_data
 from compress.data.folder import class_folders, folder_data
 from compress.data.masks import mask_data
+from compress.data.memory import digits_data
 from compress.data.own import own_data
 from compress.data.shapes import DEFAULT_SHAPES, shapes_data
 from compress.data.spec import DataSpec, check_data_spec

@@ -1,4 +1,7 @@
-"""Splits whose images the device makes or keeps, moves and normalizes."""
+"""Splits whose images the device makes or keeps, moves and normalizes; and the digits of scikit-learn.
+
+These are 1,797 handwritten ones (Alpaydin and Kaynak, UCI, 1998): 8 x 8 pixels in 17 greys.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, hash_seed, uniform
+from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, hash_seed, stratified_order, uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
+from compress.errors import DataError
 
 CHUNK_IMAGES = 8192
 
@@ -223,3 +227,41 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+LABELS = tuple("0123456789")
+MEAN, STD = (0.305,) * 3, (0.376,) * 3
+"""Of all pixels at 8 x 8, in units of pixel / 255."""
+MOVEMENT = Movement(shift=0.08, degrees=12.0, zoom=0.12)
+_VAL_SHARE = 0.25
+
+
+def digits_data(spec: DataSpec) -> DataSet:
+    """The digits, repeated to three channels and resized.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    images, targets = _read()
+    order = stratified_order(targets)
+    val_count = round(len(order) * _VAL_SHARE)
+    val, train = (positions.sort().values for positions in (order[:val_count], order[val_count:]))
+    return memory_data(
+        spec,
+        (images[train], targets[train]),
+        (images[val], targets[val]),
+        labels=LABELS,
+        preprocessing=Preprocessing.of(spec, mean=MEAN, std=STD),
+        movement=MOVEMENT,
+    )
+
+
+def _read() -> tuple[Tensor, Tensor]:
+    """Images (1797, 1, 8, 8) uint8 and targets (1797,) int64."""
+    try:
+        from sklearn.datasets import load_digits  # lazy: it takes seconds, and other data sets do not need it
+    except ImportError as error:
+        raise DataError(f"data.name digits needs scikit-learn, which cannot be imported: {error}") from error
+    bunch = load_digits()
+    greys = torch.from_numpy(bunch.images).unsqueeze(1)  # 0 to 16
+    return (greys * (255 / 16)).round().to(torch.uint8), torch.from_numpy(bunch.target).long()

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from compress.engines.arrays import library_errors
-from compress.engines.base import TensorInfo
+from compress.engines.base import TensorInfo, library_errors
 from compress.errors import EngineError
 
 if TYPE_CHECKING:

@@ -13,8 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.engines.arrays import check_inputs, import_library, library_errors, reason, with_batch
-from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
+from compress.engines.base import (
+    Arrays,
+    Availability,
+    BuildOptions,
+    Engine,
+    EngineInfo,
+    RuntimeLayer,
+    TensorInfo,
+    check_inputs,
+    import_library,
+    library_errors,
+    reason,
+    with_batch,
+)
 from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
 from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses

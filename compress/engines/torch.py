@@ -12,8 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.engines.arrays import check_inputs, library_errors, reason
-from compress.engines.base import Arrays, Availability, Engine, EngineInfo, TensorInfo
+from compress.engines.base import (
+    Arrays,
+    Availability,
+    Engine,
+    EngineInfo,
+    TensorInfo,
+    check_inputs,
+    library_errors,
+    reason,
+)
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
 from compress.graph.inputs import named_tensors

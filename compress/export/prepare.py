@@ -26,9 +26,8 @@ from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.trace import trace
 from compress.onnx_graph.graph import free_name
-from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat, quantize_tensor
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
 from compress.quantization.spec import MOST_BITS
 
 

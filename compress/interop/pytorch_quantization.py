@@ -23,10 +23,16 @@ from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module, tensor_of
 from compress.graph.report import attach_report, leaves_of
 from compress.graph.trace import trace
-from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis, weight_quantizer_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
-from compress.quantization.quantizer import Quantizer, quantizer_path
+from compress.quantization.quantizer import (
+    QuantConv2d,
+    Quantizer,
+    quantized_layer,
+    quantizer_path,
+    weight_axis,
+    weight_quantizer_of,
+)
 from compress.quantization.report import QuantizationReport
 from compress.quantization.spec import ActivationSpec, WeightSpec
 

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from compress.detection.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
-from compress.detection.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
+from compress.detection.detectors import (
+    FAMILIES,
+    TWO_STAGE,
+    DetectorNetwork,
+    ProposalNetwork,
+    has_background,
+    is_detector,
+    is_two_stage,
+)
 from compress.errors import ModelError, near_misses
 from compress.models.spec import ModelSpec
 from compress.models.weights import SUFFIXES, fit_state, read_state_dict

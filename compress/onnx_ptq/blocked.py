@@ -21,8 +21,7 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
-from compress.engines.arrays import import_library
-from compress.engines.base import Arrays
+from compress.engines.base import Arrays, import_library
 from compress.onnx_graph.graph import attribute, replace_nodes
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, results_of, session_options

@@ -26,8 +26,7 @@ from compress.onnx_ptq.passes import Piece, Plan, in_order, independent, one_ima
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
 from compress.quantization.calibration.calibrate import raised_ranges
-from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
+from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.values import always_zero

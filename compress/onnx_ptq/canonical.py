@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from onnx import external_data_helper, helper, inliner, version_converter
 from onnx.shape_inference import InferenceError
 
-from compress.engines.arrays import library_errors
-from compress.engines.base import Arrays
+from compress.engines.base import Arrays, library_errors
 from compress.errors import QuantizationError
 from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor

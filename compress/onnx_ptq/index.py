@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper
 from onnx.reference import ReferenceEvaluator
 
-from compress.engines.arrays import library_errors
-from compress.engines.base import Arrays
+from compress.engines.base import Arrays, library_errors
 from compress.errors import QuantizationError
 from compress.onnx_graph.graph import (
     SMALL_CONSTANT,

@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper, version_converter
 
-from compress.engines.arrays import library_errors
+from compress.engines.base import library_errors
 from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.onnx_graph.graph import opset_of, subgraphs

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from compress.engines.arrays import import_library, library_errors, shape_text
-from compress.engines.base import Arrays, TensorInfo
+from compress.engines.base import Arrays, TensorInfo, import_library, library_errors, shape_text
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
 from compress.graph.inputs import batch_inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, external_data_helper
 
-from compress.engines.arrays import import_library, library_errors
+from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
 from compress.files import replacing

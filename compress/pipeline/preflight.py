@@ -24,8 +24,8 @@ from compress.sparsity.eligibility import eligibility
 from compress.sparsity.spec import parse_pattern
 from compress.support.imports import imported, is_import_path
 from compress.training.evaluate import modes_restored
-from compress.training.features import FeaturePairs
 from compress.training.optim import check_optimizer, check_schedule
+from compress.training.passes import FeaturePairs
 from compress.training.spec import TrainSpec
 
 LONG_TRAINING = 10_000

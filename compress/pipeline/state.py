@@ -9,7 +9,7 @@ from typing import Any
 
 from compress.errors import RunError
 from compress.files import read_json, write_json
-from compress.records.run import refuse_file_folder
+from compress.records.files import refuse_file_folder
 from compress.support.validation import parse
 
 STATE_FILE = "state.json"

@@ -17,8 +17,7 @@ from compress.kernels.memory_format import is_channels_last
 from compress.kernels.triton.depthwise import depthwise, fits
 from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.weights import weight_dtype
-from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.quantizer import QuantConv1d, QuantConv2d, QuantConv3d, Quantizer, QuantLinear
 
 BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 """Bounds of the activations that only clip."""

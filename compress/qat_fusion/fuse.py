@@ -14,8 +14,13 @@ from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.graph.report import GraphReport, ReportedModule, attach_report, leaves_of
 from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
-from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS, fused_quantize, pooled_quantize, smooth_quantize
-from compress.kernels.learned_quantize import learned_quantize
+from compress.kernels.fake_quantize import (
+    SMOOTH_ACTIVATIONS,
+    fused_quantize,
+    learned_quantize,
+    pooled_quantize,
+    smooth_quantize,
+)
 from compress.kernels.triton.language import HAS_TRITON
 from compress.kernels.triton.launch import Kernels
 from compress.qat_fusion.attention import fuse_attention

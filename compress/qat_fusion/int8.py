@@ -16,9 +16,8 @@ from compress.kernels.triton.conv_int8 import Geometry
 from compress.kernels.triton.conv_int8_training import Layer, codes_of, convolve, stem_fits
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
-from compress.quantization.modules import QuantConv2d
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.quantizer import QuantConv2d, Quantizer
 
 Forward = Literal["float", "int8"]
 

@@ -40,12 +40,11 @@ from compress.errors import QuantizationError
 from compress.graph.inputs import model_inputs
 from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
-from compress.kernels.learned_quantize import learned_quantize
+from compress.kernels.fake_quantize import learned_quantize
 from compress.kernels.triton.learned_quantize import LEAST_RANGE
 from compress.quantization.calibration.calibrate import calibrating
-from compress.quantization.modules import _QuantWeight
 from compress.quantization.numerics import QuantFormat, scale_from_amax
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers
 from compress.quantization.report import placement_of
 from compress.quantization.spec import MOST_BITS
 

@@ -1,7 +1,7 @@
 """The files of a run folder as types."""
 
+from compress.records.files import RunData, read_run
 from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
-from compress.records.run import RunData, read_run
 from compress.records.summary import (
     SUMMARY_COLUMNS,
     SummaryRow,

@@ -10,7 +10,7 @@ from compress.errors import RunError
 from compress.files import write_text
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import judged_by
-from compress.records.run import RunData, is_untrained, read_run, recipe_tree
+from compress.records.files import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
 from compress.report.headline import headline

@@ -11,8 +11,8 @@ from typing import Any
 
 from compress.measure.metric import PAIRED, Metric
 from compress.quantization.placement.decisions import Decision
+from compress.records.files import RunData, foreign_files, is_untrained, recipe_value
 from compress.records.rows import LayerRow
-from compress.records.run import RunData, foreign_files, is_untrained, recipe_value
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (

@@ -25,7 +25,7 @@ from compress.plots.stacked import draw_end_to_end, draw_engines
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
 from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
 from compress.quantization.block_graph import BlockGraph
-from compress.records.run import RunData
+from compress.records.files import RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
 from compress.report.engine_blocks import moved

@@ -26,9 +26,8 @@ from compress.report.blocks import (
 )
 from compress.report.headline import KeyFigure
 from compress.report.writers import FIGURES, to_html, to_markdown
-from compress.search.front import FLOAT_POINT, Point
+from compress.search.front import FLOAT_POINT, Outcome, Point
 from compress.search.latency_model import Check
-from compress.search.outcome import Outcome
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
 from compress.support.text import MISSING, scored
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from compress.errors import RunError
 from compress.measure.metric import Metric
+from compress.records.files import RunData, recipe_value
 from compress.records.rows import IntervalRow
-from compress.records.run import RunData, recipe_value
 from compress.records.summary import engines_of, variants_of
 from compress.report.blocks import Block, Gallery, Section, Shown, Table, Text, number, table
 from compress.report.figures import Absent

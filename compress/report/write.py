@@ -9,7 +9,7 @@ import yaml
 
 from compress.files import replacing, write_text
 from compress.measure.metric import judged_by
-from compress.records.run import RunData, read_run
+from compress.records.files import RunData, read_run
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.document import build_document
 from compress.report.figures import draw_figures, pictures

@@ -23,8 +23,7 @@ from compress.engines.registry import build_engine
 from compress.errors import CompressError, EngineError
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json
-from compress.measure.latency import measure_latency
-from compress.measure.layer_times import measure_engine_layers
+from compress.measure.latency import measure_engine_layers, measure_latency
 from compress.measure.machine import describe_machine
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, LayerCost, Sample, check, fit

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.detection.detectors import DetectorHead, is_detector
-from compress.detection.two_stage import TwoStageHead, is_two_stage
+from compress.detection.detectors import DetectorHead, TwoStageHead, is_detector, is_two_stage
 from compress.errors import DataError, RecipeError, near_misses
 from compress.models.by_name import build_whole
 from compress.models.spec import ModelSpec

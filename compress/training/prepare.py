@@ -25,7 +25,7 @@ from compress.support.meters import whole
 from compress.tasks.base import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import OutputsOf, modes_restored, outputs_of
-from compress.training.features import FeaturePairs
+from compress.training.passes import FeaturePairs
 from compress.training.spec import QATSpec, TrainSpec
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)

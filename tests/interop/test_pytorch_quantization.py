@@ -12,8 +12,7 @@ from torch import nn
 import compress
 from compress import build_engine, from_pytorch_quantization
 from compress.errors import CalibrationError, QuantizationError
-from compress.quantization.modules import QuantConv2d
-from compress.quantization.quantizer import quantizers
+from compress.quantization.quantizer import QuantConv2d, quantizers
 from compress.quantization.report import placement_of
 from tests.networks import with_statistics
 

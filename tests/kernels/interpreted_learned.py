@@ -12,7 +12,7 @@ import torch
 import compress
 from compress import learn_scales
 from compress.kernels.epilogue import Epilogue
-from compress.kernels.learned_quantize import learned_quantize
+from compress.kernels.fake_quantize import learned_quantize
 from tests.qat_fusion.common import assert_same, gradients, quantized
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3)}

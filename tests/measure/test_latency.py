@@ -29,9 +29,9 @@ from compress.measure.latency import (
     first_quiet,
     judge,
     latency_ratio,
+    measure_engine_layers,
     paired_interval,
 )
-from compress.measure.layer_times import measure_engine_layers
 from compress.measure.machine import describe_machine
 from tests.engines.models import classifier
 from tests.measure.fakes import GivenEngine, Listener

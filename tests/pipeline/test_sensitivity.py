@@ -20,7 +20,7 @@ from compress.pipeline.studies.mixed import MixedPoint, mixed_front, pick, sheet
 from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import sensitivity_run
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.mixed import mixed_spec
+from compress.quantization.sensitivity.sensitivity import mixed_spec
 from compress.recipe.tree import parse_recipe
 from tests.exact import WEIGHTS
 from tests.networks import tiny

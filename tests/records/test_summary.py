@@ -16,9 +16,8 @@ from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.recipe.tree import parse_recipe
 from compress.records import read_run
-from compress.records.files import SLOWER
+from compress.records.files import SLOWER, RunData, foreign_files, is_untrained
 from compress.records.rows import IntervalRow, LayerCost, MixedRow, SlowRow
-from compress.records.run import RunData, foreign_files, is_untrained
 from compress.records.slower import costly, not_faster, rules_text, slower_sentences
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline

@@ -19,11 +19,10 @@ from compress.errors import EngineError, SearchError
 from compress.recipe.tree import parse_recipe
 from compress.search import timing
 from compress.search.accuracy_model import rate_choices
-from compress.search.front import Point, choose, pareto
+from compress.search.front import Attempt, Bound, Outcome, Point, after, best, choose, order, pareto
 from compress.search.lab import Figures, build, with_formats
 from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
 from compress.search.network import distance
-from compress.search.outcome import Attempt, Bound, Outcome, after, best, order
 from compress.search.search import NEAR, _lab, check_request, corrected, go_on
 from compress.search.space import Space, best_within, key_of, make_space, otherwise, uniform
 from compress.search.structure import analyse

@@ -17,8 +17,8 @@ from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
 from compress.tasks.segmentation import segmentation
 from compress.training.augment import make_augment
-from compress.training.features import FeaturePairs, feature_distance
 from compress.training.optim import learning_rate
+from compress.training.passes import FeaturePairs, feature_distance
 from compress.training.spec import check_train_spec
 from tests.training.toy import CLASSES, ToySplit, convnet, toy_data
 

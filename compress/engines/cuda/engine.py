@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.engines.arrays import check_inputs, import_library, reason, shape_text, with_batch
 from compress.engines.base import (
     Arrays,
     Availability,
@@ -23,14 +22,27 @@ from compress.engines.base import (
     GpuTimes,
     RuntimeLayer,
     TensorInfo,
+    check_inputs,
+    import_library,
+    reason,
+    shape_text,
+    with_batch,
 )
 from compress.engines.cuda.executor import runtime_layer
 from compress.engines.cuda.float_network import FloatNetwork, float_graph, float_network
 from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan_file import PlanFile, machine_of, plan_beside, read_plan
-from compress.engines.cuda.program import Program, Ways, faster_program, time_program
+from compress.engines.cuda.program import (
+    PlanFile,
+    Program,
+    Ways,
+    faster_program,
+    machine_of,
+    plan_beside,
+    read_plan,
+    time_program,
+)
 from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.engines.arrays import check_inputs, reason
-from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo
+from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo, check_inputs, reason
 from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.context import ExecutionContext, time_context

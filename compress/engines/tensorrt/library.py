@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.engines.arrays import reason
-from compress.engines.base import Availability
+from compress.engines.base import Availability, reason
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.version import install_hint
 

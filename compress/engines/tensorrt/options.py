@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from compress.engines.arrays import shape_text
-from compress.engines.base import TensorInfo
+from compress.engines.base import TensorInfo, shape_text
 from compress.errors import EngineError, near_misses
 
 Hardware = Literal["none", "ampere-plus", "same-compute-capability"]

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from compress.engines.arrays import library_errors
-from compress.engines.base import Arrays
+from compress.engines.base import Arrays, library_errors
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compress.engines.onnx_file import read_onnx
-from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
-from compress.engines.tensorrt.commands import build_commands, commands_markdown
+from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, commands_markdown
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
 from compress.errors import EngineError, EngineUnavailableError

@@ -12,8 +12,7 @@ from compress.engines.registry import suits, target_of
 from compress.errors import EngineError
 from compress.export.names import module_of
 from compress.graph.ops import onnx_operators
-from compress.measure.latency import cpu_time, disturbance
-from compress.measure.layer_times import measure_engine_layers
+from compress.measure.latency import cpu_time, disturbance, measure_engine_layers
 from compress.measure.metric import Metric
 from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles

@@ -20,8 +20,7 @@ from compress.errors import QuantizationError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure.accuracy import EngineFigures, compare_figures
-from compress.measure.latency import Latency, time_files
-from compress.measure.layer_times import measure_engine_layers
+from compress.measure.latency import Latency, measure_engine_layers, time_files
 from compress.measure.spec import BenchSpec
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import Run
@@ -30,7 +29,7 @@ from compress.pipeline.steps.ptq import calibration_images
 from compress.pipeline.steps.slower import precision_of
 from compress.pipeline.studies.sensitivity import Measured
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
+from compress.quantization.sensitivity.sensitivity import FLOAT, front, mixed_spec
 from compress.quantization.spec import TARGETS, QuantSpec, Rule
 from compress.records.files import SLOWER
 from compress.records.rows import MixedRow, SlowRow

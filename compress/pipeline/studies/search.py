@@ -20,8 +20,7 @@ from compress.pipeline.steps.training import build_float, float_step
 from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
-from compress.search.front import Front
-from compress.search.outcome import Attempt, Bound, Outcome, after, best, order
+from compress.search.front import Attempt, Bound, Front, Outcome, after, best, order
 from compress.search.search import check_request, search
 from compress.search.space import make_space
 from compress.search.structure import analyse

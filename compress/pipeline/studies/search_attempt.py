@@ -18,9 +18,8 @@ from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
 from compress.recipe.tree import Recipe
-from compress.search.front import Front, Point
+from compress.search.front import Attempt, Front, Point
 from compress.search.lab import quantization_of, sparsity_spec, time_ratio
-from compress.search.outcome import Attempt
 from compress.search.space import sparse_layers
 from compress.training.checkpoint import save_model
 from compress.training.spec import TrainSpec

@@ -26,10 +26,10 @@ from compress.pipeline.steps.training import build_float, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.rules import LayerSettings
-from compress.quantization.sensitivity.mixed import everywhere
 from compress.quantization.sensitivity.sensitivity import (
     LayerSensitivity,
     Sensitivity,
+    everywhere,
     layer_settings,
     sensitivity,
 )

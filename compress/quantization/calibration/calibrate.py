@@ -24,16 +24,14 @@ from compress.graph.isolation import alone
 from compress.graph.ops import Watching, tensor_of
 from compress.graph.report import attach_report
 from compress.graph.traits import AVERAGES
-from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import HistogramCalibrator, calibrator_for
+from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
 from compress.quantization.calibration.histogram import Histogram
-from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.values import always_zero
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.quantizer import Collector, Quantizer, quantizers
+from compress.quantization.quantizer import Collector, Quantizer, quantizers, weight_quantizer_of
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
 from compress.support.imports import any_failure
 from compress.support.progress import NoProgress, Progress

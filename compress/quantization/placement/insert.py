@@ -14,14 +14,13 @@ from compress.graph.fold import fold_batchnorm, fold_constants
 from compress.graph.inputs import Inputs, as_inputs, bound_to_size, device_of
 from compress.graph.isolation import alone
 from compress.graph.report import attach_report, report_of
-from compress.quantization.modules import quantized_layer
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.equalize import equalize, replace_relu6
 from compress.quantization.ptq.moments import batchnorm_moments
 from compress.quantization.ptq.ranges import ensure_biases
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.quantizer import Quantizer, quantized_layer
 from compress.quantization.report import Prepared, QuantizationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
 

@@ -10,8 +10,8 @@ from torch import fx
 from compress.graph.ops import altered, node_kind, node_module
 from compress.graph.report import Leaf, leaves_of
 from compress.graph.traits import WEIGHTED
-from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
+from compress.quantization.quantizer import can_quantize, weight_axis
 
 
 def read_fx(graph_module: fx.GraphModule) -> GraphView:

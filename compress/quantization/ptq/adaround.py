@@ -35,9 +35,9 @@ from compress.files import replacing
 from compress.graph.modules import stored_name
 from compress.graph.ops import module_kind, node_kind, tensor_of
 from compress.kernels.memory_format import along_axis
-from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.ptq.walk import Visit, walk
+from compress.quantization.quantizer import weight_quantizer_of
 from compress.quantization.report import Rounding, placement_of
 from compress.quantization.spec import AdaRoundSpec
 from compress.support.progress import NoProgress, Progress

@@ -28,11 +28,10 @@ from compress.graph.modules import stored_name
 from compress.graph.ops import node_module
 from compress.kernels.memory_format import along_axis
 from compress.quantization.learned import learned_fake_quantize
-from compress.quantization.modules import _QuantWeight, weight_quantizer_of
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.adaround import CHECK_EVERY, beta_at, inverse_rounding, soft_rounding
 from compress.quantization.ptq.walk import calibration_inputs
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers, weight_quantizer_of
 from compress.quantization.report import Reconstruction
 from compress.quantization.spec import AdaRoundSpec, ReconstructSpec
 from compress.support.progress import NoProgress, Progress

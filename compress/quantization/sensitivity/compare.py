@@ -21,8 +21,8 @@ from compress.graph.compare import module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, flat_tensors, model_inputs
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
-from compress.quantization.modules import weight_quantizer_of
 from compress.quantization.placement.decisions import Placement
+from compress.quantization.quantizer import weight_quantizer_of
 from compress.quantization.report import placement_of
 from compress.support.meters import MeanOf, TaskMetric, task_metric
 

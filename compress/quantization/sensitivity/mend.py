@@ -25,8 +25,7 @@ from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
-from compress.quantization.sensitivity.mixed import FLOAT, choose_formats, everywhere, format_rule
-from compress.quantization.sensitivity.sensitivity import layer_settings
+from compress.quantization.sensitivity.sensitivity import FLOAT, choose_formats, everywhere, format_rule, layer_settings
 from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import NoProgress, Progress
 

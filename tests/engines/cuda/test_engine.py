@@ -15,8 +15,7 @@ from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan_file import Machine, default_path, plan_beside, read_plan
-from compress.engines.cuda.program import Program, faster_program
+from compress.engines.cuda.program import Machine, Program, default_path, faster_program, plan_beside, read_plan
 from compress.engines.cuda.tuning import signature
 from compress.errors import EngineError, EngineUnavailableError
 from tests.engines.cuda.qdq import Builder

@@ -23,7 +23,6 @@ from compress import (
     quantize,
 )
 from compress.errors import QuantizationError
-from compress.quantization.modules import _QuantWeight, quantized_layer
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.ptq.adaround import (
     adaround,
@@ -38,7 +37,7 @@ from compress.quantization.ptq.adaround import (
 from compress.quantization.ptq.bias_correction import expected_shift
 from compress.quantization.ptq.moments import clipped_normal
 from compress.quantization.ptq.reconstruct import block_module, blocks, images_of_a_step
-from compress.quantization.quantizer import quantizers
+from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
 from compress.quantization.sensitivity.compare import sqnr
 from compress.support.progress import NoProgress
 from tests.networks import network, tiny

@@ -18,8 +18,7 @@ from compress.quantization.placement.insert import float_graph
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.sensitivity.mixed import choose_formats, everywhere, front, mixed_spec
-from compress.quantization.sensitivity.sensitivity import layer_settings
+from compress.quantization.sensitivity.sensitivity import choose_formats, everywhere, front, layer_settings, mixed_spec
 from tests.networks import network
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops import apply
-from compress.engines.cuda.onnx_ops.shapes import pads_of
+from compress.engines.cuda.onnx_ops import apply, pads_of
 from compress.engines.cuda.plan.stem import PackImage, overlapping_rows, pack_stems
 from compress.engines.cuda.plan.steps import (
     Attention,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops.shapes import axes_of
+from compress.engines.cuda.onnx_ops import axes_of
 from compress.engines.cuda.plan.activation import NONE, recognize_activations
 from compress.engines.cuda.plan.attention import match_attention
 from compress.engines.cuda.plan.graph import Graph, Node, read_graph

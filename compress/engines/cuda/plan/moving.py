@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops import apply
-from compress.engines.cuda.onnx_ops.shapes import pads_of
+from compress.engines.cuda.onnx_ops import apply, pads_of
 from compress.engines.cuda.plan.graph import Graph, Node, sorted_nodes, without_dead
 from compress.engines.cuda.plan.quantizers import MOVES, TAKES, Grid
 
