@@ -66,7 +66,7 @@ _COMMANDS = {
     ),
     "erf": Entry(
         "compress.cli.receptive_field:erf",
-        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as pictures and numbers.",
+        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as figures and numbers.",
     ),
     "roofline": Entry(
         "compress.cli.roofline:roofline",
@@ -78,7 +78,7 @@ _COMMANDS = {
     ),
     "predict": Entry(
         "compress.cli.export:predict",
-        "Classes, masks or boxes of pictures, by a run's file on an engine.",
+        "Classes, masks or boxes of images, by a run's file on an engine.",
     ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
     "doctor": Entry(

@@ -35,7 +35,7 @@ def bench(
     end_to_end: Annotated[
         bool,
         typer.Option(
-            "--end-to-end", metavar="", help="From pictures to classes: decoding, preprocessing, engine, top 5."
+            "--end-to-end", metavar="", help="From images to classes: decoding, preprocessing, engine, top 5."
         ),
     ] = False,
     images: Annotated[
@@ -128,7 +128,7 @@ def _end_to_end(
         print_json({**found.to_dict(), "figure": None if drawn is None else str(drawn)})
         return
     columns = ("variant and engine", "batch", *(f"{stage} ms" for stage in STAGES), "all ms", "engine's share")
-    print_table("from pictures to classes", columns, map(_stages, found.results), numbers=columns[1:])
+    print_table("from images to classes", columns, map(_stages, found.results), numbers=columns[1:])
     for method in dict.fromkeys(row.method for row in found.results):
         OUT.print(method, highlight=False)
     for name, reason in found.unavailable.items():

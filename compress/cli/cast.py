@@ -66,5 +66,5 @@ def cast(
         f"{precision}; {len(casting.kept)} stay float32; {casting.casts} Casts"
     )
     if done.sqnr_db is not None:
-        OUT.print(f"against float32: {done.sqnr_db:.1f} dB as the file says, ranges of {done.images} pictures")
+        OUT.print(f"against float32: {done.sqnr_db:.1f} dB as the file says, ranges of {done.images} images")
     OUT.print(str(done.path), highlight=False, soft_wrap=True)

@@ -34,7 +34,7 @@ _WIDE = 140
 
 OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
 ERRORS = Console(stderr=True, markup=False, emoji=False)
-"""Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no picture."""
+"""Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no image."""
 
 _VERBOSE_S = 1.0
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}

@@ -70,7 +70,7 @@ def bundle(
 
 def predict(
     folder: FolderArgument,
-    images: Annotated[list[Path], typer.Argument(help="Files or folders of pictures.")],
+    images: Annotated[list[Path], typer.Argument(help="Files or folders of images.")],
     engine: Annotated[str, typer.Option(help="Engine that runs the network.")] = "openvino",
     variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
     out: Annotated[

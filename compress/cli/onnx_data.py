@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from compress.cli.options import sides_of
-from compress.data.files import Layout, PictureInput, unlabelled
+from compress.data.files import ImageInput, Layout, unlabelled
 from compress.data.preprocessing import Preprocessing
 from compress.engines.onnx_file import read_onnx
 from compress.errors import RecipeError
@@ -20,34 +20,32 @@ from compress.recipe.tree import load_recipe
 
 _ONNX = "ONNX files"
 BATCH = 8
-"""Pictures of one batch."""
+"""Images of one batch."""
 
 FileOption = Annotated[Path | None, typer.Option("--onnx", help="A float ONNX file.", rich_help_panel=_ONNX)]
 DataOption = Annotated[
     str | None,
     typer.Option(
-        "--data", help="A folder of pictures, an .npz of inputs, or package.module:function.", rich_help_panel=_ONNX
+        "--data", help="A folder of images, an .npz of inputs, or package.module:function.", rich_help_panel=_ONNX
     ),
 ]
 TargetOption = Annotated[str | None, typer.Option("--target", help=", ".join(TARGETS), rich_help_panel=_ONNX)]
 SizeOption = Annotated[
     str | None,
     typer.Option(
-        "--size", help="Pictures: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
+        "--size", help="Images: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
     ),
 ]
 MeanOption = Annotated[
     str | None,
-    typer.Option(
-        "--mean", help="Pictures: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX
-    ),
+    typer.Option("--mean", help="Images: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX),
 ]
 StdOption = Annotated[
     str | None,
-    typer.Option("--std", help="Pictures: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
+    typer.Option("--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
 ]
-LayoutOption = Annotated[str, typer.Option("--layout", help="Pictures: NCHW or NHWC.", rich_help_panel=_ONNX)]
-ChannelsOption = Annotated[str, typer.Option("--channels", help="Pictures: RGB or BGR.", rich_help_panel=_ONNX)]
+LayoutOption = Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)]
+ChannelsOption = Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)]
 MetricOption = Annotated[
     str | None,
     typer.Option(
@@ -71,7 +69,7 @@ AgainOption = Annotated[
     ),
 ]
 ImagesOption = Annotated[
-    int | None, typer.Option("--images", help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
+    int | None, typer.Option("--images", help="Images to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]
 
 
@@ -92,18 +90,14 @@ def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, imag
     return spec if images is None else replace(spec, calibration_images=images)
 
 
-def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[Any]:
+def batches_of(data: str | None, form: ImageInput, images: int) -> Iterable[Any]:
     """The batches that `--data` names."""
     if data is None:
-        raise RecipeError(
-            "--onnx needs --data: a folder of pictures, an .npz file of inputs, or package.module:function"
-        )
+        raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
     return unlabelled(data, form, limit=images, batch_size=BATCH)
 
 
-def form_of(
-    file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str
-) -> PictureInput:
+def form_of(file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str) -> ImageInput:
     """The preprocessing that the options name, else that of the file."""
     orders: dict[str, Layout] = {"NCHW": "NCHW", "NHWC": "NHWC"}
     colours: dict[str, Literal["RGB", "BGR"]] = {"RGB": "RGB", "BGR": "BGR"}
@@ -115,9 +109,9 @@ def form_of(
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
 
 
-def _form_in(file: Path, layout: Layout) -> PictureInput:
+def _form_in(file: Path, layout: Layout) -> ImageInput:
     """That of the file's metadata, else the usual one at the input's size."""
-    found, form = read_onnx(file), PictureInput(layout=layout)
+    found, form = read_onnx(file), ImageInput(layout=layout)
     text = found.metadata.get(PREPROCESSING_KEY)
     if text is not None:
         said = Preprocessing.from_json(text)

@@ -80,7 +80,7 @@ def erf(
     ] = None,
     images: Annotated[int, typer.Option(min=1, max=COUNT, help="How many images to average over.")] = 16,
     data: Annotated[str, typer.Option(help="Without a recipe: shapes, digits or noise.")] = "shapes",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pictures.")] = Path("runs/erf"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures.")] = Path("runs/erf"),
     as_json: JsonOption = False,
 ) -> None:
     """Measure effective receptive fields."""
@@ -109,7 +109,7 @@ def erf(
         print_json({**files, "weights": weights_text(parsed)})
         return
     OUT.print(f"network: {parsed.model.name}, {weights_text(parsed)}", highlight=False, soft_wrap=True)
-    OUT.print(f"picture: {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
+    OUT.print(f"image:   {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
 
 
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:

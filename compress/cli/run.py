@@ -171,7 +171,7 @@ def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool)
     )
     if check.written_db is not None:
         there = f", {check.engine_db:.1f} dB on {check.engine}" if check.engine_db is not None else ""
-        OUT.print(f"against float: {check.written_db:.1f} dB as the file says{there} ({check.images} pictures)")
+        OUT.print(f"against float: {check.written_db:.1f} dB as the file says{there} ({check.images} images)")
     if check.warning:
         OUT.print(f"[red]warning[/] {escape(check.warning)}", markup=True)
     OUT.print(f"{done.path}\n{folder / 'placement.csv'}", highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureInput:
+class ImageInput:
     """An image as input: resized, cropped, (pixel / 255 - mean) / std.
 
     Attributes:
@@ -65,7 +65,7 @@ class PictureInput:
         return x.permute(1, 2, 0).contiguous() if self.layout == "NHWC" else x
 
 
-class Pictures:
+class ImageFolder:
     """The images of a folder, to any depth, in batches, read when asked for.
 
     Args:
@@ -75,12 +75,12 @@ class Pictures:
         DataError: no such folder, or no image in it.
     """
 
-    def __init__(self, folder: Path, form: PictureInput, *, limit: int, batch_size: int) -> None:
+    def __init__(self, folder: Path, form: ImageInput, *, limit: int, batch_size: int) -> None:
         if not folder.is_dir():
             raise DataError(
-                f"{folder} does not exist; give a folder of pictures, an .npz file or package.module:function"
+                f"{folder} does not exist; give a folder of images, an .npz file or package.module:function"
             )
-        found = pictures_in(folder)
+        found = images_in(folder)
         places = np.linspace(0, len(found) - 1, min(limit, len(found))).round().astype(int)
         self.paths = [found[i] for i in dict.fromkeys(places.tolist())]
         self.form, self.batch_size = form, batch_size
@@ -94,7 +94,7 @@ class Pictures:
             yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
 
 
-def pictures_in(folder: Path) -> list[Path]:
+def images_in(folder: Path) -> list[Path]:
     """The image files of a folder, to any depth, sorted.
 
     Raises:
@@ -102,11 +102,11 @@ def pictures_in(folder: Path) -> list[Path]:
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
     if not found:
-        raise DataError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
+        raise DataError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
     return found
 
 
-def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) -> Iterable[Any]:
+def unlabelled(source: str, form: ImageInput, *, limit: int, batch_size: int) -> Iterable[Any]:
     """Batches of a folder, an .npz file or a function.
 
     `source`: a folder, a path that ends in .npz, or `package.module:function`; `form` and `limit` are for files.
@@ -119,7 +119,7 @@ def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) 
         return _arrays(path, limit, batch_size)
     if not path.exists() and _FUNCTION.fullmatch(source):
         return _called(source)
-    return Pictures(path, form, limit=limit, batch_size=batch_size)
+    return ImageFolder(path, form, limit=limit, batch_size=batch_size)
 
 
 def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarray[Any, Any]]]:

@@ -153,7 +153,7 @@ _WAVES = {
 
 TONES = ("warm", "cool")
 
-# Layers from back to front. SIZES: half of the side, where the picture's half is 1.
+# Layers from back to front. SIZES: half of the side, where the image's half is 1.
 _LUMPS, _PLAIN, _COVERS = 2, 3, 1
 OBJECT = _LUMPS + _PLAIN
 LAYERS = OBJECT + 1 + _COVERS
@@ -327,7 +327,7 @@ MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
 _FIRST_VAL = 1 << 40
 _NOISE_BITS = 21
-_FULL_NOISE_SIZE = 128  # a smaller picture has fewer pixels to average over, and gets less noise in proportion
+_FULL_NOISE_SIZE = 128  # a smaller image has fewer pixels to average over, and gets less noise in proportion
 
 
 def shapes_data(spec: DataSpec) -> DataSet:

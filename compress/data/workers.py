@@ -118,7 +118,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """
     ready: queue.Queue[Any] = queue.Queue(DEPTH)
     stop = threading.Event()
-    thread = threading.Thread(target=_make, args=(batches, device, ready, stop), name="compress-pictures", daemon=True)
+    thread = threading.Thread(target=_make, args=(batches, device, ready, stop), name="compress-images", daemon=True)
     thread.start()
     try:
         while (found := ready.get()) is not None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Suppression:
-    """Which boxes of a picture remain.
+    """Which boxes of an image remain.
 
     Attributes:
         least_score: exclusive.
         overlap: with a better box of the class above which one goes.
-        most: in a picture.
+        most: in an image.
     """
 
     least_score: float

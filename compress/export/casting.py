@@ -546,7 +546,7 @@ class _Caster:
         for i, node in enumerate(self.nodes):
             if i in self.kept or not self.roles[i][1]:
                 continue
-            reason = f"{node.op_type} may end beyond {self.name}, and no pictures were given to tell"
+            reason = f"{node.op_type} may end beyond {self.name}, and no images were given to tell"
             if self._squares(node):
                 self._to_division(i, reason)
             elif node.op_type in _RISKY:

@@ -33,7 +33,7 @@ STAGES: tuple[Stage, ...] = ("decode", "preprocess", "engine", "postprocess")
 TOP = 5
 _QUIET = NoProgress()
 
-Picture = bytes | NDArray[np.uint8]
+Source = bytes | NDArray[np.uint8]
 """Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding."""
 Ready = bytes | Image.Image | Tensor
 """An image as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU."""
@@ -69,7 +69,7 @@ class EndToEnd:
 
 def measure_end_to_end(
     engines: Mapping[str, Engine],
-    pictures: Sequence[Picture],
+    images: Sequence[Source],
     *,
     batch_size: int = 1,
     preprocessing: Preprocessing | None = None,
@@ -84,7 +84,7 @@ def measure_end_to_end(
 
     Args:
         engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
-        pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
+        images: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
         batch_size: images of one run.
         preprocessing: None = that of each engine's own file.
         device: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
@@ -100,12 +100,12 @@ def measure_end_to_end(
             not here.
     """
     check_numbers("measure_end_to_end", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
-    _check(engines, pictures, device, max_pixels)
-    encoded = isinstance(pictures[0], bytes)
-    chosen = [pictures[i % len(pictures)] for i in range(batch_size)]
+    _check(engines, images, device, max_pixels)
+    encoded = isinstance(images[0], bytes)
+    chosen = [images[i % len(images)] for i in range(batch_size)]
     where = torch.device(device)
     batch = ready([p if isinstance(p, bytes) else Image.fromarray(p) for p in chosen], where)
-    by_gpu = any(isinstance(picture, Tensor) for picture in batch)
+    by_gpu = any(isinstance(image, Tensor) for image in batch)
     timed = {
         label: partial(_stamps, engine, batch, _prepared(engine, label, batch_size, preprocessing), where, max_pixels)
         for label, engine in engines.items()
@@ -123,22 +123,20 @@ def measure_end_to_end(
     return tuple(replace(result, method=result.method + warning) for result in results)
 
 
-def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: str, max_pixels: int) -> None:
+def _check(engines: Mapping[str, Engine], images: Sequence[Source], device: str, max_pixels: int) -> None:
     if not engines:
         raise EngineError("measure_end_to_end: there is no engine to measure")
     if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
         raise EngineError(f"measure_end_to_end: device is {device!r}, and torch sees no such GPU here; give 'cpu'")
-    if not pictures:
-        raise DataError("measure_end_to_end: there are no pictures; give JPEG or PNG files, or arrays of pixels")
-    if len({isinstance(picture, bytes) for picture in pictures}) > 1:
-        raise DataError("measure_end_to_end: some pictures are encoded and some are pixels; give one kind")
-    for index, picture in enumerate(pictures):
-        if isinstance(picture, bytes):
-            decode([picture], first=index, max_pixels=max_pixels)
-        elif picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-            raise DataError(
-                f"picture {index} is {picture.dtype} of shape {picture.shape}; allowed are uint8 of (H, W, 3)"
-            )
+    if not images:
+        raise DataError("measure_end_to_end: there are no images; give JPEG or PNG files, or arrays of pixels")
+    if len({isinstance(image, bytes) for image in images}) > 1:
+        raise DataError("measure_end_to_end: some images are encoded and some are pixels; give one kind")
+    for index, image in enumerate(images):
+        if isinstance(image, bytes):
+            decode([image], first=index, max_pixels=max_pixels)
+        elif image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise DataError(f"image {index} is {image.dtype} of shape {image.shape}; allowed are uint8 of (H, W, 3)")
 
 
 def _prepared(
@@ -146,7 +144,7 @@ def _prepared(
 ) -> tuple[Preprocessing, TensorInfo]:
     """The preprocessing and input of an engine, checked against each other."""
     if len(engine.inputs) != 1:
-        raise EngineError(f"{label} takes {len(engine.inputs)} inputs; pictures are made for one")
+        raise EngineError(f"{label} takes {len(engine.inputs)} inputs; images are made for one")
     text = engine.metadata.get(PREPROCESSING_KEY)
     if given is None and text is None:
         raise EngineError(
@@ -171,7 +169,7 @@ def _stamps(
 ) -> tuple[int, ...]:
     preprocessing, tensor = prepared
     begin = time.perf_counter_ns()
-    images = decoded_pictures(batch, device, max_pixels)
+    images = decoded_images(batch, device, max_pixels)
     decoded = time.perf_counter_ns()
     answer = _engine_call(engine, tensor, images, preprocessing, device)
     ready = time.perf_counter_ns()
@@ -183,36 +181,36 @@ def _stamps(
     return decoded - begin, ready - decoded, answered - ready, end - answered
 
 
-def ready(pictures: Sequence[bytes | Image.Image], device: torch.device) -> list[Ready]:
+def ready(images: Sequence[bytes | Image.Image], device: torch.device) -> list[Ready]:
     """Images as a run takes them: files that a GPU decodes as tensors (bytes,) uint8, others as they are."""
     if device.type == "cpu":
-        return list(pictures)
-    found = [for_decoder(picture) if isinstance(picture, bytes) else picture for picture in pictures]
+        return list(images)
+    found = [for_decoder(image) if isinstance(image, bytes) else image for image in images]
     try:
-        decode_jpegs([picture for picture in found if isinstance(picture, Tensor)], device)
+        decode_jpegs([image for image in found if isinstance(image, Tensor)], device)
     except RuntimeError:  # a torchvision without nvJPEG, or a file that it fails on
-        return list(pictures)
+        return list(images)
     return found
 
 
-def for_decoder(picture: bytes) -> bytes | Tensor:
+def for_decoder(image: bytes) -> bytes | Tensor:
     """A file as a tensor (bytes,) uint8, if nvJPEG reads it as Pillow does; else as it is."""
-    content = np.frombuffer(picture, dtype=np.uint8)
-    with open_image(io.BytesIO(picture)) as header:
-        return picture if refusal(header, content) else torch.from_numpy(content.copy())
+    content = np.frombuffer(image, dtype=np.uint8)
+    with open_image(io.BytesIO(image)) as header:
+        return image if refusal(header, content) else torch.from_numpy(content.copy())
 
 
-def decoded_pictures(batch: Sequence[Ready], device: torch.device, max_pixels: int) -> list[Image.Image | Tensor]:
+def decoded_images(batch: Sequence[Ready], device: torch.device, max_pixels: int) -> list[Image.Image | Tensor]:
     """RGB images: Pillow's, or tensors (3, H, W) uint8 on `device`."""
-    files = [picture for picture in batch if isinstance(picture, Tensor)]
+    files = [image for image in batch if isinstance(image, Tensor)]
     by_device = iter(decode_jpegs(files, device) if files else ())
     images = [
         next(by_device)
-        if isinstance(picture, Tensor)
-        else decode([picture], max_pixels=max_pixels)[0]
-        if isinstance(picture, bytes)
-        else picture
-        for picture in batch
+        if isinstance(image, Tensor)
+        else decode([image], max_pixels=max_pixels)[0]
+        if isinstance(image, bytes)
+        else image
+        for image in batch
     ]
     if files and device.type != "cpu":
         torch.cuda.synchronize(device)
@@ -237,11 +235,11 @@ def _engine_call(
     return lambda: engine.run({tensor.name: array})[name]
 
 
-def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
+def decode(images: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
     """Decode JPEG or PNG files to RGB images (DataError: Pillow cannot read one)."""
     return [
-        read_image(io.BytesIO(content), name=f"picture {index}", max_pixels=max_pixels)
-        for index, content in enumerate(pictures, start=first)
+        read_image(io.BytesIO(content), name=f"image {index}", max_pixels=max_pixels)
+        for index, content in enumerate(images, start=first)
     ]
 
 
@@ -307,7 +305,7 @@ def _result(
         p50_ms=float(np.median(times[:, kept].sum(axis=1))),
         runs=len(runs),
         method=(
-            f"medians of {len(runs)} runs, {among} variants in turn, the same pictures in each; {source} "
-            f"to softmax and top {TOP}; pictures {decoded}resized and normalized {place}"
+            f"medians of {len(runs)} runs, {among} variants in turn, the same images in each; {source} "
+            f"to softmax and top {TOP}; images {decoded}resized and normalized {place}"
         ),
     )

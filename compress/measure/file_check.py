@@ -55,7 +55,7 @@ class FileCheck:
 def check_onnx(
     float_path: Path | str, path: Path | str, batch: Any, *, target: str, ops: Sequence[Path | str] = ()
 ) -> FileCheck:
-    """Compare a quantized file with float on the first pictures of a batch.
+    """Compare a quantized file with float on the first images of a batch.
 
     Outputs that are no floats, whose size depends on values, or that are zero in float are left out.
 

@@ -107,7 +107,7 @@ def cast_onnx(
             f"the outputs keep {db:.0f} dB of float32; most is lost at {', '.join(lost) or 'no one operation'}"
         )
     if data is None:
-        notes.append("no pictures were given: constants and operators alone decided what stays float32")
+        notes.append("no images were given: constants and operators alone decided what stays float32")
     return CastFile(
         path=save_model(source, target), casting=casting, images=images, sqnr_db=db, notes=(*notes, *casting.notes())
     )

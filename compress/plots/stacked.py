@@ -35,7 +35,7 @@ def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
             width = result.stage_ms[stage] / result.batch_size
             named = None if stage in drawn else title
             bars = axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=named)
-            tip(bars[0], f"{result.label}, {title}: {width:.3g} ms a picture")
+            tip(bars[0], f"{result.label}, {title}: {width:.3g} ms an image")
             if width >= _READABLE * longest * (2 if form.narrow else 1):
                 shade = LIGHT["ink"] if stage == "preprocess" else LIGHT["paper"]
                 text = f"{result.share(stage):.0%}"
@@ -45,7 +45,7 @@ def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
         axes.text(left + 0.015 * longest, y, f"{left:.3g} ms", va="center", fontsize=8)
     name_rows(axes, [_name(result, form) for result in results], end=(1.35 if form.narrow else 1.15) * longest)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel("ms a picture" if form.narrow else "ms a picture, to its classes; median of each stage")
+    axes.set_xlabel("ms an image" if form.narrow else "ms an image, to its classes; median of each stage")
     figure.legend(loc="outside lower left", ncols=2 if form.narrow else 4, handlelength=1.0)
     return figure
 

@@ -291,7 +291,7 @@ _RADIUS = {"front": 5.5, "chosen": 8.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A point of the picture.
+    """A point of the figure.
 
     Attributes:
         x: time over that of the float network.

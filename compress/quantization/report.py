@@ -253,7 +253,7 @@ class QuantizationReport(GraphReport):
         ranges = None if self.calibration is None else self.calibration.compared
         if ranges is not None and ranges.worse:
             found.append(
-                f"with activations' calibrator {ranges.methods[0]} the outputs on the calibration pictures have "
+                f"with activations' calibrator {ranges.methods[0]} the outputs on the calibration images have "
                 f"{ranges.sqnr_db:.1f} dB against the float network, with {DEFAULT_CALIBRATOR} "
                 f"{ranges.plain_sqnr_db:.1f} dB: the network is {_why(ranges)}; leave "
                 "quantization.activations.calibrator out, unless its accuracy on an engine says otherwise"
@@ -262,7 +262,7 @@ class QuantizationReport(GraphReport):
             keys = " and ".join(f"quantization.{name}" for name in seen.methods)
             back = " and ".join(f"quantization.{name}" for name in seen.taken_back)
             found.append(
-                f"with {keys} the outputs on the calibration pictures have {seen.sqnr_db:.1f} dB against the float "
+                f"with {keys} the outputs on the calibration images have {seen.sqnr_db:.1f} dB against the float "
                 f"network, without {seen.plain_sqnr_db:.1f} dB: the network is {_why(seen)}; "
                 + (f"{back} taken back (quantization.insist: true keeps all)" if back else "take it out")
             )

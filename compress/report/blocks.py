@@ -94,7 +94,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A picture of a gallery.
+    """An image of a gallery.
 
     Attributes:
         data: JPEG.
@@ -107,16 +107,16 @@ class Shown:
 
     @property
     def address(self) -> str:
-        """The picture as a data URL."""
+        """The image as a data URL."""
         return f"data:image/jpeg;base64,{base64.b64encode(self.data).decode()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gallery:
-    """Pictures in rows under columns.
+    """Images in rows under columns.
 
     Attributes:
-        rows: None where there is no picture.
+        rows: None where there is no image.
     """
 
     columns: tuple[str, ...]

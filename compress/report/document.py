@@ -48,7 +48,7 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         Section("results", "Results", tuple(_results(run, drawn))),
         *predictions_section(run, drawn.get("precision")),
         *(
-            [Section("end-to-end", "From pictures to classes", tuple(_figure(drawn, "end_to_end")))]
+            [Section("end-to-end", "From images to classes", tuple(_figure(drawn, "end_to_end")))]
             if run.end_to_end is not None
             else []
         ),

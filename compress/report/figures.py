@@ -66,7 +66,7 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
             drawn["block"] = _picture("block", "A block with its quantizers", _block(run.block))
         if run.end_to_end is not None:
             stages = _end_to_end(run.end_to_end.results)
-            drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", stages)
+            drawn["end_to_end"] = _picture("end_to_end", "Where the time of an image goes", stages)
         if run.precision:
             drawn["precision"] = _picture("precision", "Precision by recall", _precision(run))
         if any(engine.layers for engine in run.engines):

@@ -1,4 +1,4 @@
-"""Receptive fields as files: the theoretical table; pictures and page of effective fields."""
+"""Receptive fields as files: the theoretical table; figures and page of effective fields."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def _lighter(picture: bytes) -> bytes:
 
 
 def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: float = 0.8) -> Path:
-    """Write an endless GIF whose last picture is shown three times as long."""
+    """Write an endless GIF whose last frame is shown three times as long."""
     frames = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
     size = frames[-1].size
     frames = [f.resize(size) if f.size != size else f for f in frames]

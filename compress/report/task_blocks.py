@@ -95,7 +95,7 @@ def prediction_blocks(run: RunData) -> Iterator[Block]:
         rows.append(tuple(shown))
     titles = tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
     yield Gallery(columns=titles, rows=tuple(rows), legend=class_colours(run))
-    yield Text("Pictures spread evenly over the evaluation split, chosen before anything was measured.", note=True)
+    yield Text("Images spread evenly over the evaluation split, chosen before anything was measured.", note=True)
 
 
 def _bytes(run: RunData, file: str) -> bytes | None:

@@ -102,7 +102,7 @@ class Lab:
 
     @cached_property
     def images(self) -> Tensor:
-        """All pictures held back, as many as fill whole runs."""
+        """All images held back, as many as fill whole runs."""
         images = torch.cat([batch.cpu() for batch in self.held])
         whole = max(len(images) // self.spec.batch_size, 1) * self.spec.batch_size
         return images.repeat(-(-whole // len(images)), *[1] * (images.ndim - 1))[:whole]
@@ -232,7 +232,7 @@ def time_ratio(value: Latency, reference: Latency) -> float:
 
 
 def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
-    """The engine's outputs for the pictures held back."""
+    """The engine's outputs for the images held back."""
     name = engine.inputs[0].name
     rows = [engine.run({name: part.numpy()}) for part in lab.images.split(lab.spec.batch_size)]
     return [torch.from_numpy(np.concatenate([np.asarray(r[o.name]) for r in rows])).float() for o in engine.outputs]

@@ -119,7 +119,7 @@ TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntim
 STUDY = "search"
 Role = Literal["all", "worker"]
 _BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-_HELD = 4  # one picture of so many is held back
+_HELD = 4  # one image of so many is held back
 
 
 def search(
@@ -289,9 +289,9 @@ def _lab(
 ) -> Lab:
     structure = analyse(model, example_inputs)
     space = make_space(structure, spec, engine, block=block)
-    pictures = _pictures(model, batches, spec.images)
-    held = max(1, len(pictures) // _HELD)
-    fit, rest = pictures[held:], pictures[:held]
+    images = _images(model, batches, spec.images)
+    held = max(1, len(images) // _HELD)
+    fit, rest = images[held:], images[:held]
     size = min(32, len(fit))
     learnt = [part for part in fit.split(size) if len(part) == size]
     target = TARGETS.get(engine, "tensorrt")
@@ -308,22 +308,22 @@ def _lab(
     )
 
 
-def _pictures(model: nn.Module, batches: Batches, count: int) -> Tensor:
+def _images(model: nn.Module, batches: Batches, count: int) -> Tensor:
     parts: list[Tensor] = []
     for batch in batches:
         inputs = model_inputs(model, batch)
         if len(inputs) != 1:
-            raise SearchError(f"the model takes {len(inputs)} inputs: search takes networks of one input of pictures")
+            raise SearchError(f"the model takes {len(inputs)} inputs: search takes networks of one input of images")
         parts.append(inputs[0])
         if sum(map(len, parts)) >= count:
             break
     if sum(map(len, parts)) < 2 * _HELD:
-        raise SearchError(f"search got {sum(map(len, parts))} pictures: give {2 * _HELD} or more, better some hundreds")
-    pictures = torch.cat(parts)[:count].to(device_of(model))
-    if not bool(pictures.isfinite().all()):
-        raise SearchError("the pictures hold values that are NaN or infinite")
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))  # loaders are often by class
-    return pictures[order]
+        raise SearchError(f"search got {sum(map(len, parts))} images: give {2 * _HELD} or more, better some hundreds")
+    images = torch.cat(parts)[:count].to(device_of(model))
+    if not bool(images.isfinite().all()):
+        raise SearchError("the images hold values that are NaN or infinite")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # loaders are often by class
+    return images[order]
 
 
 def _check_reachable(timed: Timed, latency: float | None) -> None:

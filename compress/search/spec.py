@@ -27,7 +27,7 @@ class SearchSpec:
         criterion: which channels of a group go first: those of the least `magnitude`, the least scale of `batchnorm`,
             the least change of the loss by first order (`taylor`) or second order (`fisher`), or those that the next
             layers' outputs need least (`reconstruction`, as in ThiNet).
-        images: pictures of the training split that the search looks at, without their labels; a quarter of them is kept
+        images: images of the training split that the search looks at, without their labels; a quarter of them is kept
             for measuring.
         reconstruction_steps: optimizer steps by which a candidate's layers learn the float network's outputs again,
             before it is judged; 0 = BatchNorm's statistics are measured again and that is all.

@@ -1,1 +1,1 @@
-"""Loss, metric and pictures of each task."""
+"""Loss, metric and images of each task."""

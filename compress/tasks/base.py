@@ -109,7 +109,7 @@ class Task:
         distance: (outputs, teacher's, temperature) -> mean distance.
         check: raises ModelError for wrong outputs (outputs, images).
         correct: (outputs, targets) -> correct images; None = not counted.
-        draw: (images (N, 3, H, W) uint8, outputs or None, targets or None) -> pictures (N, 3, k H, k W) uint8, k whole;
+        draw: (images (N, 3, H, W) uint8, outputs or None, targets or None) -> images (N, 3, k H, k W) uint8, k whole;
             or None.
         evidence: makes what collects each image's contribution to the metric, or None.
     """

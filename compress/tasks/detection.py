@@ -185,7 +185,7 @@ Decode = Callable[[Outputs], Found]
 _NAMES = {"map": "map", "map_50": "map50", "map_75": "map75"}
 _DRAWN_SCORE = 0.4
 _DRAWN_SIDE = 256
-"""Pixels of the shorter side of a picture in which names of about 10 pixels can be read."""
+"""Pixels of the shorter side of an image in which names of about 10 pixels can be read."""
 _MARGIN = 2
 _BRIGHT = 140
 _OVERLAPS, _RECALLS = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101).tolist()
@@ -337,25 +337,25 @@ def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: A
     colours = [tuple(colour) for colour in palette(len(labels)).tolist()]
     drawn = []
     for pixels, row in zip(large.movedim(1, -1), rows, strict=True):
-        picture = Image.fromarray(pixels.contiguous().numpy())
+        canvas = Image.fromarray(pixels.contiguous().numpy())
         scores = row["scores"].tolist() if "scores" in row else [None] * len(row["labels"])
         for box, label, score in zip(scale * row["boxes"], row["labels"].tolist(), scores, strict=True):
             if (score is None or score >= _DRAWN_SCORE) and box.isfinite().all():
                 name = labels[label] if score is None else f"{labels[label]} {score:.2f}"
-                _draw_box(picture, box.tolist(), name, colours[label])
-        drawn.append(torch.from_numpy(np.array(picture)).movedim(-1, 0))
+                _draw_box(canvas, box.tolist(), name, colours[label])
+        drawn.append(torch.from_numpy(np.array(canvas)).movedim(-1, 0))
     return torch.stack(drawn)
 
 
-def _draw_box(picture: Image.Image, box: Sequence[float], name: str, colour: tuple[int, ...]) -> None:
-    brush = ImageDraw.Draw(picture)
+def _draw_box(canvas: Image.Image, box: Sequence[float], name: str, colour: tuple[int, ...]) -> None:
+    brush = ImageDraw.Draw(canvas)
     x1, y1, x2, y2 = box
     corner = (min(x1, x2), min(y1, y2))
     brush.rectangle((*corner, max(x1, x2), max(y1, y2)), outline=colour, width=2)
     width, height = (end + 2 * _MARGIN for end in brush.textbbox((0, 0), name)[2:])
-    left = max(0, min(corner[0], picture.width - width))
+    left = max(0, min(corner[0], canvas.width - width))
     above = corner[1] - height
-    top = above if above >= 0 else max(0, min(corner[1], picture.height - height))
+    top = above if above >= 0 else max(0, min(corner[1], canvas.height - height))
     brush.rectangle((left, top, left + width, top + height), fill=colour)
     bright = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > _BRIGHT
     brush.text((left + _MARGIN, top + _MARGIN), name, fill="black" if bright else "white")

@@ -54,7 +54,7 @@ class EpochRow:
         """Return the figures as a line of a log."""
         value = self.figure(metric.name)
         tested = "" if value is None else f", {metric.title} {metric.text(value)}"
-        waited = "" if self.waited is None else f", {100 * self.waited:.0f} % of it waiting for pictures"
+        waited = "" if self.waited is None else f", {100 * self.waited:.0f} % of it waiting for images"
         return (
             f"epoch {self.epoch} of {epochs}, loss {self.train_loss:.4g}{tested}, {self.images_per_s:.0f} images/s, "
             f"{self.seconds:.0f} s{waited}"

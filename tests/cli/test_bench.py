@@ -22,7 +22,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.pipeline.folder import open_run
-from compress.pipeline.steps.end_to_end import _evaluation_pictures
+from compress.pipeline.steps.end_to_end import _evaluation_images
 from compress.plots.stacked import draw_end_to_end
 from compress.plots.style import NARROW, WIDE, styled, to_png
 from compress.recipe.tree import parse_recipe
@@ -145,7 +145,7 @@ def test_table_and_what_is_not_here(made):
 @pytest.mark.parametrize(
     ("error", "message", "more"),
     [
-        (DataError, "holds no pictures", ["--end-to-end"]),
+        (DataError, "holds no images", ["--end-to-end"]),
         (DataError, "no folder", ["--end-to-end", "--images", "nowhere"]),
         (RunError, "go with --end-to-end", ["--images", "."]),
         (RunError, "go with --end-to-end", ["--device", "cuda"]),
@@ -170,7 +170,7 @@ def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_pa
 @pytest.mark.parametrize("name", ["digits", "shapes"])
 def test_pixels_of_built_in_data_are_what_evaluation_reads(name):
     split = load_data(DataSpec(name=name, image_size=32, val_images=8)).val
-    pictures = _evaluation_pictures(split, 3)
+    pictures = _evaluation_images(split, 3)
     assert (
         len(pictures) == 3 and {p.dtype.name for p in pictures} == {"uint8"} and {p.shape[2] for p in pictures} == {3}
     )

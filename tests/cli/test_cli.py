@@ -567,7 +567,7 @@ def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
 def test_a_line_above_the_bars_breaks_between_words():
     file = io.StringIO()
     terminal = Console(file=file, width=80, force_terminal=True, color_system=None)
-    said = "train: epoch 3 of 3, loss 0.1636, top-1 99.11 %, 25 images/s, 55 s, 1 % of it waiting for pictures"
+    said = "train: epoch 3 of 3, loss 0.1636, top-1 99.11 %, 25 images/s, 55 s, 1 % of it waiting for images"
     console.BarProgress(Progress(console=terminal)).note(said)
     lines = file.getvalue().splitlines()
     assert " ".join(line.rstrip() for line in lines) == said and all(len(line) <= 80 for line in lines)

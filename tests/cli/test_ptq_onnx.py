@@ -13,7 +13,7 @@ from torchvision import transforms
 
 import compress
 from compress.cli.onnx_data import form_of
-from compress.data.files import PictureInput, Pictures, unlabelled
+from compress.data.files import ImageFolder, ImageInput, unlabelled
 from compress.data.preprocessing import Preprocessing
 from tests.exact import open_session
 from tests.onnx_ptq.files import model_of, weights
@@ -61,7 +61,7 @@ def test_what_stays_float_is_shown(compress, folder):
     told = compress("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "run", cwd=folder)
     assert "softmax" in told.stdout
     assert "1 of 1 weighted operations are INT8" in told.stdout
-    assert "dB as the file says (4 pictures)" in told.stdout
+    assert "dB as the file says (4 images)" in told.stdout
     assert "warning" not in told.stdout
     for command in ("bench", "report"):
         told = compress(command, "run", cwd=folder)
@@ -105,7 +105,7 @@ def test_refusals(compress, folder, words, text):
 
 def test_pictures_become_inputs_as_asked(folder):
     """Against numpy; a picture that has the size already is not resized."""
-    form = PictureInput(size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR")
+    form = ImageInput(size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR")
     (batch,) = unlabelled(str(folder / "pictures"), form, limit=2, batch_size=8)
     pixels = np.asarray(Image.open(folder / "pictures" / "any" / "0.png"), np.float32)
     np.testing.assert_allclose(batch[0].numpy(), (pixels[:, :, ::-1] / 255 - 0.5) / 0.25, atol=1e-6)
@@ -131,13 +131,13 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert form_of(file, "12", "0.5", None, "NCHW", "RGB").size == (12, 12)
     plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
-    assert form_of(plain, None, None, None, "NCHW", "RGB") == PictureInput(size=(20, 20))
+    assert form_of(plain, None, None, None, "NCHW", "RGB") == ImageInput(size=(20, 20))
 
 
 def test_hidden_files_are_no_pictures(folder):
     """macOS writes a file `._NAME` beside each on disks of another kind; it is no picture."""
     (folder / "pictures" / "._0.png").write_bytes(b"attributes")
-    assert len(Pictures(folder / "pictures", PictureInput(), limit=9, batch_size=1).paths) == 3
+    assert len(ImageFolder(folder / "pictures", ImageInput(), limit=9, batch_size=1).paths) == 3
 
 
 def test_a_quantized_file_begins_anew(compress, folder):

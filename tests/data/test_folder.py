@@ -25,12 +25,12 @@ from compress.cli.app import app
 from compress.cli.networks import chosen_recipe, network_of
 from compress.data.base import BatchPlan, bounded, stratified_order
 from compress.data.decode import centre_crop, open_image, random_box, random_crop, rgb
-from compress.data.files import PictureInput
+from compress.data.files import ImageInput
 from compress.data.load import class_count
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
-from compress.pipeline.predict import read_picture
+from compress.pipeline.predict import read_preprocessed
 from tests.data import test_boxes, test_masks
 
 CPU = torch.device("cpu")
@@ -398,11 +398,11 @@ def test_single_pictures_keep_to_it(tmp_path):
     path.write_bytes(encoded())
     form = Preprocessing(image_size=8)
     for cropped in (True, False):
-        assert read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
-        with pytest.raises(DataError, match=r"a\.png cannot be read as a picture: it has 60 x 40 pixels"):
-            read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
+        assert read_preprocessed(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
+        with pytest.raises(DataError, match=r"a\.png cannot be read as an image: it has 60 x 40 pixels"):
+            read_preprocessed(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
     assert len(decode([encoded()], max_pixels=WIDTH * HEIGHT)) == 1
-    with pytest.raises(DataError, match="picture 7 is not a readable image .*60 x 40 pixels"):
+    with pytest.raises(DataError, match="image 7 is not a readable image .*60 x 40 pixels"):
         decode([encoded()], first=7, max_pixels=WIDTH * HEIGHT - 1)
 
 
@@ -415,7 +415,7 @@ def test_a_file_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
     header[18:26] = (60_000).to_bytes(4, "little") * 2  # BITMAPINFOHEADER: width and height
     path.write_bytes(header)
     with pytest.raises(DataError, match=r"60,000 x 60,000 pixels, and at most 178,956,970 are decoded"):
-        PictureInput(size=(8, 8)).read(path)
+        ImageInput(size=(8, 8)).read(path)
 
 
 def test_pillows_limit_neither_counts_nor_changes(monkeypatch):

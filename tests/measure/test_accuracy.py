@@ -26,7 +26,7 @@ from compress.measure.end_to_end import (
     STAGES,
     classes,
     decode,
-    decoded_pictures,
+    decoded_images,
     for_decoder,
     measure_end_to_end,
     preprocess,
@@ -370,8 +370,8 @@ def test_preprocessing_given_by_the_caller_is_used():
         (EngineError, r"takes float32 of \(-1, 3, 9, 9\)", {"a": engine(shape=(-1, 3, 9, 9))}, [pixels()], {}),
         (EngineError, r"takes float32 of \(2, 3, 8, 8\)", {"a": engine(shape=(2, 3, 8, 8))}, [pixels()], {}),
         (EngineError, "takes int64", {"a": engine(dtype="int64")}, [pixels()], {}),
-        (DataError, "no pictures", {"a": engine()}, [], {}),
-        (DataError, "picture 1 is not a readable", {"a": engine()}, [encoded(), b"GIF?"], {}),
+        (DataError, "no images", {"a": engine()}, [], {}),
+        (DataError, "image 1 is not a readable", {"a": engine()}, [encoded(), b"GIF?"], {}),
         (DataError, "one kind", {"a": engine()}, [encoded(), pixels()], {}),
         (DataError, r"float64 of shape \(2, 2, 3\)", {"a": engine()}, [np.ones((2, 2, 3))], {}),
     ],
@@ -388,7 +388,7 @@ def test_a_gpu_decodes_colour_jpeg_files_alone_and_sees_what_pillow_sees():
     files = [encoded("JPEG"), encoded("PNG"), grey.getvalue()]
     given = [for_decoder(file) for file in files]
     assert torch.is_tensor(given[0]) and given[1:] == files[1:]
-    found = decoded_pictures(given, torch.device("cpu"), 10**6)
+    found = decoded_images(given, torch.device("cpu"), 10**6)
     expected = torch.from_numpy(np.array(decode([files[0]])[0])).permute(2, 0, 1)
     assert found[0].shape == expected.shape and (found[0].int() - expected.int()).abs().max() <= 2
     assert [image.mode for image in found[1:]] == ["RGB", "RGB"]

@@ -64,7 +64,7 @@ def test_random_graphs_are_near_float_or_say_where_most_is_lost(tmp_path_factory
         assert said or not one.any() or not np.isfinite(one).all() or sqnr(one, other) >= 40
     without = compress.cast_onnx(path, folder / "without.onnx")
     assert len(results(without.path, x, optimize=optimize)) == len(exact)
-    assert "no pictures were given" in without.notes[0]
+    assert "no images were given" in without.notes[0]
 
 
 @RARELY

@@ -81,11 +81,11 @@ def folders_are_read_whole_and_no_picture_is_replaced(tmp_path, picture):
         assert [row.classes for row in found] == [row.classes for row in predict(*one, read, out=tmp_path / "other")]
     before = files[0].read_bytes()
     for given, out in ((files[:1], tmp_path / "shots" / "a"), ([tmp_path / "shots"], tmp_path / "shots")):
-        with pytest.raises(DataError, match=r"1\.png is one of the pictures, and what is drawn would replace it"):
+        with pytest.raises(DataError, match=r"1\.png is one of the images, and what is drawn would replace it"):
             predict(*one, given, out=out)
     assert files[0].read_bytes() == before
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no pictures"):
+    with pytest.raises(DataError, match="holds no images"):
         predict(*one, [tmp_path / "empty"])
 
 

@@ -105,7 +105,7 @@ def test_the_report_says_where_the_time_goes_from_pictures_to_classes(finished):
     assert all(tuple(row["stage_ms"]) == ("preprocess", "engine", "postprocess") for row in document["results"])
     assert "tensorrt" in document["unavailable"]
     report = (finished / "report.md").read_text()
-    assert "## From pictures to classes" in report and "The engine, with its copies" in report
+    assert "## From images to classes" in report and "The engine, with its copies" in report
     assert (finished / "figures" / "end_to_end.png").is_file()
 
 

@@ -360,7 +360,7 @@ def test_each_part_can_be_switched_off():
 
 def test_pictures_that_are_nan_or_too_few_are_refused():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 4))
-    for pictures, words in ((torch.full((16, 3, 5, 5), math.nan), "NaN"), (torch.zeros(3, 3, 5, 5), "3 pictures")):
+    for pictures, words in ((torch.full((16, 3, 5, 5), math.nan), "NaN"), (torch.zeros(3, 3, 5, 5), "3 images")):
         with pytest.raises(SearchError, match=words):
             compress.search(model, torch.zeros(2, 3, 5, 5), [pictures])
 

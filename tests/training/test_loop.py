@@ -367,7 +367,7 @@ def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
     data = DataSet(train=Slow(48), val=ToySplit(22))
     report = fit(linear(), data, spec, batch_size=8, folder=tmp_path, after_step=step)
     assert [row.waited for row in report.history] == [0.75, 0.75]
-    assert "75 % of it waiting for pictures" in report.history[0].sentence(2, classification(4).metric)
+    assert "75 % of it waiting for images" in report.history[0].sentence(2, classification(4).metric)
     with (tmp_path / "train.csv").open() as file:
         assert [row["waited"] for row in csv.DictReader(file)] == ["0.75", "0.75"]
 

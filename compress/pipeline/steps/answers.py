@@ -21,7 +21,7 @@ from compress.tasks.base import Evidence
 from compress.tasks.detection import Detections
 from compress.variants import Variant
 
-PICTURES = 4
+IMAGES = 4
 _LONGEST_SIDE = 480
 _QUALITY = 85
 _FOLDER = "predictions"
@@ -58,7 +58,7 @@ class Answers:
 def answers_of(run: Run) -> Answers:
     """Return an empty record that keeps some images spread over the split."""
     count = len(run.data.val)
-    wanted = sorted({round(i * (count - 1) / max(1, PICTURES - 1)) for i in range(min(PICTURES, count))})
+    wanted = sorted({round(i * (count - 1) / max(1, IMAGES - 1)) for i in range(min(IMAGES, count))})
     return Answers(evidence=None if run.task.evidence is None else run.task.evidence(), wanted=tuple(wanted))
 
 
@@ -71,8 +71,8 @@ def _row(outputs: Any, index: int) -> object:
 
 
 def keep_comparisons(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
-    """Write intervals.json, precision.json and pictures; failures become notes."""
-    for work in (_keep_intervals, _keep_precision, _keep_pictures):
+    """Write intervals.json, precision.json and images; failures become notes."""
+    for work in (_keep_intervals, _keep_precision, _keep_images):
         try:
             work(run, seen)
         except (CompressError, ValueError, TypeError, RuntimeError, IndexError) as error:  # of a user's own decoding
@@ -126,13 +126,13 @@ def _first_engines(seen: Mapping[tuple[Variant, str], Answers]) -> dict[tuple[Va
     return {(variant, label): seen[variant, label] for variant, label in chosen.items()}
 
 
-def _keep_pictures(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
+def _keep_images(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
     chosen = _first_engines(seen)
     if not chosen:
         return
     first = next(iter(chosen.values()))
-    if first.count != len(run.data.val):  # pictures that cannot be read shift those after them
-        raise DataError(f"{first.count} of {len(run.data.val)} pictures could be read")
+    if first.count != len(run.data.val):  # images that cannot be read shift those after them
+        raise DataError(f"{first.count} of {len(run.data.val)} images could be read")
     draw = _classified(run, first.targets[0]) if run.task.draw is None else run.task.draw
     if draw is None:
         return

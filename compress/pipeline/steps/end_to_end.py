@@ -15,7 +15,7 @@ from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.files import read_regular
-from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
+from compress.measure.end_to_end import EndToEnd, Source, measure_end_to_end
 from compress.measure.spec import BenchSpec
 from compress.pipeline.again import finished_run, networks_of
 from compress.pipeline.run import Run
@@ -94,14 +94,14 @@ def end_to_end_step(run: Run) -> None:
     run.finish("end_to_end")
 
 
-def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Picture], int]:
+def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Source], int]:
     if images is not None:
         return _pictures(images, count), IMAGE_PIXELS
     split = _evaluation_split(file) if split is None else split
-    return _evaluation_pictures(split, count), getattr(split, "max_pixels", IMAGE_PIXELS)
+    return _evaluation_images(split, count), getattr(split, "max_pixels", IMAGE_PIXELS)
 
 
-def _pictures(images: Path, count: int) -> list[Picture]:
+def _pictures(images: Path, count: int) -> list[Source]:
     if not images.is_dir():
         raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
     found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
@@ -110,7 +110,7 @@ def _pictures(images: Path, count: int) -> list[Picture]:
     return _contents(found)
 
 
-def _contents(files: Sequence[Path]) -> list[Picture]:
+def _contents(files: Sequence[Path]) -> list[Source]:
     try:
         return [read_regular(path) for path in files]
     except OSError as error:
@@ -119,11 +119,11 @@ def _contents(files: Sequence[Path]) -> list[Picture]:
 
 def _evaluation_split(run: Path) -> Split:
     if not run.is_dir():
-        raise DataError("an ONNX file holds no pictures: name a folder with JPEG or PNG files with --images")
+        raise DataError("an ONNX file holds no images: name a folder with JPEG or PNG files with --images")
     return finished_run(run).data.val
 
 
-def _evaluation_pictures(split: Split, count: int) -> list[Picture]:
+def _evaluation_images(split: Split, count: int) -> list[Source]:
     if isinstance(split, FolderSplit):
         return _contents(split.files[:count])
     if isinstance(split, MemorySplit):
