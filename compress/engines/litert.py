@@ -12,8 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.engines.arrays import check_inputs, import_library, library_errors, with_batch
-from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
+from compress.engines.base import (
+    Arrays,
+    Availability,
+    BuildOptions,
+    Engine,
+    EngineInfo,
+    RuntimeLayer,
+    TensorInfo,
+    check_inputs,
+    import_library,
+    library_errors,
+    with_batch,
+)
 from compress.engines.onnx_file import existing_file, load_onnx, read_interface
 from compress.errors import EngineError, EngineUnavailableError, ExportError
 from compress.export.litert import INSTALL, convert, schema
