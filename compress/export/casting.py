@@ -23,6 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from compress.export.names import added_tensor
 from compress.graph.ops import onnx_operators
 from compress.onnx_graph.graph import (
+    SMALL_CONSTANT,
     attribute,
     drop_unread,
     free_name,
@@ -755,8 +756,11 @@ def widened(proto: onnx.ModelProto, types: Mapping[str, int] | None = None) -> o
     model.CopyFrom(proto)
     nodes: list[onnx.NodeProto] = []
     for tensor in model.graph.initializer:
-        if tensor.data_type in _HALF_TYPES:
+        if tensor.data_type in _HALF_TYPES and len(tensor.raw_data) <= SMALL_CONSTANT:
             tensor.CopyFrom(_wide(tensor))
+        elif tensor.data_type in _HALF_TYPES:  # widened when it is read, so that it is in memory once
+            name, tensor.name = tensor.name, added_tensor(tensor.name, "half")
+            nodes.append(helper.make_node("Cast", [tensor.name], [name], to=_FLOAT))
     for value in model.graph.input:
         if value.type.tensor_type.elem_type in _HALF_TYPES:
             value.type.tensor_type.elem_type = _FLOAT

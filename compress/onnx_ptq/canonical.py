@@ -41,6 +41,7 @@ from compress.onnx_graph.graph import (
     opset_of,
     without_weights,
 )
+from compress.onnx_ptq.fused import open_fused
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.passes import one_image
@@ -69,6 +70,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
+    notes += opened_fused(source)
     opened = open_einsums(source)
     if opened:
         notes.append(f"{opened} Einsum operations that are products of two matrices are written as MatMul")
@@ -87,6 +89,12 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     if moved:
         notes.append(f"the factors of query and key of {moved} attention products are applied after the product")
     return source, notes
+
+
+def opened_fused(source: SourceFile) -> list[str]:
+    """Write ONNX Runtime's fused operators as ONNX's, in place; return a sentence if there are any."""
+    kinds = open_fused(source)
+    return [f"{', '.join(kinds)} of ONNX Runtime's optimizer are written as ONNX's own operators"] if kinds else []
 
 
 def copied(source: SourceFile) -> onnx.ModelProto:
@@ -466,3 +474,25 @@ def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> 
                 f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "
                 "13 or later and BatchNorm folded"
             )
+
+
+def shape_outputs(source: SourceFile, feed: Arrays | None) -> None:
+    """Give the outputs of a file that state no dimensions those which they have, of any size; in place.
+
+    Without inputs they are inferred, and stay as they are where that is not possible.
+    """
+    bare = [value for value in source.proto.graph.output if value.type.HasField("tensor_type")]
+    bare = [value for value in bare if not value.type.tensor_type.shape.dim]
+    ranks: dict[str, int] = {}
+    if bare and feed is not None:
+        ranks = {name: np.ndim(value) for name, value in results_for_one(source, feed).items()}
+    elif bare:
+        model = without_weights(source.proto)
+        for value in model.graph.output:
+            value.type.tensor_type.ClearField("shape")
+        with contextlib.suppress(InferenceError, ValueError):
+            made = onnx.shape_inference.infer_shapes(model).graph.output
+            ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in made}
+    for value in bare:
+        for axis in range(ranks.get(value.name, 0)):
+            value.type.tensor_type.shape.dim.add().dim_param = f"{value.name}_{axis}"

@@ -16,7 +16,7 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, decibel, widened
 from compress.onnx_graph.graph import opset_of
 from compress.onnx_ptq.bounded import check_bounds
-from compress.onnx_ptq.canonical import copied, name_nodes, raised
+from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, raised, shape_outputs
 from compress.onnx_ptq.index import elements, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import images_of
@@ -97,6 +97,7 @@ def cast_onnx(
     if data:
         check_bounds(source, data[0])
     source, notes = _with_opset(source, precision)
+    shape_outputs(source, data[0] if data else None)
     source, casting, db, lost = cast_source(source, precision, data, keep_io_types=keep_io_types)
     if not casting.nodes:
         why = "; ".join(casting.notes()[:3]) or "it holds no float32 operation"
@@ -123,15 +124,16 @@ def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[st
     """Return a copy of a file with the opset that a precision asks for, and sentences on that."""
     source = replace(source, proto=copied(source))
     name_nodes(source.proto.graph)
+    notes = [*source.notes, *opened_fused(source)]
     opset, wanted = opset_of(source.proto), OPSETS[precision]
     if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
-        return source, list(source.notes)
+        return source, notes
     try:
         proto = raised(source, source.proto, wanted)
     except QuantizationError as error:
-        return source, [*source.notes, f"the opset stays {opset}, in which fewer operators take {precision}: {error}"]
+        return source, [*notes, f"the opset stays {opset}, in which fewer operators take {precision}: {error}"]
     return replace(source, proto=proto), [
-        *source.notes,
+        *notes,
         f"the opset is raised from {opset} to {wanted} for {precision}",
     ]
 
@@ -157,10 +159,11 @@ def cast_source(
         session = FloatSession(source, part, plain=True)
         for feed in data:
             ranges.add(session.run(feed))
+    exact = _exact(source, types, data[0])
     goal = -np.inf if _is_quantized(source) else GOAL_DB[precision]  # there a step of a quantizer decides, not rounding
     options: dict[str, Any] = {"types": types, "ranges": ranges, "keep_io_types": keep_io_types}
     made, casting = _cast(source, precision, **options)
-    db = _distance(source, made, casting, types, data[0])
+    db = _distance(exact, made, casting, data[0])
     keep: dict[str, str] = {}
     worst: list[str] = []
     for _ in range(_ROUNDS):
@@ -169,7 +172,7 @@ def cast_source(
         worst = _worst(source, made, casting, data[0], tensors, keep)
         more = keep | dict.fromkeys(worst, "")
         again, other = _cast(source, precision, keep=more, **options)
-        gained = _distance(source, again, other, types, data[0])
+        gained = _distance(exact, again, other, data[0])
         if not worst or gained is None or gained < db + 3:
             break
         text = f"with these the outputs have {gained:.0f} instead of {db:.0f} dB"
@@ -209,21 +212,21 @@ def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[li
     return parts
 
 
-def _distance(
-    source: SourceFile, made: SourceFile, casting: Casting, types: Mapping[str, int], feed: Arrays
-) -> float | None:
-    """Return the signal to noise of the least float output; None if there is none to compare."""
+def _exact(source: SourceFile, types: Mapping[str, int], feed: Arrays) -> Arrays:
+    """Return the float outputs of a graph, before another one is in memory."""
     names = [name for name in known_results(source) if types.get(name) == onnx.TensorProto.FLOAT]
-    found = _signal_to_noise(source, made, casting, feed, names)
-    return min(found.values(), default=None)
+    return FloatSession(source, names, plain=True).run(feed)
 
 
-def _signal_to_noise(
-    source: SourceFile, made: SourceFile, casting: Casting, feed: Arrays, names: list[str]
-) -> dict[str, float]:
-    exact = FloatSession(source, names, plain=True).run(feed)
-    got = FloatSession(replace(made, proto=widened(made.proto, casting.types)), names, plain=True).run(feed)
-    return {name: db for name in names if (db := _db(exact[name], got[name])) is not None}
+def _distance(exact: Arrays, made: SourceFile, casting: Casting, feed: Arrays) -> float | None:
+    """Return the signal to noise of the least float output; None if there is none to compare."""
+    return min(_signal_to_noise(exact, made, casting, feed).values(), default=None)
+
+
+def _signal_to_noise(exact: Arrays, made: SourceFile, casting: Casting, feed: Arrays) -> dict[str, float]:
+    source = replace(made, proto=widened(made.proto, casting.types))
+    got = FloatSession(source, list(exact), plain=True).run(feed)
+    return {name: db for name in exact if (db := _db(exact[name], got[name])) is not None}
 
 
 def _db(exact: NDArray[Any], got: NDArray[Any]) -> float | None:
@@ -247,7 +250,7 @@ def _worst(
     keep: Mapping[str, str],
 ) -> list[str]:
     """Return the operations, not products, after which most is lost of what came to them, and what they consume."""
-    found = _signal_to_noise(source, made, casting, feed, tensors)
+    found = _signal_to_noise(FloatSession(source, tensors, plain=True).run(feed), made, casting, feed)
     kept = {row.node for row in casting.kept} | keep.keys()
     producers = {name: node for node in source.proto.graph.node for name in node.output}
     losses: list[tuple[float, onnx.NodeProto]] = []

@@ -26,7 +26,7 @@ from compress.export.targets import finish_for, shape_for
 from compress.onnx_graph.graph import drop_unread
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
-from compress.onnx_ptq.canonical import canonical, comparison, results_for_one
+from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer, inferred
@@ -163,7 +163,6 @@ def _quantized(
     Raises:
         ClosedError: a branch is closed on every image; it has the rules that leave it float.
     """
-    check_quant_spec(spec)
     _check_methods(spec, trained)
     check_batches(batches)
     original = load_source(path, ops=ops)
@@ -175,9 +174,10 @@ def _quantized(
         original, opset=max(_opset_for(spec, original), OPSETS.get(precision, 0), OPSET if trained else 0)
     )
     notes = [*original.notes, *notes]
-    _shape_outputs(source, first)
+    shape_outputs(source, first)
+    looks = looks_at_layers(spec) or precision != "fp32"
+    seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
     if trained is None and looks_at_layers(spec):
-        seen, pieces = _some_of(batches, first, pieces, original)
         rules, smoothing = scale_channels(source, first, seen, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
@@ -201,7 +201,7 @@ def _quantized(
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
-    source, types, casting = _with_remainder(source, types, precision, first)
+    source, types, casting = _with_remainder(source, types, precision, seen)
     _finish(source, types, spec.only_target, metadata or {})
     notes += [*improved.notes, *(casting.notes() if casting else ())]
     path = save_model(source, target, spec.only_target)
@@ -209,12 +209,12 @@ def _quantized(
 
 
 def _with_remainder(
-    source: SourceFile, types: Types, precision: str, feed: Arrays
+    source: SourceFile, types: Types, precision: str, data: list[Arrays]
 ) -> tuple[SourceFile, Types, Casting | None]:
     """Return a quantized graph with its float part in a precision, its types, and what stays float32."""
     if precision == "fp32":
         return source, types, None
-    source, casting, *_ = cast_source(source, precision, [feed])
+    source, casting, *_ = cast_source(source, precision, data)
     return source, types | casting.types | types_of(source.proto), casting
 
 
@@ -254,16 +254,6 @@ def _apart(source: SourceFile, reading: Reading, placement: Placement, feed: Arr
     return concats_apart(reading.view, placement, ranges)
 
 
-def _shape_outputs(source: SourceFile, feed: Arrays) -> None:
-    """Give the outputs of a file that state no dimensions those which they have, of any size; in place."""
-    bare = [value for value in source.proto.graph.output if value.type.HasField("tensor_type")]
-    bare = [value for value in bare if not value.type.tensor_type.shape.dim]
-    found = results_for_one(source, feed) if bare else {}
-    for value in bare:
-        for axis in range(np.ndim(found.get(value.name, 0))):
-            value.type.tensor_type.shape.dim.add().dim_param = f"{value.name}_{axis}"
-
-
 def _first(pieces: Iterator[Arrays]) -> Arrays:
     first = next(pieces, None)
     if first is None:
@@ -272,6 +262,7 @@ def _first(pieces: Iterator[Arrays]) -> Arrays:
 
 
 def _check_methods(spec: QuantSpec, trained: nn.Module | None) -> None:
+    check_quant_spec(spec)
     if trained is not None:
         return
     if spec.batchnorm == "keep":
