@@ -56,8 +56,8 @@ def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, 
         (QuantSpec(calibration_images="8"),
          "quantization.calibration_images is '8': it must be a whole number, 1 to 1,000,000,000"),
         (QuantSpec(target="trt"), "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
-         " onnxruntime, any, or a list of them)"),
-        (QuantSpec(target=3), "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, any, or a list"),
+         " onnxruntime, litert, any, or a list of them)"),
+        (QuantSpec(target=3), "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, any"),
         (QuantSpec(weights=3), "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator"),
     ],
 )  # fmt: skip

@@ -55,7 +55,10 @@ def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 
         ExportError: LiteRT has no operator for a node, or the extra `litert` is not installed.
 
     Examples:
-        >>> print(compress.export_litert("int8.onnx", "int8.tflite"))
+        >>> spec = compress.QuantSpec(target="litert")
+        >>> qmodel = compress.quantize(model, images[:1], batches, spec=spec)
+        >>> file = compress.export_onnx(qmodel, images[:1], "litert.onnx")
+        >>> print(compress.export_litert(file, "int8.tflite"))
         int8.tflite
     """
     model = onnx.load(str(onnx_path))

@@ -81,7 +81,7 @@ def test_notes_are_shown(compress, folder):
     [
         (("ptq",), "give --recipe, or --onnx FILE and --data"),
         (("ptq", "--onnx", "net.onnx"), "--onnx needs --data"),
-        (("ptq", "--onnx", "net.onnx", "--data", "none"), "none does not exist; give a folder of pictures"),
+        (("ptq", "--onnx", "net.onnx", "--data", "none"), "none does not exist; give a folder of images"),
         (("ptq", "--onnx", "none.onnx", "--data", "inputs.npz"), "no such file"),
         (
             ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--target", "cpu"),

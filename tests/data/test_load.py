@@ -59,15 +59,15 @@ class Pixels(Pictures):
         return torch.full((3, 8, 8), index, dtype=torch.uint8), torch.tensor([index, 0.5])
 
 def pictures(spec):
-    return ImageFolder(7), ImageFolder(spec.val_images)
+    return Pictures(7), Pictures(spec.val_images)
 def pixels(spec):
     return Pixels(4), Pixels(2)
 def one(spec):
-    return ImageFolder(7)
+    return Pictures(7)
 def fails(spec):
     raise KeyError("x")
 def empty(spec):
-    return ImageFolder(0), ImageFolder(0)
+    return Pictures(0), Pictures(0)
 def flat(spec):
     return [(torch.zeros(3), 0)], [(torch.zeros(3), 0)]
 """

@@ -50,6 +50,8 @@ BY_KIND = {  # arguments after the data
     "resize": (None, 2.0),
 }
 BY_SPELLING = {
+    torch.index_select: (1, torch.tensor([1, 0])),
+    "index_select": (1, torch.tensor([1, 0])),
     torch.flatten: (1,), torch.unflatten: (1, (2, -1)), "unflatten": (1, (2, -1)), "flatten": (1,),
     torch.reshape: ((2, -1),), "view_as": "alike", "reshape_as": "alike", "expand_as": "alike", "type_as": "alike",
     "type": (torch.float64,), "to": (torch.float64,),

@@ -61,7 +61,7 @@ class Rmse:
 
 
 def test_depth_is_judged_in_metres_by_the_engine(tmp_path):
-    here = "tests.pipeline.test_own_task"
+    here = "tests.pipeline.test_own"
     tree = {
         "task": "own",
         "loss": f"{here}:loss",
