@@ -80,7 +80,7 @@ class ImageFolder:
             raise DataError(
                 f"{folder} does not exist; give a folder of images, an .npz file or package.module:function"
             )
-        found = images_in(folder)
+        found = pictures_in(folder)
         places = np.linspace(0, len(found) - 1, min(limit, len(found))).round().astype(int)
         self.paths = [found[i] for i in dict.fromkeys(places.tolist())]
         self.form, self.batch_size = form, batch_size
@@ -94,7 +94,7 @@ class ImageFolder:
             yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
 
 
-def images_in(folder: Path) -> list[Path]:
+def pictures_in(folder: Path) -> list[Path]:
     """The image files of a folder, to any depth, sorted.
 
     Raises:

@@ -15,7 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from compress.data.decode import open_image, preprocessed, rgb
-from compress.data.files import images_in
+from compress.data.files import pictures_in
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
@@ -78,7 +78,7 @@ def predict(
         preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
         found = []
         for path, drawn in names.items():
-            pixels = read_preprocessed(
+            pixels = read_picture(
                 path,
                 preprocessing,
                 cropped=run.task.name == "classification",
@@ -98,7 +98,7 @@ def _names(images: Sequence[Path], out: Path) -> dict[Path, Path]:
     for given in images:
         found = [given]
         if given.is_dir():  # without what was drawn into a folder in it
-            found = [path for path in images_in(given) if given == out or out not in path.parents]
+            found = [path for path in pictures_in(given) if given == out or out not in path.parents]
         for path in found:
             place = out / (path.relative_to(given).parent if given.is_dir() else "")
             choices = (place / f"{path.stem}{f'-{i}' if i > 1 else ''}.png" for i in itertools.count(1))
@@ -115,9 +115,7 @@ def _check_apart(names: dict[Path, Path]) -> None:
             raise DataError(f"{drawn} is one of the images, and what is drawn would replace it: name another --out")
 
 
-def read_preprocessed(
-    path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS
-) -> Tensor:
+def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
     """Read an image as evaluation does, (channels, height, width) uint8.
 
     `cropped`: the centre, as classifiers do; else the whole is stretched.

@@ -30,7 +30,7 @@ from compress.data.load import class_count
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
-from compress.pipeline.predict import read_preprocessed
+from compress.pipeline.predict import read_picture
 from tests.data import test_boxes, test_masks
 
 CPU = torch.device("cpu")
@@ -398,9 +398,9 @@ def test_single_pictures_keep_to_it(tmp_path):
     path.write_bytes(encoded())
     form = Preprocessing(image_size=8)
     for cropped in (True, False):
-        assert read_preprocessed(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
+        assert read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
         with pytest.raises(DataError, match=r"a\.png cannot be read as an image: it has 60 x 40 pixels"):
-            read_preprocessed(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
+            read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
     assert len(decode([encoded()], max_pixels=WIDTH * HEIGHT)) == 1
     with pytest.raises(DataError, match="image 7 is not a readable image .*60 x 40 pixels"):
         decode([encoded()], first=7, max_pixels=WIDTH * HEIGHT - 1)
