@@ -98,7 +98,7 @@ def schema() -> ModuleType:
     except ImportError as error:
         raise ExportError(
             f"LiteRT files are written with ai-edge-litert, which is not here ({error}); {INSTALL}"
-        ) from (error)
+        ) from error
     found: ModuleType = schema_py_generated
     return found
 

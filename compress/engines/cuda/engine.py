@@ -61,7 +61,7 @@ PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32
 LEAST_CAPABILITY = (8, 0)
 _MOST_PROGRAMS = 16
 _LEAST_BATCH = 64
-"""Of images that are tried in two halves beside each other; ResNet-50 on an H200 gains from 128 on."""
+"""The smallest batch that is also tried in two halves; ResNet-50 on an H200 gains from 128 images on."""
 _INSTALL = "use a Linux machine with an NVIDIA GPU of compute capability 8.0 or later, torch for CUDA, and triton"
 
 

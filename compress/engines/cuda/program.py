@@ -220,7 +220,7 @@ class Program:
     def _capture(self) -> Recorded:
         given = self.empty_inputs()
         direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
-        self.run_eagerly(given)  # loads what is loaded at the first launch
+        self.run_eagerly(given)  # a kernel is loaded at its first launch, which a capture does not allow
         started = self._start(given, direct)
         beside = [torch.cuda.Stream() for _ in started[1:]]
         torch.cuda.synchronize()
