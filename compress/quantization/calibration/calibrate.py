@@ -24,7 +24,12 @@ from compress.graph.isolation import alone
 from compress.graph.ops import Watching, tensor_of
 from compress.graph.report import attach_report
 from compress.graph.traits import AVERAGES
-from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
+from compress.quantization.calibration.calibrators import (
+    Calibrator,
+    HistogramCalibrator,
+    all_reduce_together,
+    calibrator_for,
+)
 from compress.quantization.calibration.histogram import Histogram
 from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
@@ -209,9 +214,8 @@ def _all_reduced(
     torch.distributed.all_reduce(total)
     if total.item():
         takers = {id(own) for own, _ in shared}
-        for calibrator in chain(*(network.watching.values() for network in (first, *others))):
-            if id(calibrator) not in takers:
-                calibrator.all_reduce()
+        every = chain(*(network.watching.values() for network in (first, *others)))
+        all_reduce_together([calibrator for calibrator in every if id(calibrator) not in takers])
     return int(total.item())
 
 

@@ -162,35 +162,9 @@ class Calibrator(ABC):
         """(counts, edges) on the CPU: (bins,) int64 and (bins + 1,) float64, or (C, ...) each; None without one."""
         return None
 
-    @torch.no_grad()
     def all_reduce(self, group: ProcessGroup | None = None) -> None:
-        """Merge the statistics of all processes of `group`, each of which must call this; nothing for a single process.
-
-        Raises:
-            CalibrationError: the processes collected different numbers of channels.
-        """
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
-            return
-        device = self._device(group)
-        span = torch.tensor([self._channels, -self._channels or -(1 << 30)], device=device)
-        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
-        most, least = int(span[0]), -int(span[1])
-        if most == 0:
-            return
-        if most != least:
-            raise CalibrationError(
-                f"the processes collected tensors of {least} to {most} channels along axis {self.axis}"
-            )
-        self._channels, self._read = most, None
-        self._reduce(group, device)
-
-    def _device(self, group: ProcessGroup | None) -> torch.device:
-        """The device of the statistics; before any, one on which the group can communicate."""
-        amax = self._largest()
-        if amax is not None:
-            return amax.device
-        on_gpu = dist.get_backend(group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        """`all_reduce_together` of this calibrator alone."""
+        all_reduce_together([self], group)
 
     @abstractmethod
     def _observe(self, rows: Tensor) -> None:
@@ -220,9 +194,10 @@ class Calibrator(ABC):
     def _share(self, other: Any) -> None:
         """Refer to the statistics of another calibrator, which counts alike."""
 
+    @staticmethod
     @abstractmethod
-    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
-        """Merge the statistics of all processes; this one may have none."""
+    def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
+        """Merge the statistics that all processes have of calibrators that count alike; this one may have none."""
 
 
 class MaxCalibrator(Calibrator):
@@ -254,9 +229,11 @@ class MaxCalibrator(Calibrator):
     def _share(self, other: Any) -> None:
         self._amax = other._amax
 
-    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
-        mine = torch.zeros(self._channels, device=device) if self._amax is None else self._amax
-        self._amax = _largest_of_all(mine, group)
+    @staticmethod
+    def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
+        mine = [torch.zeros(c._channels, device=device) if c._amax is None else c._amax for c in alike]
+        for calibrator, amax in zip(alike, _rows_of_each(_largest_of_all(torch.cat(mine), group), alike), strict=True):
+            calibrator._amax = amax
 
 
 class HistogramCalibrator(Calibrator):
@@ -319,14 +296,64 @@ class HistogramCalibrator(Calibrator):
         edges = torch.arange(counts.shape[1] + 1) * width.double()[:, None]
         return (counts[0], edges[0]) if self.axis is None else (counts, edges)
 
-    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self._chosen = None
-        mine = self._counted or self._empty(self._channels, device)
-        amax = _largest_of_all(mine.amax, group)
-        width = mine.width.nan_to_num()
+    @staticmethod
+    def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
+        mine = [c._counted or c._empty(c._channels, device) for c in alike]
+        amax = _largest_of_all(torch.cat([h.amax for h in mine]), group)
+        width = torch.cat([h.width for h in mine]).nan_to_num()
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
-        self._counted = mine.rescaled(width, amax)
-        dist.all_reduce(self._counted.counts, group=group)
+        whole = Histogram(
+            counts=torch.cat([h.counts for h in mine]), width=torch.cat([h.width for h in mine]), amax=amax
+        )
+        whole = whole.rescaled(width, amax)
+        dist.all_reduce(whole.counts, group=group)
+        parts = (_rows_of_each(tensor, alike) for tensor in (whole.counts, whole.width, whole.amax))
+        for calibrator, counts, widths, largest in zip(alike, *parts, strict=True):
+            calibrator._counted, calibrator._chosen = Histogram(counts=counts, width=widths, amax=largest), None
+
+
+def all_reduce_together(calibrators: Sequence[Calibrator], group: ProcessGroup | None = None) -> None:
+    """Merge the statistics of each calibrator over the processes of `group`; nothing for a single process.
+
+    Each process must call this with the same kinds of calibrators in the same order. Statistics of one kind leave
+    together, because a GPU's exchange of a few numbers takes as long as that of a million.
+
+    Raises:
+        CalibrationError: the processes collected different numbers of channels.
+    """
+    if not calibrators or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    device = _device(calibrators, group)
+    spans = [[c._channels for c in calibrators], [-c._channels or -(1 << 30) for c in calibrators]]
+    exchanged = torch.tensor(spans, device=device)
+    dist.all_reduce(exchanged, op=dist.ReduceOp.MAX, group=group)
+    alike: dict[Any, list[Calibrator]] = {}
+    for calibrator, most, least in zip(calibrators, *exchanged.tolist(), strict=True):
+        if most == 0:
+            continue
+        if most != -least:
+            raise CalibrationError(
+                f"the processes collected tensors of {-least} to {most} channels along axis {calibrator.axis}"
+            )
+        calibrator._channels, calibrator._read = most, None
+        alike.setdefault((calibrator.statistics, calibrator.axis is None), []).append(calibrator)
+    with torch.no_grad():
+        for same in alike.values():
+            same[0]._reduce(same, group, device)
+
+
+def _device(calibrators: Sequence[Calibrator], group: ProcessGroup | None) -> torch.device:
+    """The device of the statistics; before any, one on which the group can communicate."""
+    found = next((amax.device for c in calibrators if (amax := c._largest()) is not None), None)
+    if found is not None:
+        return found
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _rows_of_each(tensor: Tensor, calibrators: Sequence[Calibrator]) -> tuple[Tensor, ...]:
+    """The rows, one a channel, of each calibrator, in memory of its own."""
+    return tuple(part.clone() for part in tensor.split([c._channels for c in calibrators]))
 
 
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -417,11 +444,14 @@ class LSQCalibrator(MaxCalibrator):
         super()._share(other)
         self._sums = other._sums
 
-    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
-        super()._reduce(group, device)
-        empty = torch.zeros(2, self._channels, dtype=torch.float64, device=device)
-        self._sums = empty if self._sums is None else self._sums
-        dist.all_reduce(self._sums, group=group)
+    @staticmethod
+    def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
+        MaxCalibrator._reduce(alike, group, device)
+        empty = [torch.zeros(2, c._channels, dtype=torch.float64, device=device) for c in alike]
+        sums = torch.cat([none if c._sums is None else c._sums for c, none in zip(alike, empty, strict=True)], 1)
+        dist.all_reduce(sums, group=group)
+        for calibrator, own in zip(alike, _rows_of_each(sums.T, alike), strict=True):
+            calibrator._sums = own.T
 
 
 CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import compress
 from compress.errors import CalibrationError
 from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
 from tests.fresh import finish, start
@@ -57,8 +59,29 @@ def work(rank, folder):
             found[name, case] = refusal(calibrator, merge=True)
         idle = make_calibrator(name)
         found[name, "all idle"] = refusal(idle, merge=True)
+    for target in ("tensorrt", "openvino"):
+        batches = [images_of(0), images_of(2 * rank + 1), images_of(2 * rank + 2)]
+        found["network", target] = amax_of(target, batches, all_reduce=True), None
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def images_of(seed):
+    """Batch 0 holds the largest values, so that all processes have the same bins."""
+    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return x * (1.0 if seed == 0 else 0.2)
+
+
+def amax_of(target, batches, **options):
+    """The ranges of a network whose calibrators are of several kinds."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 8), nn.Linear(8, 2)]
+    kinds = zip(("entropy", "mse", "percentile", "max"), "0245", strict=True)
+    rules = [compress.Rule(match=place, activations=compress.ActivationSpec(calibrator=kind)) for kind, place in kinds]
+    spec = compress.QuantSpec(target=target, rules=rules)
+    qmodel = compress.insert_quantizers(nn.Sequential(*layers).eval(), batches[0][:1], spec)
+    amax = compress.calibrate(qmodel, batches, **options).amax
+    return torch.cat([amax[name].reshape(-1) for name in sorted(amax)])
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +100,19 @@ def single(name, *batches, axis=None):
 
 @pytest.mark.parametrize("name", CALIBRATORS)
 def test_all_ranks_agree(ranks, name):
-    for key in ranks[0]:
+    for key in (key for key in ranks[0] if key[0] == name):
         first, second = ranks[0][key], ranks[1][key]
         if isinstance(first, str):
             assert first == second
         else:
             assert torch.equal(first[0], second[0]) and first[1] == second[1]
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino"])
+def test_two_ranks_choose_the_ranges_that_one_process_chooses_from_all_images(ranks, target):
+    one = amax_of(target, [images_of(0), *map(images_of, range(5))])
+    for rank in ranks:
+        assert torch.equal(rank["network", target][0], one)
 
 
 @pytest.mark.parametrize("name", CALIBRATORS)
