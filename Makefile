@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # Where the environment forbids bytecode, each process would compile torch anew: two thirds of the time to import it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check package notebooks docs lint types install clean
+.PHONY: help demo test check package notebooks course docs lint types install clean
 
 help:           ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ package: types  ## source distribution, the wheel made of it, and its types as a
 notebooks: install  ## run the notebooks and write their outputs into them
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[notebooks]"
 	OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace examples/notebooks/*.ipynb
+
+course: install  ## write the notebooks of the course and run every lesson
+	$(BIN)/python docs/course/build.py
+	COURSE=all OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q tests/test_course.py --durations 12
 
 docs: install   ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict
