@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from compress.cli import main
+from tests.figures import whole_figures as whole_figures
 
 
 @pytest.fixture

@@ -360,12 +360,6 @@ def test_a_detector_named_as_a_classifier_is_called_a_detector():
         build_model(ModelSpec(name="retinanet_resnet50_fpn"), num_classes=3)
 
 
-def test_rooflines_are_of_fused_kernels_unless_asked_otherwise(compress, tmp_path):
-    command = ("roofline", "--model", "squeezenet1_1", "--json", "--out", str(tmp_path))
-    fused, alone = (json.loads(compress(*command, *more).stdout)["roofline"]["rows"] for more in ((), ("--unfused",)))
-    assert {row["name"] for row in fused} < {row["name"] for row in alone}
-
-
 def test_devices_that_people_have():
     wanted = {"rtx5080", "rtx5090", "thor-t5000", "l40s", "b200", "xeon-8380", "xeon-8480", "xeon-8592"}
     assert wanted <= set(DEVICE_NAMES)

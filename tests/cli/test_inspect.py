@@ -249,13 +249,17 @@ def test_erf_of_a_model_takes_weights_and_says_which_it_has(compress, tmp_path):
     assert len({json.dumps(found) for found in fields.values()}) == 2  # the weights of the file were looked at
 
 
-def test_roofline_bounds_a_network(compress, tmp_path):
-    arguments = ("--model", "resnet18", "--image-size", "64", "--device", "a100", "--precision", "int8", "--json")
-    done = compress("roofline", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert (tmp_path / document["figure"]).is_file()
-    assert "resnet18" in json.dumps(document["roofline"])
+def test_roofline_bounds_a_network_of_fused_kernels_unless_asked_otherwise(compress, tmp_path):
+    arguments = ("--model", "tests.networks:tiny", "--image-size", "16", "--device", "a100", "--precision", "int8")
+    documents = []
+    for more in ((), ("--unfused",)):
+        done = compress("roofline", *arguments, *more, "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        documents.append(json.loads(done.stdout))
+        assert (tmp_path / documents[-1]["figure"]).is_file()
+        assert "tests.networks:tiny" in json.dumps(documents[-1]["roofline"])
+    fused, alone = ({row["name"] for row in document["roofline"]["rows"]} for document in documents)
+    assert fused < alone
 
 
 @pytest.mark.parametrize(

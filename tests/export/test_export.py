@@ -37,6 +37,14 @@ def quantized(**changes):
     return quantize(network(), X[:2], [X], spec=QuantSpec(activations=MAX, **changes))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A quantized network and its file, with metadata."""
+    qmodel, out = quantized(), tmp_path_factory.mktemp("written") / "m.onnx"
+    told = {"preprocessing": Preprocessing(image_size=16), "labels": list("abc"), "metadata": {"k": "v"}}
+    return qmodel, export_onnx(qmodel, X[:1], out, **told)
+
+
 def run(path, x=X):
     return open_session(path, optimize=False).run(None, {"input": x.numpy()})[0]
 
@@ -56,9 +64,8 @@ def test_file_computes_what_fake_quantization_does(target, tmp_path):
     np.testing.assert_allclose(ReferenceEvaluator(str(path)).run(None, {"input": X.numpy()})[0], expected, atol=step)
 
 
-def test_what_stands_in_the_file(tmp_path):
-    qmodel = quantized()
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+def test_what_stands_in_the_file(written):
+    qmodel, path = written
     model, audit = onnx.load(path), audit_onnx(path)
     onnx.checker.check_model(model, full_check=True)
     ops = audit.ops
@@ -83,9 +90,8 @@ def test_integers_are_those_of_fake_quantization(tmp_path):
     assert np.abs(found).max() == 7
 
 
-def test_batch_is_dynamic_or_not(tmp_path):
-    qmodel = quantized()
-    dynamic = export_onnx(qmodel, X[:1], tmp_path / "d.onnx")
+def test_batch_is_dynamic_or_not(written, tmp_path):
+    qmodel, dynamic = written
     assert run(dynamic, X[:1]).shape == (1, 10) and run(dynamic).shape == (6, 10)
     static = export_onnx(qmodel, X[:1], tmp_path / "s.onnx", dynamic_batch=False)
     shape = onnx.load(static).graph.input[0].type.tensor_type.shape.dim
@@ -193,13 +199,9 @@ def test_what_a_rule_left_float_is_told(tmp_path):
     assert [row.name for row in audit_onnx(path).rows if not row.int8] == ["/fc/Gemm"]
 
 
-def test_metadata(tmp_path):
-    preprocessing = Preprocessing(image_size=16)
-    path = export_onnx(
-        quantized(), X[:1], tmp_path / "m.onnx", preprocessing=preprocessing, labels=list("abc"), metadata={"k": "v"}
-    )
-    found = audit_onnx(path).metadata
-    assert Preprocessing.from_json(found["compress.preprocessing"]) == preprocessing
+def test_metadata(written):
+    found = audit_onnx(written[1]).metadata
+    assert Preprocessing.from_json(found["compress.preprocessing"]) == Preprocessing(image_size=16)
     assert json.loads(found["compress.labels"]) == ["a", "b", "c"] and found["k"] == "v"
 
 
@@ -232,9 +234,8 @@ def test_refusals(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, -1.0, np.inf])
-def test_audit_refuses_scales_that_are_none(bad, tmp_path):
-    path = export_onnx(quantized(), X[:1], tmp_path / "m.onnx")
-    model = onnx.load(path)
+def test_audit_refuses_scales_that_are_none(bad, written, tmp_path):
+    path, model = tmp_path / "m.onnx", onnx.load(written[1])
     scales = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     tensor = next(t for t in model.graph.initializer if t.name in scales)
     tensor.CopyFrom(numpy_helper.from_array(np.array(bad, np.float32), tensor.name))

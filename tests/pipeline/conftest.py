@@ -1,28 +1,3 @@
-"""Figures of runs, whose layout and files are two fifths of a small run's time."""
+"""Figures of runs are drawn without being laid out; see tests/figures.py."""
 
-from contextlib import contextmanager
-
-import pytest
-
-from compress.report import figures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def whole_figures():
-    """Figures are drawn, but neither laid out nor written, except in `with whole_figures():`."""
-    quick = {
-        "settle": lambda figure: figure,
-        "to_png": lambda figure: b"",
-        "to_inline_svg": lambda figure, key, label: f'<svg id="{key}"></svg>',
-    }
-    real = {name: getattr(figures, name) for name in quick}
-
-    @contextmanager
-    def whole():
-        vars(figures).update(real)
-        yield
-        vars(figures).update(quick)
-
-    vars(figures).update(quick)
-    yield whole
-    vars(figures).update(real)
+from tests.figures import whole_figures as whole_figures
