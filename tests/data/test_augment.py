@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -64,7 +64,6 @@ def test_a_zoom_above_one_shows_the_middle_larger():
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=5, max_size=5))
-@settings(max_examples=50, deadline=None)
 def test_movements_stay_within_their_limits(row):
     limits = Movement(shift=0.1, degrees=15, zoom=0.2)
     matrix = limits.matrices(torch.tensor([row], dtype=torch.float64), 32)[0]
@@ -143,7 +142,6 @@ def test_the_reference_is_the_published_generator():
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(-(2**62), 2**62), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
 def test_columns_are_the_outputs_of_a_splitmix64_of_the_index(seed, index, count):
     key = (hash_seed(seed) + (index - 1) * 0x9E3779B97F4A7C15) & MASK
     outputs = splitmix64(next(splitmix64(key)))

@@ -138,7 +138,7 @@ def test_half_of_the_training_images_are_mirrored(tmp_path):
 @given(
     st.integers(1, 3000), st.integers(1, 3000), st.lists(st.floats(0, 1, exclude_max=True), min_size=40, max_size=40)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_random_part_lies_inside_and_is_of_an_allowed_shape(width, height, draws):
     top, left, h, w = random_box(width, height, draws)
     assert 0 <= top <= top + h <= height
@@ -505,7 +505,6 @@ def test_the_network_is_that_of_the_recipe_or_has_the_classes_of_imagenet():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
-@settings(max_examples=50, deadline=None)
 def test_every_prefix_holds_the_classes_in_proportion(classes):
     targets = torch.tensor(classes)
     order = stratified_order(targets)

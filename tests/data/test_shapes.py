@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 from torch.nn import functional as F
@@ -44,7 +44,6 @@ corners = st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, ma
 
 
 @given(corners)
-@settings(max_examples=40, deadline=None)
 def test_the_distance_to_a_polygon(points):
     at = torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 - 1.5
     got = polygon(at, points)

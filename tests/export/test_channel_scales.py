@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("with_bias", [True, False])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 4))
 def test_computes_the_same(name, with_bias, seed, spread):
     shape, axis, attributes, x_shape, channels = CASES[name]

@@ -23,7 +23,7 @@ E4M3 = QuantFormat(kind="e4m3")
 FP8 = {"weights": WeightSpec(kind="e4m3"), "activations": ActivationSpec(kind="e4m3", calibrator="max")}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20), st.floats(2**-6, 1024, width=32))
 def test_e4m3_is_torchs_cast_saturated(values, amax):
     x, scale = torch.tensor(values), scale_from_amax(torch.tensor(amax), E4M3)

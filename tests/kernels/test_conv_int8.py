@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.kernels.triton.conv_int8_training import stem_filter, stem_fits, stem_image
@@ -23,7 +23,6 @@ def test_on_a_gpu_it_computes_what_float64_does():
     check_stem("cuda")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     taps=st.integers(1, 9),
     padding=st.integers(0, 4),

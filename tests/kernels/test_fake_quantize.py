@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.kernels.epilogue import Epilogue
@@ -15,7 +15,6 @@ from compress.kernels.triton.weights import written_on_device
 from tests.kernels.interpreter import interpreted
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=2, max_size=4),
     last=st.booleans(),
@@ -50,7 +49,6 @@ def test_one_operation_is_torchs_own_chain(shape, last, unsigned, bounds, has, s
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), last=st.booleans(), seed=st.integers(0, 99))
 def test_bits_are_numpys_in_memory_order(shape, last, seed):
     torch.manual_seed(seed)

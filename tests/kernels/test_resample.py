@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -12,7 +12,6 @@ from tests.kernels.interpreter import interpreted
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 40), st.integers(1, 30), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
 def test_parts_are_resized_as_pillow_does(seed, rows, columns, height, width):
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 256, (rows + 5, columns + 7, 3), dtype=np.uint8)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.extra.numpy import arrays
@@ -43,7 +43,6 @@ def batches(logits, targets, size):
     return [(logits[i : i + size], targets[i : i + size]) for i in range(0, len(logits), size)]
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 30), classes=st.integers(6, 12), size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_top_k_is_scikit_learns(count, classes, size, seed):
     rng = np.random.default_rng(seed)
@@ -185,7 +184,6 @@ ROW = {"name": "top1", "variant": "qat", "engine": "openvino (f32)", "value": 98
 values = st.one_of(st.floats(allow_nan=False), st.integers(-(10**9), 10**9))
 
 
-@settings(max_examples=60)
 @given(value=values, name=st.sampled_from(METRIC_NAMES), batch=st.none() | st.integers(1, 4096), text=st.text())
 def test_strict_json_and_back_keeps_everything(value, name, batch, text):
     metric = Metric(name=name, variant=text, engine=text, value=value, unit="x", batch_size=batch, method=text)
@@ -340,7 +338,6 @@ def test_resizing_on_the_device_is_resizing_by_pillow_but_for_rounding(interpola
     assert np.abs(by_torch.numpy().astype(int) - expected.astype(int)).max() <= 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(-50, 50, width=32)))
 def test_classes_are_softmax_and_topk(logits):
     found, probabilities = classes(logits)

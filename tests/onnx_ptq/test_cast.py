@@ -20,7 +20,7 @@ from tests.onnx_ptq import files
 from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, weights
 from tests.onnx_ptq.random_graphs import SHAPE, Graph
 
-RARELY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+RARELY = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 
 
 def results(path, x, *, optimize=True):

@@ -97,7 +97,7 @@ def test_groups_keep_every_byte_and_float_layers_count_alike():
     assert sum(g[2] for g in groups) == 39 * 110 + 400 + 1010
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 800), st.integers(0, 400)), min_size=1, max_size=14), st.integers(20, 90))
 def test_labels_keep_clear_of_each_other_of_points_and_of_the_edge(points, width):
     boxes = place_labels(points, [(width, 12)] * len(points), bounds=(-150, -60, 950, 460))
@@ -190,7 +190,7 @@ def test_well_known_variants_keep_their_colour():
     assert len(set(among.values())) == 5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=9))
 def test_a_label_is_nearest_to_its_own_point(cells):
     """Where there is room; on crowded figures a thin line leads from the label to its point."""
@@ -271,7 +271,6 @@ def test_refusals(qmodel):
         block_graph(TinyResNet(), "block1")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 12).flatmap(lambda n: st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))))
 def test_boxes_do_not_overlap_and_edges_go_down(pairs):
     edges = [(f"n{min(p)}", f"n{max(p)}") for p in sorted(pairs) if p[0] != p[1]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -43,7 +43,6 @@ def definition(v, s, low, high):
     return rounded * s
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     bits=st.integers(2, 8),
     signed=st.booleans(),
@@ -214,7 +213,6 @@ def offsets_definition(v, s, beta, high):
     return (clipped + (clipped.round() - clipped).detach()) * s + beta
 
 
-@settings(max_examples=40, deadline=None)
 @given(bits=st.integers(2, 8), lowest=st.floats(-2, 0), seed=st.integers(0, 10**6))
 def test_gradients_are_those_of_the_definition_of_offsets(bits, lowest, seed):
     generator = torch.Generator().manual_seed(seed)

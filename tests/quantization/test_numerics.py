@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -60,7 +60,6 @@ def onnx_round_trip(x, scale, quant_format):
 
 
 @pytest.mark.parametrize("runner", ["reference", "onnxruntime"])
-@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(floats, min_size=1, max_size=20),
     amax=st.floats(2**-6, 1024, width=32),
@@ -88,7 +87,6 @@ def test_per_channel_integers_as_onnx():
     np.testing.assert_array_equal(fake_quantize(x, scale, QuantFormat(axis=0)).numpy(), y)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=30), st.sampled_from([0.5, 1.0, 2.0, 0.25]))
 def test_gradient_as_torchs_operator(values, scale):
     """A power of two as scale: torch multiplies by its inverse, and then both are exact."""

@@ -38,7 +38,7 @@ def gaussian(height, width, centre, sigma):
 
 
 @given(st.floats(8, 30), st.floats(8, 30), st.floats(2, 12), st.floats(2, 12), st.floats(0.1, 1e6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_fit_recovers_a_gaussian(row, column, sigma_row, sigma_column, height):
     fit = gaussian_fit(height * gaussian(40, 37, (row, column), (sigma_row, sigma_column)))
     assert fit.sigma == pytest.approx((sigma_row, sigma_column), rel=1e-3)
@@ -57,7 +57,6 @@ def test_fit_says_that_noise_is_no_gaussian():
 
 
 @given(maps, st.floats(0.05, 0.99))
-@settings(deadline=None)
 def test_mass_radius_against_brute_force(heat, share):
     centre = (heat.shape[0] / 2, heat.shape[1] / 2)
     distance = distances(heat.shape, centre)
@@ -67,7 +66,6 @@ def test_mass_radius_against_brute_force(heat, share):
 
 
 @given(maps, st.floats(0.05, 0.99))
-@settings(deadline=None)
 def test_contribution_area_against_brute_force(heat, share):
     height, width = heat.shape
     row, column = height // 2, width // 2
@@ -79,7 +77,6 @@ def test_contribution_area_against_brute_force(heat, share):
 
 
 @given(maps, maps)
-@settings(deadline=None)
 def test_radial_distance_against_scipy(left, right):
     height, width = min(left.shape[0], right.shape[0]), min(left.shape[1], right.shape[1])
     left, right = (m[:height, :width] / m[:height, :width].sum() for m in (left, right))
@@ -114,7 +111,6 @@ def test_share_of_the_theoretical_field():
 
 
 @given(maps)
-@settings(deadline=None)
 def test_radial_profile_holds_all_influence(heat):
     radius, mass = radial_profile(heat, (1.0, 2.0))
     assert len(radius) == len(mass)

@@ -138,7 +138,7 @@ def runs(model, image):
         return False
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @example([Resize(size=14, mode="linear", align_corners=False)], 18)  # unit 10 lies on pixel 13
 @given(st.lists(layers, min_size=1, max_size=5), st.integers(5, 24))
 def test_every_unit_sees_what_its_gradient_reaches(stack, length):
@@ -161,7 +161,6 @@ def test_every_unit_sees_what_its_gradient_reaches(stack, length):
     assert [row.interval(u) for u in units] == [support(output, image, i, least=ROUNDING) for i in indices]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(layers, min_size=1, max_size=4))
 def test_size_without_borders_is_that_of_a_long_image(stack):
     """If a window exists, a unit in the middle of a long image depends on exactly that window."""

@@ -77,7 +77,7 @@ def test_markup_in_names_is_text(hostile):
     assert page.headings[0] == plain(HOSTILE).strip()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet=st.sampled_from("ab_*`[]()<>|\\#-+.1~$&;!:/ \n\t") | st.characters(codec="utf-8"), min_size=1))
 def test_a_cell_reads_as_it_was(value):
     made = Document(
@@ -91,7 +91,7 @@ def test_a_cell_reads_as_it_was(value):
     assert cells == ["a", "b", plain(value).strip(), "end"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet=st.sampled_from("ab_*`[]()<>|\\#-+.1~$&;!:/= "), min_size=1))
 def test_a_list_item_reads_as_it_was(value):
     page = rendered(f"- {escape(value)}")

@@ -166,7 +166,7 @@ def test_times_that_are_none_are_refused(time):
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_start_is_the_best_of_all_where_times_add_up(data):
     elements = {f"width {i}": tuple(map(str, range(3, 0, -1))) for i in range(4)}
     number = st.floats(0.01, 1.0)

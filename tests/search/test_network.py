@@ -37,7 +37,7 @@ def zeroed(removed):
 
 
 @given(st.fixed_dictionaries({e: st.sampled_from(c) for e, c in WIDTHS.items()}), st.integers(0, 1000))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_smaller_network_computes_what_zeroed_channels_compute(configuration, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = {n: torch.rand(len(g.classes), generator=generator) for n, g in STRUCTURE.groups.items()}

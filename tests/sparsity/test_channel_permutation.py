@@ -324,7 +324,7 @@ def kept(matrix, n, m, order):
     return groups[..., m - n :].sum()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([(2, 4), (1, 4), (3, 4), (1, 2), (4, 8), (2, 3)]), st.integers(1, 5), st.integers(1, 4), st.data()
 )

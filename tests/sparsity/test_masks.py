@@ -36,7 +36,6 @@ def weights(draw, largest=3):
     return n, m, torch.from_numpy(draw(hnp.arrays(np.float32, shape, elements=FLOATS)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(weights())
 def test_nm_mask_is_the_best_of_all_patterns(drawn):
     n, m, weight = drawn
@@ -49,7 +48,7 @@ def test_nm_mask_is_the_best_of_all_patterns(drawn):
         assert values[keep].sum().item() == pytest.approx(best)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights())
 def test_nm_mask_follows_given_scores_and_breaks_ties_low(drawn):
     n, m, weight = drawn
@@ -68,7 +67,6 @@ def test_mask_keeps_layout_of_convolutions():
     assert mask.sum() == weight.numel() / 4
 
 
-@settings(max_examples=60, deadline=None)
 @given(hnp.arrays(np.float32, st.integers(1, 30), elements=FLOATS), st.floats(0, 1))
 def test_unstructured_mask_takes_the_smallest(values, ratio):
     mask = unstructured_mask(torch.from_numpy(values), ratio).numpy()
@@ -89,7 +87,7 @@ def test_kept_magnitude_of_zeros_is_all():
     assert kept_magnitude(torch.zeros(2, 4), nm_mask(torch.zeros(2, 4), 2, 4)) == 1.0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights(), st.floats(0, 1))
 def test_partial_masks_lead_from_all_to_the_mask_by_magnitude(drawn, level):
     n, m, weight = drawn
@@ -103,7 +101,6 @@ def test_partial_masks_lead_from_all_to_the_mask_by_magnitude(drawn, level):
     assert not len(gone) or not len(spared) or gone.max() <= spared.min()
 
 
-@settings(max_examples=40, deadline=None)
 @given(hnp.arrays(np.int8, (3, 8, 2), elements=st.integers(-2, 2)), st.sampled_from([(2, 4), (1, 2), (3, 8)]))
 def test_verify_nm_counts_groups_one_by_one(weight, nm):
     n, m = nm

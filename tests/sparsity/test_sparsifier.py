@@ -427,7 +427,7 @@ def test_the_first_logits_prefer_the_mask_by_what_they_share_with_it():
     torch.testing.assert_close(logits, STRENGTH * DEVIATION * torch.tensor([[1.0, 0, 0, 0, 0, -1]]))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), st.sampled_from([(2, 4), (1, 4), (1, 2), (3, 5)]), st.floats(0.5, 4), st.floats(1, 20))
 def test_the_update_is_adam_on_the_papers_loss(seed, kind, temperature, scale):
     """MaskLLM's loss of the soft mask, written out with autograd, and torch's Adam on its gradient."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
@@ -128,7 +128,6 @@ def test_few_images_with_equal_answers_bound_the_difference_exactly(share):
     assert seen.difference_high == pytest.approx(0.0787, abs=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(gained=st.integers(0, 12), lost=st.integers(0, 12), both=st.integers(1, 40))
 def test_a_change_that_the_sign_test_does_not_find_is_not_called_measurable(gained, lost, both):
     base = [False] * gained + [True] * lost + [True] * both

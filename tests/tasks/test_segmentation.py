@@ -28,7 +28,7 @@ def measured(batches):
     return meter.compute()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_iou_is_that_of_scikit_learn_and_torchmetrics(seed):
     batches = [masks(seed), masks(seed + 1)]
@@ -64,7 +64,7 @@ def test_processes_together_measure_the_whole():
     assert halves[0].compute() == measured([masks(3), masks(4)])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), smoothing=st.sampled_from([0.0, 0.1]))
 def test_cross_entropy_is_the_mean_over_pixels_with_a_class(seed, smoothing):
     logits, targets = masks(seed)

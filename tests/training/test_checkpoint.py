@@ -46,7 +46,7 @@ def same(first, second):
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     parts=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4)), min_size=1, max_size=5),
     seed=st.integers(0, 99),

@@ -17,7 +17,6 @@ from compress.training.passes import training_loss
 from compress.training.spec import check_train_spec, identity_of
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     steps=st.integers(1, 500),
     warmup=st.integers(0, 500),
@@ -88,7 +87,7 @@ def test_steps_are_the_formulas(name):
         torch.testing.assert_close(parameter.detach(), expected[key][0], rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(steps=st.integers(10, 300), peak=st.floats(1e-4, 1))
 def test_one_cycle_is_torchs(steps, peak):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)

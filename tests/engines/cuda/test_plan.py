@@ -268,7 +268,7 @@ def networks(draw):
     return b, x
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks())
 def test_random_networks_compute_what_onnx_runtime_does(tmp_path_factory, network):
     b, y = network

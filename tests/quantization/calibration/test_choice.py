@@ -21,7 +21,7 @@ from compress.quantization.calibration.amax import (
 from compress.quantization.calibration.calibrate import choose_together, on_host, together
 from compress.quantization.calibration.calibrators import make_calibrator
 
-FAST = settings(max_examples=40, deadline=None)
+FAST = settings(max_examples=40)
 
 
 @st.composite

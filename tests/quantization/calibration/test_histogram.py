@@ -19,7 +19,7 @@ from compress.quantization.calibration.histogram import (
     resample,
 )
 
-FAST = settings(max_examples=30, deadline=None)
+FAST = settings(max_examples=30)
 CPU = torch.device("cpu")
 
 

@@ -78,7 +78,6 @@ def test_function_preserved_and_ranges_equal_in_every_pair():
         torch.testing.assert_close(outgoing, incoming, rtol=1e-3, atol=0)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=8))
 def test_scale_is_the_optimum_of_the_papers_objective(ranges):
     """Sum over channels of precision products p1 p2 is largest at equal ranges: no other scale does better."""
@@ -276,7 +275,7 @@ def test_smoothing_gains_where_there_are_outliers():
     assert "smoothed 2 norms (1 left" in quantized.report.notes()[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(1e-4, 1e4), st.floats(1e-4, 1e4), st.floats(0, 1))
 def test_smoothing_scale_trades_one_for_the_other(activation, weight, alpha):
     s = smoothing_scale(torch.tensor([activation]), torch.tensor([weight]), alpha).double().item()

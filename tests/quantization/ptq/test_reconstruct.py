@@ -368,7 +368,7 @@ def test_other_layers_have_none(layer):
 W3 = WeightSpec(num_bits=3, axis=None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(-4, 8), st.floats(0.05, 4), st.sampled_from([6.0, np.inf]))
 def test_moments_of_a_clipped_normal_are_those_that_integration_finds(mean, deviation, high):
     density = stats.norm(mean, deviation)

@@ -129,7 +129,6 @@ def every(noise, cost):
         yield sum(noise[k][f] for k, f in pairs), sum(cost[k][f] for k, f in pairs)
 
 
-@settings(max_examples=60, deadline=None)
 @given(tables(), st.floats(0, 1))
 def test_no_assignment_within_the_budget_has_less_noise(both, share):
     noise, cost = both
@@ -142,7 +141,7 @@ def test_no_assignment_within_the_budget_has_less_noise(both, share):
     assert choice.noise == pytest.approx(sum(noise[k][f] for k, f in choice.formats.items()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tables())
 def test_front_runs_from_the_cheapest_to_the_quietest_and_is_not_beaten(both):
     noise, cost = both
