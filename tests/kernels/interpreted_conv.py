@@ -1,5 +1,5 @@
 """Convolutions on codes, and depthwise ones of training, against float64: in Triton's interpreter when started by
-`test_conv_int8`, on a GPU else.
+`test_kernels`, on a GPU else.
 """
 
 import math
@@ -13,8 +13,8 @@ from compress.kernels.memory_format import unpack
 from compress.kernels.triton import depthwise as triton_depthwise
 from compress.kernels.triton.conv_int8 import Codes, ConvTile, Geometry, conv_codes, output_size
 from compress.kernels.triton.conv_int8_training import stem_filter, stem_image
-from tests.kernels.depthwise import CASES as DEPTHWISE
-from tests.kernels.depthwise import check_depthwise
+from tests.kernels.float64 import CASES as DEPTHWISE
+from tests.kernels.float64 import check_depthwise
 
 RELU, RELU6, NONE = (0.0, math.inf), (0.0, 6.0), (-math.inf, math.inf)
 SMALL = ConvTile(32, 32, 32, 2, 4, part=16)

@@ -11,7 +11,7 @@ from compress.recipe.tree import parse_recipe
 from tests.exact import open_session
 
 TREE = {
-    "model": {"name": "tests.search.nets:narrow"},
+    "model": {"name": "tests.networks:narrow"},
     "data": {"name": "digits", "image_size": 16, "batch_size": 128},
     "train": {"epochs": 1},
     "finetune": {"epochs": 1},

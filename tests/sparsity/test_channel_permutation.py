@@ -18,8 +18,7 @@ from compress.sparsity import channel_permutation
 from compress.sparsity.channel_permutation import kept_by_order, permute_channels, search_permutation
 from compress.sparsity.parametrization import kept_magnitude, masked_layers, nm_mask
 from compress.sparsity.spec import SparsityRule
-from tests.sparsity.nets import batch, small
-from tests.sparsity.permuted import QUICK, permuted
+from tests.sparsity.nets import QUICK, batch, permuted, small
 
 
 def conv(inputs, outputs, kernel=1, **kwargs):
