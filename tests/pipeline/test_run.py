@@ -316,8 +316,8 @@ def test_weights_for_other_classes_are_refused_where_nothing_trains_their_classi
 def test_an_untrained_network_and_its_pair_are_told_in_the_report(tmp_path):
     """18 images bound a change no closer than one in six: the oracle is the exact binomial interval."""
     tree = {
-        "model": {"name": "tests.networks:tiny"},
-        "data": {"image_size": 16, "batch_size": 16, "val_images": 18},
+        "model": {"name": "squeezenet1_1"},
+        "data": {"image_size": 32, "batch_size": 16, "val_images": 18},
         "train": {"epochs": 0},
         "quantization": {"target": "onnxruntime", "calibration_images": 16},
         "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "runs": 30, "seconds": 0.5},
