@@ -1,7 +1,22 @@
 """Small networks that tests share, and factories that recipes name (`tests.networks:tiny`)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Named parts, and what they compute: a function of the network and of an image, or tokens."""
+
+    def __init__(self, run: Callable[["Net", Tensor], Tensor], **parts: object) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
 
 
 class Residual(nn.Module):

@@ -19,21 +19,8 @@ from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.placement.targets import TargetTable
 from compress.quantization.placement.view import GraphView, Parameters
 from compress.recipe.tree import parse_recipe
-from tests.networks import TinyResNet
+from tests.networks import Net, TinyResNet
 from tests.quantization.placement.test_place import placement, quantized
-
-
-class Net(nn.Module):
-    """A function of its own layers and of an image, or tokens."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def conv(inputs=4, outputs=4, **options):

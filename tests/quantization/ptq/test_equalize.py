@@ -335,10 +335,6 @@ class NormAlone(nn.Module):
         return self.left(x) * 2 + self.right(x)
 
 
-def scale_channels_sqnr(wanted, found):
-    return float(10 * torch.log10(wanted.square().sum() / (found - wanted).square().sum()))
-
-
 def quantized(model, x, target, **keys):
     return compress.quantize(model, x[:2], [x], spec=compress.QuantSpec(target=target, **keys))
 
@@ -355,7 +351,7 @@ def test_outlier_channels_cost_less(make, x, target):
     before = copy.deepcopy(model.state_dict())
     found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
     with torch.no_grad():
-        db = {smooth: scale_channels_sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
+        db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
     assert db["auto"] > db[None] + 3, db
     assert any("smooth: auto" in note for note in found["auto"].report.notes())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the caller's own"

@@ -18,23 +18,10 @@ from compress.errors import ModelError, QuantizationError
 from compress.graph.compare import relative_error
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
-from tests.networks import with_statistics
+from tests.networks import Net, with_statistics
 
 IMAGE = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(2))
-
-
-class Net(nn.Module):
-    """Named parts, and a forward that is given."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.run(self, x)
 
 
 def conv(inputs=8, outputs=8):
