@@ -12,6 +12,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parent.parent
 _FIGURES = (".png", ".gif")
@@ -33,8 +34,10 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point figures at their place in the site, and name other files of the repository."""
+    if "/" in page.file.src_uri:  # of a folder within docs/, from which ../ leads to docs/
+        return markdown
 
     def replaced(match: re.Match[str]) -> str:
         image, text, path = match.groups()
