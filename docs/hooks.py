@@ -1,12 +1,15 @@
-"""MkDocs hooks: pages show figures and name files of the repository that lie outside docs/.
+"""MkDocs hooks: pages outside docs/ that a page links, and figures, are part of the site.
 
-A page links `../results/x.png` or `../examples/x.py`, which works where the repository is browsed. In the site, figures
-are taken along, and a link to any other file becomes its path in code type, as the file is not part of the site.
+A page links `../results/x.md` or `../results/x.png`, which works where the repository is browsed. In the site both are
+taken along; a link to any other file of the repository becomes its path in code type. Names of the library are headings
+without the modules in which they stand.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +17,57 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-_ROOT = Path(__file__).parent.parent
-_FIGURES = (".png", ".gif")
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)[^)]*\)")
+_ROOT = Path(__file__).resolve().parent.parent
+_DOCS = _ROOT / "docs"
+_TAKEN = (".png", ".gif", ".md", ".html")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?([^)]*)\)")
+_NAME = re.compile(r"^::: (compress\.\S+\.(\w+))$", flags=re.MULTILINE)
+
+
+def _linked(page: Path) -> Iterator[Path]:
+    """Yield files of the repository outside docs/ that a page links and the site takes."""
+    for match in _LINK.finditer(page.read_text("utf-8")):
+        path = Path(os.path.normpath(page.parent / match[3]))
+        if path.suffix in _TAKEN and path.is_relative_to(_ROOT) and not path.is_relative_to(_DOCS):
+            yield path
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Take along the figures that pages link outside docs/.
+    """Take along the pages and figures that pages link outside docs/, and those that these link.
 
     Raises:
-        FileNotFoundError: a page links a figure that is not there.
+        FileNotFoundError: a page links a figure or a page that is not there.
     """
-    for page in Path(config.docs_dir).glob("*.md"):
-        for _, _, path in _LINK.findall(page.read_text("utf-8")):
-            if path.endswith(_FIGURES) and files.get_file_from_path(path) is None:
-                if not (_ROOT / path).exists():
-                    raise FileNotFoundError(f"{page.name} shows {path}, which is not there")
-                files.append(File.generated(config, path, abs_src_path=str(_ROOT / path)))
+    waiting, seen = sorted(Path(config.docs_dir).glob("*.md")), set()
+    while waiting:
+        page = waiting.pop()
+        for path in _linked(page):
+            if path in seen:
+                continue
+            if not path.exists():
+                raise FileNotFoundError(f"{page.name} shows {path.relative_to(_ROOT)}, which is not there")
+            seen.add(path)
+            files.append(File.generated(config, str(path.relative_to(_ROOT)), abs_src_path=str(path)))
+            if path.suffix == ".md":
+                waiting.append(path)
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point figures at their place in the site, and name other files of the repository."""
-    if "/" in page.file.src_uri:  # of a folder within docs/, from which ../ leads to docs/
-        return markdown
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
+    """Point links at their places in the site, and name the files that are not part of it."""
+    source = Path(str(page.file.abs_src_path))
 
     def replaced(match: re.Match[str]) -> str:
-        image, text, path = match.groups()
-        if path.endswith(_FIGURES):
-            return f"{image}[{text}]({path})"
-        return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
+        image, text, link, anchor, rest = match.groups()
+        path = Path(os.path.normpath(source.parent / link))
+        if not path.is_relative_to(_ROOT):
+            return match[0]
+        uri = str(path.relative_to(_DOCS if path.is_relative_to(_DOCS) else _ROOT))
+        if files.get_file_from_path(uri) is not None:
+            place = os.path.relpath(uri, Path(page.file.src_uri).parent)
+            return f"{image}[{text}]({place}{anchor or ''}{rest})"
+        shown = str(path.relative_to(_ROOT))
+        return f"`{shown}`" if text.strip("`") in shown else f"{text} (`{shown}`)"
 
-    return _LINK.sub(replaced, markdown)
+    markdown = _LINK.sub(replaced, markdown)
+    return _NAME.sub(r"::: \1\n    options:\n      heading: compress.\2\n      toc_label: \2", markdown)

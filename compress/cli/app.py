@@ -18,24 +18,36 @@ from rich.markup import escape
 from typer.main import get_command
 
 from compress.cli.console import ERRORS, OUT, VERBOSITY
-from compress.cli.lazy import Entry, LazyCommand, lazy_group, refused_build, refused_inspect
+from compress.cli.lazy import (
+    Entry,
+    LazyCommand,
+    Quiet,
+    Verbose,
+    lazy_group,
+    refused_build,
+    refused_inspect,
+    set_verbosity,
+)
 from compress.errors import CompressError
 from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
-    "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it."),
+    "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it.", recipe=True),
     "ptq": Entry(
         "compress.cli.run:ptq",
         "Baseline, post-training quantization, export, engines, report. With --onnx: Q/DQ into a file, without its "
         "source.",
+        recipe=True,
     ),
     "qat": Entry(
         "compress.cli.run:qat",
         "Baseline, post-training quantization, quantization-aware training, export, engines, report.",
+        recipe=True,
     ),
     "prune": Entry(
         "compress.cli.run:prune",
         "Baseline, sparsity, fine-tuning; with a quantization section also INT8 with the zeros held.",
+        recipe=True,
     ),
     "export": Entry(
         "compress.cli.export:export", "Export a network of a finished run to ONNX, in another precision or opset."
@@ -54,23 +66,28 @@ _COMMANDS = {
         "compress.cli.sensitivity:sensitivity",
         "Quantize each layer alone, and leave each alone float: SQNR and the metric. With a budget: a mixed-precision "
         "recipe.",
+        recipe=True,
     ),
     "search": Entry(
         "compress.cli.search:search",
         "The most accurate network within a latency, or the fastest within a drop: precision, 2:4, width and depth, "
         "measured on the engine.",
+        recipe=True,
     ),
     "receptive-field": Entry(
         "compress.cli.receptive_field:receptive_field",
         "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",
+        recipe=True,
     ),
     "erf": Entry(
         "compress.cli.receptive_field:erf",
-        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as figures and numbers.",
+        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as images and numbers.",
+        recipe=True,
     ),
     "roofline": Entry(
         "compress.cli.roofline:roofline",
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
+        recipe=True,
     ),
     "bundle": Entry(
         "compress.cli.export:bundle",
@@ -98,6 +115,7 @@ _INSPECT = {
         "compress.cli.inspect_model:inspect_model",
         "Layers with their macs, and every placement decision with its reason. With --sparsity: which layers 2:4 masks "
         "could make faster, and by how much at most. With --draw: the graph of one block with its Q/DQ nodes.",
+        recipe=True,
     ),
     "onnx": Entry(
         "compress.cli.inspect_file:inspect_onnx",
@@ -112,6 +130,7 @@ _INSPECT = {
         "Each engine against fake quantization at every quantizer, and the first layer that differs by more than "
         "rounding explains. With --mend: quantization against float, which layers lose accuracy and why, and a recipe "
         "with the smallest set of changes that brings it back, each with its price; for recipes, runs and ONNX files.",
+        recipe=True,
     ),
 }
 _BUILD = {
@@ -123,10 +142,12 @@ _BUILD = {
         "compress.cli.build:build_recipe",
         "Build an engine of the network that a recipe's last run made; a run that is missing or stopped is finished "
         "first.",
+        recipe=True,
     ),
     "explore": Entry(
         "compress.cli.explore:explore",
         "Export a recipe's network in several forms, build each, and compare the bytes that the engines move.",
+        recipe=True,
     ),
 }
 
@@ -158,10 +179,8 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Show no progress.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", metavar="", help="Show progress as lines, at least every second.")
-    ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     version: Annotated[
         bool,
         typer.Option(
@@ -169,7 +188,8 @@ def _common(
         ),
     ] = False,
 ) -> None:
-    VERBOSITY.level = -1 if quiet else int(verbose)
+    VERBOSITY.level = 0
+    set_verbosity(quiet, verbose)
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +12,9 @@ import typer
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.cli.report import show_run
-from compress.errors import EngineError, RunError
+from compress.errors import EngineError, RunError, first_few
 from compress.measure.end_to_end import STAGES, EndToEnd
+from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric
 from compress.measure.spec import BenchSpec, check_bench_spec
 from compress.pipeline.again import bench_again
@@ -22,6 +24,7 @@ from compress.plots.stacked import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
 from compress.report import write_report
+from compress.support.text import display, significant
 
 
 def bench(
@@ -98,18 +101,35 @@ def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) ->
     if as_json:
         print_json([metric.to_dict() for metric in metrics])
         return
-    rows = [
-        (
-            m.variant,
-            m.engine,
-            m.batch_size,
-            m.name,
-            "unavailable" if m.value is None else f"{m.value:.4g} {m.unit}",
-            m.reason,
+    _show_files(metrics)
+
+
+def _show_files(metrics: Sequence[Metric]) -> None:
+    """A row for each file and engine, its speed against the first file on that engine, then what was not measured."""
+    found = {(m.engine, m.batch_size, m.variant, m.name): m for m in metrics if m.value is not None}
+    first: dict[tuple[str, int | None], Metric] = {}
+    rows = []
+    for (engine, batch, file, name), p50 in found.items():
+        if name != "p50_ms":
+            continue
+        begin = first.setdefault((engine, batch), p50)
+        quiet = not (p50.reason or begin.reason)
+        speed = "" if p50 is begin else f"{_number(begin) / _number(p50):.2f}x" if quiet else NOT_MEASURED
+        others = (found.get((engine, batch, file, name)) for name in ("p99_ms", "images_per_s"))
+        times = ("" if m is None else significant(m.value) for m in (p50, *others))
+        rows.append((file, display(engine), batch, next(times), speed, *times))
+    columns = ("file", "engine", "batch", "p50 ms", "speed-up", "p99 ms", "images/s")
+    if rows:
+        print_table(
+            "latency; speed-up is against the first file on the same engine", columns, rows, numbers=columns[2:]
         )
-        for m in metrics
-    ]
-    print_table("latency", ("file", "engine", "batch", "figure", "value", "why not"), rows)
+    for status, reason in dict.fromkeys((m.status, m.reason) for m in metrics if m.reason):
+        where = dict.fromkeys(f"{m.variant} on {display(m.engine)}" for m in metrics if m.reason == reason)
+        OUT.print(f"{status} {first_few(where, 3)}: {reason}", highlight=False, soft_wrap=True)
+
+
+def _number(metric: Metric) -> float:
+    return metric.value or math.nan
 
 
 def _end_to_end(

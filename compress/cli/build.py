@@ -31,7 +31,7 @@ SizeOption = Annotated[str | None, typer.Option(help="Least, best and largest si
 FurtherOption = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Further ones: optimization_level=5, ...")
 ]
-VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")]
+VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")]
 FileOption = Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")]
 CommandsOption = Annotated[
     bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")

@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Column, Table
 
-from compress.cli.lines import QUIET_S, LineProgress
+from compress.cli.lines import LineProgress
 from compress.support.progress import NoProgress, Progress
 
 _WIDE = 140
@@ -36,7 +36,6 @@ OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=
 ERRORS = Console(stderr=True, markup=False, emoji=False)
 """Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no image."""
 
-_VERBOSE_S = 1.0
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
 
 
@@ -93,6 +92,13 @@ VERBOSITY = Verbosity()
 """The choice of `--quiet` and `--verbose`, which come before the command."""
 
 
+def lines_of(level: int) -> LineProgress:
+    """Progress as lines, with `--verbose` at least every second."""
+    if level > 0:
+        return LineProgress(_print_line, _figures, every=1.0, short=0.0)
+    return LineProgress(_print_line, _figures)
+
+
 @contextmanager
 def progress(show: bool = True) -> Iterator[Progress]:
     """Show progress on standard error: bars on a terminal, lines elsewhere and with `--verbose`.
@@ -103,7 +109,7 @@ def progress(show: bool = True) -> Iterator[Progress]:
         yield NoProgress()
         return
     if not ERRORS.is_terminal or VERBOSITY.level > 0:
-        with LineProgress(_print_line, _figures, _VERBOSE_S if VERBOSITY.level > 0 else QUIET_S) as lines:
+        with lines_of(VERBOSITY.level) as lines:
             yield lines
         return
     with Bars(*bar_columns(ERRORS.width), console=ERRORS) as bars:
@@ -183,6 +189,28 @@ def _needs(widths: Sequence[int]) -> int:
 
 def _width(text: str) -> int:
     return max(map(len, text.splitlines()), default=0)
+
+
+def print_next(*commands: str) -> None:
+    """Print commands that go on from here, ready to be typed."""
+    OUT.print("next:", *(f"  python -m compress {command}" for command in commands), sep="\n", soft_wrap=True)
+
+
+def decibels(value: float, mend: str) -> str:
+    """Say what a signal-to-noise ratio means; `mend` is the command that finds what costs it.
+
+    >>> decibels(40.0, "inspect parity")
+    '40.0 dB, good: the noise is 1.0 % of the signal'
+    """
+    share = f"the noise is {100 * 10 ** (-value / 20):.1f} % of the signal"
+    if value >= _GOOD_DB:
+        return f"{value:.1f} dB, good: {share}"
+    word = "fair" if value >= _POOR_DB else "poor"
+    return f"{value:.1f} dB, {word}: {share}; `python -m compress {mend}` finds the layers that cost it"
+
+
+_GOOD_DB, _POOR_DB = 20.0, 10.0
+"""Noise of a tenth and of a third of the signal's amplitude."""
 
 
 def print_json(value: Any) -> None:

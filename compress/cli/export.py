@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.console import OUT, print_json, print_table
+from compress.cli.console import OUT, print_json
 from compress.cli.options import FolderArgument, JsonOption
 from compress.errors import RunError, near_misses
 from compress.pipeline.again import export_again
@@ -21,7 +21,7 @@ from compress.support.limits import BATCH
 
 def export(
     folder: FolderArgument,
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
+    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
     target: Annotated[
         str | None, typer.Option(help="Of a run for several targets: which one's file; default: the first's.")
     ] = None,
@@ -55,7 +55,7 @@ def bundle(
     folder: FolderArgument,
     server: Annotated[str, typer.Option(help=", ".join(SERVERS))] = "triton",
     out: Annotated[Path, typer.Option("--out", "-o", help="The server's model repository.")] = Path("models"),
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
+    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
     name: Annotated[str, typer.Option(help="Of the model in the repository; default: the run folder's.")] = "",
     max_batch_size: Annotated[int, typer.Option(min=1, max=BATCH, help="Triton: largest batch.")] = 32,
     as_json: JsonOption = False,
@@ -72,28 +72,25 @@ def predict(
     folder: FolderArgument,
     images: Annotated[list[Path], typer.Argument(help="Files or folders of images.")],
     engine: Annotated[str, typer.Option(help="Engine that runs the network.")] = "openvino",
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
+    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of drawn masks and boxes; default RUN/predictions.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what the network finds in each image."""
+    """Print what the network finds in each image: classes by their share, boxes as left, top, right, bottom."""
     found = predict_images(folder, images, engine=engine, variant=variant, out=out)
     if as_json:
         print_json([asdict(prediction) for prediction in found])
         return
     for prediction in found:
-        _show(prediction)
+        OUT.print(f"{prediction.image}: {_found(prediction)}", highlight=False, soft_wrap=True)
 
 
-def _show(prediction: Prediction) -> None:
-    if prediction.boxes or not prediction.classes:
-        boxes = [(name, f"{score:.1%}", *(f"{side:.0f}" for side in box)) for name, score, box in prediction.boxes]
-        columns = ("class", "score", "left", "top", "right", "bottom")
-        print_table(prediction.image, columns, boxes, numbers=columns[1:])
-    else:
-        rows = [(name, f"{share:.1%}") for name, share in prediction.classes]
-        print_table(prediction.image, ("class", "share"), rows, numbers=("share",))
-    if prediction.drawn:
-        OUT.print(prediction.drawn, highlight=False, soft_wrap=True)
+def _found(prediction: Prediction) -> str:
+    boxes = [
+        f"{name} {score:.0%} at {', '.join(f'{side:.0f}' for side in box)}" for name, score, box in prediction.boxes
+    ]
+    shares = [f"{name} {share:.1%}" for name, share in prediction.classes]
+    drawn = f" ({prediction.drawn})" if prediction.drawn else ""
+    return ("; ".join(boxes or shares) or "no box") + drawn

@@ -1,24 +1,27 @@
 """Commands that are imported when they are used: `--help` does not wait for torch.
 
-Earlier forms of commands, and recipes that are not there, are refused before that import.
+Earlier forms of commands, and recipes that are not there or hold wrong keys, are refused before that import.
 """
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from compress.cli.console import VERBOSITY
 from compress.errors import RecipeError
-from compress.recipe.files import read_recipe
+from compress.recipe.files import recipe_names
+from compress.recipe.tree import load_recipe
 
 Arguments = list[str]
 
@@ -30,10 +33,12 @@ class Entry:
     Attributes:
         target: `module:function` that runs it; the function's parameters are the command's options.
         help: text for users.
+        recipe: its first argument may be a recipe, which is refused before the import.
     """
 
     target: str
     help: str
+    recipe: bool = False
 
 
 class LazyCommand(TyperCommand):
@@ -49,7 +54,7 @@ class LazyCommand(TyperCommand):
         with _interrupt_ends_process():
             callback = getattr(import_module(module), function)
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        app.command(self.name, help=self.entry.help)(callback)
+        app.command(self.name, help=self.entry.help)(_with_shared(callback))
         return get_command(app)
 
     def make_context(self, info_name: str | None, args: Arguments, parent: Any = None, **extra: Any) -> Any:
@@ -86,7 +91,7 @@ def lazy_group(
             """Find the command; a recipe that is not there is refused before its import."""
             name, command, rest = super().resolve_command(ctx, args)
             if isinstance(command, LazyCommand):
-                refuse_recipe(rest)
+                refuse_recipe(rest, positional=command.entry.recipe)
             return name, command, rest
 
     return LazyGroup
@@ -109,6 +114,51 @@ def _interrupt_ends_process() -> Iterator[None]:
 _HELP = "--help"
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Show no progress.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", metavar="", help="Show progress as lines, at least every second.")
+]
+RecipeName = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="The same as --recipe.")]
+
+
+def set_verbosity(quiet: bool, verbose: bool) -> None:
+    """Follow `-q` and `-v`, which stand before or after a command's name."""
+    if quiet or verbose:
+        VERBOSITY.level = -1 if quiet else 1
+
+
+def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
+    """Add what every command takes: `-q`, `-v`, and its recipe as an argument too."""
+    params = dict(inspect.signature(function, eval_str=True).parameters)
+    named = "recipe" in params and not any("Argument" in str(param.annotation) for param in params.values())
+    required = named and params["recipe"].default is inspect.Parameter.empty
+
+    def command(*, quiet: bool, verbose: bool, recipe_name: str | None = None, **given: Any) -> None:
+        set_verbosity(quiet, verbose)
+        if named and recipe_name is not None:
+            if given["recipe"] is not None:
+                raise RecipeError(f"two recipes are named, {recipe_name} and {given['recipe']}: give one")
+            given["recipe"] = recipe_name
+        if required and given["recipe"] is None and given.get("from_") is not None:
+            given["recipe"] = str(given["from_"] / "recipe.yaml")
+        if required and given["recipe"] is None:
+            raise RecipeError(f"name a recipe: a path, or one of {', '.join(recipe_names())}")
+        function(**given)
+
+    if named:
+        params["recipe"] = params["recipe"].replace(default=params["recipe"].default if not required else None)
+        params["recipe_name"] = _parameter("recipe_name", RecipeName, None)
+    params |= {"quiet": _parameter("quiet", Quiet, False), "verbose": _parameter("verbose", Verbose, False)}
+    ordered = [param.replace(kind=inspect.Parameter.KEYWORD_ONLY) for param in params.values()]
+    command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    command.__annotations__ = {param.name: param.annotation for param in ordered}
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
 def refused_inspect(arguments: Sequence[str]) -> str | None:
     """Today's form of an old command line, else None."""
     nothing = "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)"
@@ -121,11 +171,17 @@ def refused_build(arguments: Sequence[str]) -> str | None:
     return _refused("build", arguments, nothing, _build_today)
 
 
-def refuse_recipe(arguments: Sequence[str]) -> None:
-    """Refuse a recipe that cannot be read before torch is imported."""
+def refuse_recipe(arguments: Sequence[str], *, positional: bool) -> None:
+    """Refuse a recipe with a wrong name, key or value before torch is imported."""
     recipe, rest = _taken(arguments, "--recipe", "-r")
+    if positional and recipe is None and rest and not rest[0].startswith("-"):
+        recipe, rest = rest[0], rest[1:]
+    overrides: list[str] = []
+    while (taken := _taken(rest, "--set", "-s"))[0] is not None:
+        overrides.append(str(taken[0]))
+        rest = taken[1]
     if recipe is not None and _HELP not in rest:
-        read_recipe(recipe)
+        load_recipe(recipe, overrides)
 
 
 def _refused(

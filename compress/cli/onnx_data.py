@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from compress.cli.console import ERRORS
 from compress.cli.options import sides_of
-from compress.data.files import ImageInput, Layout, unlabelled
-from compress.data.preprocessing import Preprocessing
-from compress.engines.onnx_file import read_onnx
+from compress.data.spec import IMAGENET, Resize, preprocessing_words
 from compress.errors import RecipeError
-from compress.export.names import PREPROCESSING_KEY
 from compress.quantization.spec import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
+
+if TYPE_CHECKING:
+    from compress.data.files import ImageInput, Layout
 
 _ONNX = "ONNX files"
 BATCH = 8
@@ -43,6 +44,10 @@ MeanOption = Annotated[
 StdOption = Annotated[
     str | None,
     typer.Option("--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
+]
+ResizeOption = Annotated[
+    str | None,
+    typer.Option("--resize", help="Images: crop, squash or pad; default as the file says.", rich_help_panel=_ONNX),
 ]
 LayoutOption = Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)]
 ChannelsOption = Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)]
@@ -94,16 +99,40 @@ def batches_of(data: str | None, form: ImageInput, images: int) -> Iterable[Any]
     """The batches that `--data` names."""
     if data is None:
         raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
-    return unlabelled(data, form, limit=images, batch_size=BATCH)
+    from compress.data.files import ImageFolder, unlabelled  # lazy: it imports torch
+
+    batches = unlabelled(data, form, limit=images, batch_size=BATCH)
+    if isinstance(batches, ImageFolder):
+        words = preprocessing_words(form.size, form.mean, form.std, resize=form.resizing, crop_ratio=form.crop_ratio)
+        known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
+        ERRORS.print(
+            f"input    {len(batches.paths)} images of {data}, {form.channels}, {form.layout}: {words}{known}; "
+            "--size, --resize, --mean and --std change this",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return batches
 
 
-def form_of(file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str) -> ImageInput:
+def form_of(
+    file: Path,
+    size: str | None,
+    mean: str | None,
+    std: str | None,
+    layout: str,
+    channels: str,
+    resize: str | None = None,
+) -> ImageInput:
     """The preprocessing that the options name, else that of the file."""
+    if resize not in (None, *get_args(Resize)):
+        raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
     orders: dict[str, Layout] = {"NCHW": "NCHW", "NHWC": "NHWC"}
     colours: dict[str, Literal["RGB", "BGR"]] = {"RGB": "RGB", "BGR": "BGR"}
     if layout not in orders or channels not in colours:
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
     form = replace(_form_in(file, orders[layout]), channels=colours[channels])
+    if resize is not None:
+        form = replace(form, resize=resize)
     if size is not None:
         form = replace(form, size=sides_of(size))
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
@@ -111,6 +140,11 @@ def form_of(file: Path, size: str | None, mean: str | None, std: str | None, lay
 
 def _form_in(file: Path, layout: Layout) -> ImageInput:
     """That of the file's metadata, else the usual one at the input's size."""
+    from compress.data.files import ImageInput  # lazy: these import torch
+    from compress.data.preprocessing import Preprocessing  # lazy: they import torch
+    from compress.engines.onnx_file import read_onnx  # lazy: they import torch
+    from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch
+
     found, form = read_onnx(file), ImageInput(layout=layout)
     text = found.metadata.get(PREPROCESSING_KEY)
     if text is not None:
@@ -122,6 +156,7 @@ def _form_in(file: Path, layout: Layout) -> ImageInput:
             std=said.std,
             interpolation=said.interpolation,
             crop_ratio=said.crop_ratio,
+            resize=said.resize,
         )
     shape = found.inputs[0].shape if found.inputs else ()
     sides = shape[2:] if layout == "NCHW" else shape[1:3]

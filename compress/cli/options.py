@@ -27,6 +27,11 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override, such as qat.epochs=1.")
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-<command>.")]
+FromOption = Annotated[
+    Path | None,
+    typer.Option("--from", help="A finished run: its float network is taken, and its recipe where none is named."),
+]
+AllOption = Annotated[bool, typer.Option("--all", metavar="", help="Every row of the table.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run that the folder holds.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: a GPU where there is one.")]
 SizeOption = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +13,16 @@ import yaml
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
-from compress.data.spec import DATASETS
-from compress.errors import RecipeError
-from compress.files import write_text
+from compress.data.spec import DATASETS, LEAST_SIDE
+from compress.errors import RecipeError, near_misses
+from compress.files import expand_user, write_text
 from compress.measure.spec import ENGINE_NAMES
 from compress.quantization.spec import TARGETS
 from compress.recipe.files import find_recipe, recipe_names
 from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
 from compress.recipe.tree import load_recipe, parse_recipe
+from compress.support.imports import is_import_path
+from compress.support.limits import IMAGE_SIDE
 
 
 def recipes(
@@ -60,6 +63,18 @@ _MODELS = {
     "segmentation": "lraspp_mobilenet_v3_large",
     "detection": "retinanet_resnet50_fpn",
 }
+_LAYOUTS = {
+    "folder": "train/CLASS/*.jpg and val/CLASS/*.jpg",
+    "voc": "JPEGImages, Annotations and ImageSets/Main",
+}
+_ROOTED: dict[str, tuple[str, ...]] = {
+    "folder": ("train", "val"),
+    "voc": ("JPEGImages", "Annotations", "ImageSets/Main"),
+    "masks": (),
+    "coco": (),
+}
+"""Data in a folder, and the folders that must be in it."""
+WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".th", ".ckpt", ".bin")
 _DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco"}
 
 
@@ -84,16 +99,18 @@ def init(
     """Write a recipe from flags or answers."""
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
-    ask = sys.stdin.isatty()
-    task = task or _answer(ask, "Task (classification, segmentation, detection)", "classification")
-    if task not in _MODELS:
-        raise RecipeError(f"--task is {task!r} (one of: {', '.join(_MODELS)})")
-    model = model or _answer(ask, "Model", _MODELS[task])
-    data = data or _answer(ask, f"Data ({', '.join(DATASETS)})", _DATA[task] if root else "digits")
-    if data in ("folder", "masks", "voc", "coco"):
-        root = root or _answer(ask, "Folder of the data", "")
-    image_size = image_size or int(_answer(ask, "Side of the input in pixels", "64" if data == "digits" else "224"))
-    target = target or _answer(ask, f"Targets ({', '.join(TARGETS)})", "openvino")
+    task = task or _answer(f"Task ({', '.join(_MODELS)})", "classification", _one_of(_MODELS))
+    if refused := _one_of(_MODELS)(task):
+        raise RecipeError(f"--task is {refused}")
+    model = model or _answer("Model (of torchvision, timm:NAME, package.module:function, or net.onnx)", _MODELS[task])
+    weights = weights or _answer("Weights (a file, a name such as IMAGENET1K_V2; empty = none)", "", _weights)
+    data = data or _answer(f"Data ({', '.join(DATASETS)})", _DATA[task] if root else "digits", _dataset)
+    if data in _ROOTED:
+        root = root or _answer("Folder of the data", "", lambda given: _folder(str(data), given))
+        if (said := _folder(data, root)) and root:
+            OUT.print(f"note: {said}", highlight=False, soft_wrap=True)
+    image_size = image_size or int(_answer("Side of the input in pixels", "64" if data == "digits" else "224", _side))
+    target = target or _answer(f"Targets, with commas ({', '.join(TARGETS)})", "openvino", _targets)
     targets = [name.strip() for name in target.split(",")]
     tree: dict[str, Any] = {
         **({} if task == "classification" else {"task": task}),
@@ -115,5 +132,45 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != ""}
 
 
-def _answer(ask: bool, question: str, default: str) -> str:
-    return str(typer.prompt(question, default=default)) if ask else default
+Refusal = Callable[[str], str]
+"""Returns why an answer is refused, "" if it is not."""
+
+
+def _answer(question: str, default: str, refusal: Refusal = lambda given: "") -> str:
+    """Ask until an answer is allowed; without a terminal the default."""
+    while sys.stdin.isatty():
+        given = str(typer.prompt(question, default=default)).strip()
+        if not (reason := refusal(given)):
+            return given
+        OUT.print(reason, highlight=False, soft_wrap=True)
+    return default
+
+
+def _one_of(names: Collection[str]) -> Refusal:
+    return lambda given: "" if given in names else f"{given!r}{near_misses(given, names)} (one of: {', '.join(names)})"
+
+
+def _dataset(given: str) -> str:
+    return "" if is_import_path(given) else _one_of(DATASETS)(given)
+
+
+def _targets(given: str) -> str:
+    return next(filter(None, (_one_of(TARGETS)(name.strip()) for name in given.split(","))), "")
+
+
+def _side(given: str) -> str:
+    whole = given.isdecimal() and LEAST_SIDE <= int(given) <= IMAGE_SIDE
+    return "" if whole else f"{given!r}: a whole number of pixels, {LEAST_SIDE} to {IMAGE_SIDE:,}"
+
+
+def _weights(given: str) -> str:
+    looks_like_file = "/" in given or Path(given).suffix in WEIGHTS_SUFFIXES
+    return f"there is no file {given}" if looks_like_file and not expand_user(given).is_file() else ""
+
+
+def _folder(data: str, given: str) -> str:
+    root = expand_user(given)
+    if not given or not root.is_dir():
+        return f"there is no folder {given or '(empty)'}"
+    missing = [part for part in _ROOTED[data] if not (root / part).is_dir()]
+    return f"{root} holds no {' and no '.join(missing)}; {data} needs {_LAYOUTS[data]}" if missing else ""

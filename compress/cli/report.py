@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from compress.cli.console import ERRORS, OUT, print_json, print_table
+from compress.cli.console import ERRORS, OUT, print_json, print_next, print_table
 from compress.cli.options import FolderArgument, JsonOption
 from compress.pipeline.folder import read_state
 from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.records.files import foreign_files
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
+from compress.records.summary import best_variant
 from compress.report import write_comparison, write_report
-from compress.support.text import MISSING
+from compress.support.text import MISSING, display
 
 OtherArgument = Annotated[Path | None, typer.Argument(help="A second run folder, which the first is compared with.")]
 
@@ -76,4 +77,11 @@ def show_run(folder: Path, *, as_json: bool) -> None:
         OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     for engine, reason in unavailable_engines(data.metrics).items():
         OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}", markup=True)
+    best = best_variant(data.metrics)
+    if best is not None:
+        OUT.print(f"[bold]ship {display(best[0])}[/]: {escape(best[1])}", markup=True, highlight=False, soft_wrap=True)
     OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)
+    if best is None:
+        print_next(f"ptq --from {folder}", f"qat --from {folder}")
+    else:
+        print_next(f"predict {folder} IMAGE.jpg", f"bundle {folder} --server triton", f"sensitivity --from {folder}")

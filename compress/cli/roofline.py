@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from compress.cli.console import OUT, print_json
+from compress.cli.console import OUT, print_json, progress
 from compress.cli.networks import blank_images, chosen_recipe, network_of, weights_text
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.errors import RecipeError
+from compress.graph.trace import trace
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
-from compress.roofline_model import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
-from compress.roofline_model import roofline as roofline_of
+from compress.roofline_model import ceilings_text, measure_ceilings, rows_text, summary_text, what_if_text
+from compress.roofline_model.counting import count
+from compress.roofline_model.model import find_device, roofline_of, scenarios
 from compress.support.limits import COUNT
+from compress.support.text import image_size_text
 
 
 def roofline(
@@ -41,16 +45,21 @@ def roofline(
         _measure(measure, out, as_json)
         return
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
-    built, name = network_of(parsed), parsed.model.name
-    images = blank_images(parsed, batch_size)
-    bound = roofline_of(built, images, device=device, precision=precision, name=name, fused=not unfused)
-    scenarios = what_if(built, images, device=device)
+    find_device(device).peak_flops_per_s(precision)  # an unknown name is refused before the network is built
+    name, images = parsed.model.name, blank_images(parsed)
+    with progress() as bars:
+        bars.note(f"{name} at {image_size_text(parsed.data.image_size)} is counted from its shapes, without its images")
+        graph = trace(network_of(parsed), images)
+    plain, fused = (count(graph, images, fused=fuse).with_batch(batch_size) for fuse in (False, True))
+    bound = roofline_of(replace(plain if unfused else fused, model=name), device=device, precision=precision)
     figure = save_figure(draw_roofline(bound), out / f"{name.replace(':', '-')}-{device}-{precision}.png")
     if as_json:
         print_json({"figure": str(figure), "roofline": bound.as_dict(), "weights": weights_text(parsed)})
         return
     OUT.print(f"network: {name}, {weights_text(parsed)}", highlight=False, soft_wrap=True)
-    OUT.print("\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios))))
+    OUT.print(
+        "\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios(plain, fused, device=device))))
+    )
     OUT.print(f"figure: {figure}", highlight=False)
 
 

@@ -1,17 +1,15 @@
-"""The commands that run a recipe: train, ptq, qat, prune; `ptq` also takes an ONNX file without its source."""
+"""The commands that run a recipe: train, ptq, qat, prune; `ptq` also takes an ONNX file without its source.
+
+What they are about to do is printed before torch is imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from operator import length_hint
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from rich.markup import escape
-
-from compress.audit.onnx import audit_onnx
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import ERRORS, progress
 from compress.cli.onnx_data import (
     AgainOption,
     ChannelsOption,
@@ -22,15 +20,17 @@ from compress.cli.onnx_data import (
     MeanOption,
     OpsOption,
     PrecisionOption,
+    ResizeOption,
     SizeOption,
     StdOption,
     TargetOption,
-    batches_of,
     form_of,
     spec_of,
 )
 from compress.cli.options import (
+    AllOption,
     DeviceOption,
+    FromOption,
     JsonOption,
     OutOption,
     RecipeChoice,
@@ -38,17 +38,13 @@ from compress.cli.options import (
     ResumeOption,
     SetOption,
 )
-from compress.cli.report import show_finished_steps, show_run
+from compress.data.spec import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RecipeError
-from compress.files import write_json, write_text
-from compress.measure.file_check import FileCheck, check_onnx
-from compress.onnx_ptq.dequantize import dequantize_onnx
-from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
-from compress.pipeline import COMMANDS, default_folder
-from compress.pipeline import run as run_recipe
-from compress.recipe.tree import load_recipe
-from compress.records.files import FILE_RESULT
-from compress.training.distributed import init_processes
+from compress.recipe.tree import Recipe, load_recipe
+from compress.support.text import display
+
+_LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt-lean": "tensorrt_lean", "cuda": "torch"}
+"""Python packages of engines that are not named like them."""
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -56,18 +52,29 @@ def _command(name: str) -> Callable[..., None]:
         recipe: RecipeOption,
         set_: SetOption = None,
         out: OutOption = None,
+        from_: FromOption = None,
         resume: ResumeOption = False,
         device: DeviceOption = None,
         as_json: JsonOption = False,
     ) -> None:
         parsed = load_recipe(recipe, set_ or ())
+        show_plan(parsed, out, device, start=from_)
+        from compress.cli.report import show_finished_steps, show_run  # lazy: torch is imported after the plan is shown
+        from compress.pipeline import default_folder  # lazy: they import torch
+        from compress.pipeline import run as run_recipe  # lazy: they import torch
+        from compress.training.distributed import init_processes  # lazy: they import torch
+
         processes = init_processes(device)
         try:
             folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume, recipe=parsed))
+            if processes.is_main and out is None:
+                ERRORS.print(f"folder   {folder}", highlight=False, soft_wrap=True)
             if resume and processes.is_main:
                 show_finished_steps(folder)
             with progress(processes.is_main) as bars:
-                run_recipe(parsed, name, folder, resume=resume, device=device, processes=processes, progress=bars)
+                run_recipe(
+                    parsed, name, folder, resume=resume, device=device, start=from_, processes=processes, progress=bars
+                )
         finally:
             processes.close()
         if processes.is_main:
@@ -76,13 +83,14 @@ def _command(name: str) -> Callable[..., None]:
     return command
 
 
-train, ptq_of_recipe, qat, prune = map(_command, COMMANDS)
+train, ptq_of_recipe, qat, prune = map(_command, ("train", "ptq", "qat", "prune"))
 
 
 def ptq(
     recipe: RecipeChoice = None,
     set_: SetOption = None,
     out: OutOption = None,
+    from_: FromOption = None,
     resume: ResumeOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -91,6 +99,7 @@ def ptq(
     target: TargetOption = None,
     precision: PrecisionOption = "fp32",
     size: SizeOption = None,
+    resize: ResizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
     layout: LayoutOption = "NCHW",
@@ -98,9 +107,12 @@ def ptq(
     images: ImagesOption = None,
     ops: OpsOption = None,
     again: AgainOption = False,
+    every: AllOption = False,
 ) -> None:
     """Run a recipe, or quantize a file."""
     if onnx is None:
+        if recipe is None and from_ is not None:
+            recipe = str(from_ / "recipe.yaml")
         if recipe is None:
             raise RecipeError("give --recipe, or --onnx FILE and --data for a network of which only the file is there")
         if data is not None or target is not None or precision != "fp32" or ops or again:
@@ -108,70 +120,48 @@ def ptq(
                 "--data, --target, --precision, --ops and --again belong to --onnx FILE; a recipe has a data, a "
                 "quantization and an export section"
             )
-        ptq_of_recipe(recipe, set_, out, resume, device, as_json)
+        ptq_of_recipe(recipe, set_, out, from_, resume, device, as_json)
         return
     spec = spec_of(recipe, set_, target, images)
-    batches = batches_of(data, form_of(onnx, size, mean, std, layout, channels), spec.calibration_images)
-    folder = out or Path("runs") / f"{onnx.stem}-ptq"
-    if again:
-        onnx = dequantize_onnx(onnx, folder / f"{onnx.stem}.float.onnx")
-    first = First(batches)
-    with progress() as bars:
-        name = folder / f"{onnx.stem}.int8.onnx"
-        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, ops=ops or (), progress=bars)
-    write_text(folder / "placement.csv", done.placement.to_csv())
-    check = check_onnx(onnx, done.path, first.batch, target=done.placement.target, ops=ops or ())
-    _show(done, check, folder, as_json=as_json)
+    form = form_of(onnx, size, mean, std, layout, channels, resize)
+    from compress.cli.quantize_file import quantize_file  # lazy: it imports torch
 
-
-class First:
-    """Batches that are read once; the first stays at `batch`."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches, self.batch = batches, None
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            self.batch = batch if self.batch is None else self.batch
-            yield batch
-
-    def __length_hint__(self) -> int:
-        return length_hint(self.batches)
-
-
-def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool) -> None:
-    audit = audit_onnx(done.path)
-    count = sum(row.int8 for row in audit.rows)
-    document = {
-        "file": str(done.path),
-        "placement": str(folder / "placement.csv"),
-        "target": done.placement.target,
-        "images": done.calibration.images,
-        "layers": len(audit.rows),
-        "int8_layers": count,
-        "int8_share": audit.int8_share,
-        "opset": audit.opset,
-        "precision": done.casting.precision if done.casting else audit.float_type,
-        "float32": [asdict(row) for row in done.casting.kept] if done.casting else [],
-        "notes": list(done.notes),
-        "check": asdict(check),
-    }
-    write_json(folder / FILE_RESULT, document)
-    if as_json:
-        print_json(document)
-        return
-    rows = [(row.layer, row.rule, row.reason) for row in done.placement.decisions if row.decision == "float"]
-    if rows:
-        print_table("stays float", ("operation", "rule", "reason"), rows)
-    for note in done.notes:
-        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
-    OUT.print(
-        f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights), "
-        f"calibrated on {done.calibration.images} images; the remainder is {audit.float_type}; opset {audit.opset}"
+    quantize_file(
+        onnx,
+        data,
+        form,
+        spec,
+        out=out,
+        precision=precision,
+        ops=ops or (),
+        again=again,
+        every=every,
+        as_json=as_json,
     )
-    if check.written_db is not None:
-        there = f", {check.engine_db:.1f} dB on {check.engine}" if check.engine_db is not None else ""
-        OUT.print(f"against float: {check.written_db:.1f} dB as the file says{there} ({check.images} images)")
-    if check.warning:
-        OUT.print(f"[red]warning[/] {escape(check.warning)}", markup=True)
-    OUT.print(f"{done.path}\n{folder / 'placement.csv'}", highlight=False, soft_wrap=True)
+
+
+def show_plan(recipe: Recipe, folder: Path | None, device: str | None, *, start: Path | None) -> None:
+    """Print on standard error what a run is about to do, without torch."""
+    model, data, spec = recipe.model, recipe.data, recipe.data
+    weights = f"float network of {start}" if start else f"weights {model.weights}" if model.weights else "fresh weights"
+    if not start and recipe.train.epochs:
+        weights += f", trained for {recipe.train.epochs} {'epoch' if recipe.train.epochs == 1 else 'epochs'}"
+    mean, std = NORMALIZATION.get(data.name, IMAGENET)
+    resize = {"folder": spec.resize}.get(spec.name, "")
+    words = preprocessing_words(
+        spec.height_width, spec.mean or mean, spec.std or std, resize=resize, crop_ratio=spec.crop_ratio
+    )
+    missing = [name for name in recipe.bench.engines if find_spec(_LIBRARIES.get(name, name)) is None]
+    found = [display(name) for name in recipe.bench.engines if name not in missing]
+    lines = {
+        "network": f"{model.name}, {weights}",
+        "data": data.name if data.root is None else f"{data.name}, {data.root}",
+        "input": words,
+        "device": device or ("a GPU, if torch finds it" if Path("/proc/driver/nvidia").exists() else "cpu"),
+        "folder": str(folder) if folder is not None else "",
+        "engines": ", ".join(found)
+        + (f"; not installed: {', '.join(missing)} (doctor says what to do)" if missing else ""),
+    }
+    for name, text in lines.items():
+        if text:
+            ERRORS.print(f"{name:9}{text}", highlight=False, soft_wrap=True)

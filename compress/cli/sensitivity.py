@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
-from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
+from compress.cli.options import DeviceOption, FromOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.report import show_finished_steps
 from compress.errors import RecipeError
 from compress.measure.latency import NOT_MEASURED
@@ -22,6 +22,12 @@ from compress.recipe.tree import load_recipe
 from compress.support.limits import COUNT
 from compress.support.meters import metric_title, score_text, shown
 from compress.support.text import MISSING, scored
+
+BudgetOption = Annotated[float | None, typer.Option(help="Choose a format for each layer: least noise in this time.")]
+DropOption = Annotated[
+    float | None,
+    typer.Option(help="Choose a format for each layer: fastest that loses at most these points of the metric."),
+]
 
 
 def sensitivity(
@@ -36,19 +42,15 @@ def sensitivity(
     weight_bits: Annotated[
         list[int] | None, typer.Option("--weight-bits", help="A further format: weights of so many bits. Repeatable.")
     ] = None,
-    budget_ms: Annotated[
-        float | None, typer.Option(help="Choose a format for each layer: least noise in this time.")
-    ] = None,
-    max_drop: Annotated[
-        float | None,
-        typer.Option(help="Choose a format for each layer: fastest that loses at most these points of the metric."),
-    ] = None,
+    budget_ms: BudgetOption = None,
+    max_drop: DropOption = None,
     write: Annotated[Path | None, typer.Option(help="Recipe of that choice; default <out>/mixed.yaml.")] = None,
     costs: Annotated[str, typer.Option(help="openvino: times measured here; or a device of `roofline`.")] = "openvino",
     batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="Images of one timed run.")] = 1,
     precision: Annotated[
         str | None, typer.Option(help="Float part on the engine: f32, bf16; default its choice.")
     ] = None,
+    from_: FromOption = None,
     resume: ResumeOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -68,7 +70,14 @@ def sensitivity(
     chosen, path = None, write or folder / "mixed.yaml"
     with progress() as bars:
         measured = sensitivity_run(
-            parsed, folder, images=images, weight_bits=weight_bits or (), resume=resume, device=device, progress=bars
+            parsed,
+            folder,
+            images=images,
+            weight_bits=weight_bits or (),
+            resume=resume,
+            device=device,
+            start=from_,
+            progress=bars,
         )
         if mixed:
             points, _ = mixed_front(measured, costs=costs, batch_size=batch_size, precision=precision, images=images)

@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.data.base import DataSet
 from compress.data.memory import Movement, memory_data
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
+from compress.data.spec import NORMALIZATION, DataSpec
 from compress.errors import DataError
 from compress.files import expand_user, read_regular
 
@@ -31,8 +31,6 @@ class _Files:
     meta: str
     targets_key: str
     labels_key: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 _FILES = {
@@ -43,8 +41,6 @@ _FILES = {
         meta="batches.meta",
         targets_key="labels",
         labels_key="label_names",
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
     ),
     "cifar100": _Files(
         folder="cifar-100-python",
@@ -53,8 +49,6 @@ _FILES = {
         meta="meta",
         targets_key="fine_labels",
         labels_key="fine_label_names",
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
     ),
 }
 
@@ -75,12 +69,13 @@ def cifar_data(spec: DataSpec) -> DataSet:
         )
         return torch.cat(images), torch.cat(targets)
 
+    mean, std = NORMALIZATION[spec.name]
     return memory_data(
         spec,
         whole(files.train),
         whole(files.val),
         labels=labels,
-        preprocessing=Preprocessing.of(spec, mean=files.mean, std=files.std),
+        preprocessing=Preprocessing.of(spec, mean=mean, std=std),
         movement=MOVEMENT,
     )
 

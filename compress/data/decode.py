@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -157,11 +157,18 @@ def collate(items: list[Item]) -> Decoded:
     return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
 
 
-def centre_crop(
-    image: Image.Image, size: tuple[int, int], *, crop_ratio: float, interpolation: str = "bilinear"
+def fitted(
+    image: Image.Image,
+    size: tuple[int, int],
+    *,
+    resize: str = "crop",
+    crop_ratio: float = 1.0,
+    interpolation: str = "bilinear",
 ) -> Tensor:
-    """The centre (3, height, width) uint8, resized to cover size / crop_ratio."""
+    """An image as (3, height, width) uint8: the centre, resized to cover size / crop_ratio, or all of it."""
     transforms = _transforms()
+    if resize != "crop":
+        return transforms.pil_to_tensor(_whole(image, size, padded=resize == "pad", interpolation=interpolation))
     longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
         height, width = min(image.height, longest), min(image.width, longest)
@@ -171,10 +178,37 @@ def centre_crop(
     return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
 
 
+def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: str) -> Any:
+    transforms, method = _transforms(), _METHODS[interpolation]
+    if not padded:
+        return transforms.resize(image, list(size), interpolation=method, antialias=True)
+    height, width = transforms.get_size(image)
+    scale = min(size[0] / height, size[1] / width)
+    sides = [max(1, min(side, round(old * scale))) for side, old in zip(size, (height, width), strict=True)]
+    image = transforms.resize(image, sides, interpolation=method, antialias=True)
+    left, top = middle(size[1], sides[1]), middle(size[0], sides[0])
+    return transforms.pad(image, [left, top, size[1] - sides[1] - left, size[0] - sides[0] - top])
+
+
 def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
-    """The centre (3, height, width) uint8 as evaluation takes it."""
+    """An image as evaluation takes it, (3, height, width) uint8."""
     p = preprocessing
-    return centre_crop(image, p.height_width, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
+    return fitted(image, p.height_width, resize=p.resize, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
+
+
+def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """`preprocessed` of a (3, H, W) uint8 tensor, on its own device."""
+    p, transforms = preprocessing, _transforms()
+    if p.resize != "crop":
+        whole: Tensor = _whole(pixels, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
+        return whole
+    sides, method = (
+        covering(pixels.shape[-2], pixels.shape[-1], p.height_width, p.crop_ratio),
+        _METHODS[p.interpolation],
+    )
+    resized = transforms.resize(pixels, sides, interpolation=method, antialias=True)
+    cropped: Tensor = transforms.center_crop(resized, list(p.height_width))
+    return cropped
 
 
 def longest_side(width: int, height: int, size: tuple[int, int]) -> int:

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from compress.data.decode import centre_crop, read_image
+from compress.data.decode import fitted, read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.preprocessing import MEAN, STD
 from compress.errors import DataError, near_misses
@@ -34,7 +33,8 @@ class ImageInput:
     Attributes:
         size: (height, width).
         mean, std: in units of pixel / 255.
-        crop_ratio: share of the shorter side kept, for square inputs alone.
+        crop_ratio: share of the shorter side that `resize` crop keeps.
+        resize: `crop`, `squash` or `pad`; "" crops for square inputs and squashes for others.
     """
 
     size: tuple[int, int] = (224, 224)
@@ -44,6 +44,12 @@ class ImageInput:
     channels: Literal["RGB", "BGR"] = "RGB"
     interpolation: str = "bilinear"
     crop_ratio: float = 0.875
+    resize: str = ""
+
+    @property
+    def resizing(self) -> str:
+        """How images are resized."""
+        return self.resize or ("crop" if self.size[0] == self.size[1] else "squash")
 
     def read(self, path: Path) -> Tensor:
         """An image as (C, H, W) or (H, W, C) float32.
@@ -51,13 +57,13 @@ class ImageInput:
         Raises:
             DataError: it cannot be read.
         """
-        image = read_image(path)
-        height, width = self.size
-        if height == width:
-            pixels = centre_crop(image, self.size, crop_ratio=self.crop_ratio, interpolation=self.interpolation)
-        else:
-            resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
-            pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+        pixels = fitted(
+            read_image(path),
+            self.size,
+            resize=self.resizing,
+            crop_ratio=self.crop_ratio,
+            interpolation=self.interpolation,
+        )
         if self.channels == "BGR":
             pixels = pixels.flip(0)
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, hash_seed, stratified_order, uniform
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
+from compress.data.spec import NORMALIZATION, DataSpec
 from compress.errors import DataError
 
 CHUNK_IMAGES = 8192
@@ -230,8 +230,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 LABELS = tuple("0123456789")
-MEAN, STD = (0.305,) * 3, (0.376,) * 3
-"""Of all pixels at 8 x 8, in units of pixel / 255."""
+MEAN, STD = NORMALIZATION["digits"]
 MOVEMENT = Movement(shift=0.08, degrees=12.0, zoom=0.12)
 _VAL_SHARE = 0.25
 

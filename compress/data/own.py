@@ -14,12 +14,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
+from compress.data.spec import IMAGENET, DataSpec
 from compress.errors import DataError
 from compress.graph.inputs import split_batch
 from compress.support.imports import any_failure, described, imported
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = IMAGENET
 """ImageNet's, for pixels of three channels and recipes without a mean."""
 
 

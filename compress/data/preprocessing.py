@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.data.spec import DataSpec, sides
+from compress.data.spec import IMAGENET, DataSpec, sides
 from compress.errors import DataError
 from compress.files import parse_json
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's."""
+MEAN, STD = IMAGENET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +27,7 @@ class Preprocessing:
         mean, std: in units of pixel / 255.
         channels: `RGB` (grey is repeated), or `other`.
         crop_ratio: image_size over the side before the centre crop.
+        resize: `crop`, `squash` or `pad`, see `DataSpec`.
     """
 
     image_size: int | tuple[int, int]
@@ -37,6 +37,7 @@ class Preprocessing:
     layout: str = "NCHW"
     interpolation: str = "bilinear"
     crop_ratio: float = 1.0
+    resize: str = "crop"
 
     @classmethod
     def of(
@@ -51,6 +52,7 @@ class Preprocessing:
             channels="RGB" if len(mean) == 3 else "other",
             interpolation=spec.interpolation,
             crop_ratio=crop_ratio,
+            resize=spec.resize,
         )
 
     @property
@@ -75,7 +77,10 @@ class Preprocessing:
 
     def to_json(self) -> str:
         """Return a JSON object for the ONNX metadata."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if self.resize == "crop":  # earlier versions read files without the field alone
+            del fields["resize"]
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Preprocessing:

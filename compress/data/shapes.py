@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from compress.data.base import Batch, DataSet, hash_seed, random_bits, uniform
 from compress.data.memory import DRAWS, Drawn, DrawnSplit, Movement, affine_grid, to_device
 from compress.data.preprocessing import Preprocessing
-from compress.data.spec import DataSpec
+from compress.data.spec import NORMALIZATION, DataSpec
 
 EXTENT = 1.3
 BANK_SIZE = 96
@@ -322,7 +322,7 @@ DEFAULT_SHAPES = 20
 """Default number of classes."""
 TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000
 """Default numbers of images."""
-MEAN, STD = (0.5,) * 3, (0.25,) * 3
+MEAN, STD = NORMALIZATION["shapes"]
 MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
 _FIRST_VAL = 1 << 40

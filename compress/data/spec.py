@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -16,9 +16,21 @@ from compress.support.validation import AtLeastOne, BatchSize, Classes, Pixels, 
 DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks", "voc", "coco"]
 
 Interpolation = Literal["bilinear", "bicubic"]
+Resize = Literal["crop", "squash", "pad"]
 
 DATASETS: tuple[DataName, ...] = get_args(DataName)
 LEAST_SIDE = 8
+
+Channels = tuple[float, ...]
+IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of the channels, in units of pixel / 255."""
+NORMALIZATION: dict[str, tuple[Channels, Channels]] = {
+    "digits": ((0.305,) * 3, (0.376,) * 3),
+    "shapes": ((0.5,) * 3, (0.25,) * 3),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+"""Of data sets with their own; all others have ImageNet's."""
 
 _ROOTED = ("folder", "cifar10", "cifar100", "masks", "voc", "coco")
 _RECTANGLES = ("folder", "masks", "voc", "coco")
@@ -68,6 +80,8 @@ class DataSpec:
         mean, std: normalization per channel in [0, 1] units; None = the data set's own. The data of a function may have
             any number of channels.
         crop_ratio: `folder` evaluation: image_size over the side that images are resized to before the centre crop.
+        resize: `folder` evaluation: `crop` scales an image until it covers the input and takes the centre, `squash`
+            scales both sides to the input, `pad` keeps all of the image and its shape, with black borders.
         interpolation: how `folder` resizes images, in training and in evaluation: `bilinear`, or `bicubic`, with which
             EfficientNets and most networks of timm were trained (0.6 points of EfficientNet-Lite0's top-1).
 
@@ -97,6 +111,7 @@ class DataSpec:
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
+    resize: Resize = "crop"
     interpolation: Interpolation = "bilinear"
 
     @property
@@ -108,6 +123,21 @@ class DataSpec:
 def sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return height and width of an image size."""
     return (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
+
+
+def preprocessing_words(
+    size: tuple[int, int], mean: Sequence[float], std: Sequence[float], *, resize: str, crop_ratio: float = 1.0
+) -> str:
+    """Say how an image becomes the network's input.
+
+    >>> preprocessing_words((224, 224), (0.5,) * 3, (0.25,) * 3, resize="crop", crop_ratio=0.875)
+    'centre crop of 224 x 224 after resizing to 256, mean 0.5, std 0.25'
+    """
+    sides = f"{size[0]} x {size[1]}"
+    resized = f"after resizing to {round(min(size) / crop_ratio)}" if crop_ratio != 1 else "of the resized image"
+    ways = {"crop": f"centre crop of {sides} {resized}", "pad": f"resized into {sides} with black borders"}
+    mean_text, std_text = (", ".join(f"{value:g}" for value in dict.fromkeys(values)) for values in (mean, std))
+    return f"{ways.get(resize, f'resized to {sides}')}, mean {mean_text}, std {std_text}"
 
 
 def check_data_spec(spec: DataSpec) -> None:
@@ -135,6 +165,11 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
         yield (
             f"data.interpolation is {spec.interpolation}, which folder has where the CPU decodes; data.name is "
             f"{spec.name} and data.decode {spec.decode}: leave it out"
+        )
+    if spec.resize != "crop" and (spec.name != "folder" or spec.decode == "gpu"):
+        yield (
+            f"data.resize is {spec.resize}, which folder has where the CPU decodes; data.name is {spec.name} and "
+            f"data.decode {spec.decode}: leave it out"
         )
     if spec.name in _ROOTED and not spec.root:
         yield f"data.root is missing: {spec.name} needs the folder of its files; compress never downloads data"

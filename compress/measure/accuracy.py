@@ -152,7 +152,7 @@ def measure_accuracy(
     image, logits_name = _image_input(engine), _logits_output(engine)
     ranks: list[Ints] = []
     kept: list[Floats] = []
-    classes, count, task = 0, 0, f"accuracy: {engine.info.label}"
+    classes, count, task = 0, 0, f"top-1: {engine.info.label}"
     progress.start(task, length_hint(batches))
     for (images,), targets in limited(batches, limit, _pair):
         parts = [_run_logits(engine, logits_name, chunk) for chunk in chunks(images, image.shape[0])]

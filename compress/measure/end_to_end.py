@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import covering, open_image, preprocessed, read_image
+from compress.data.decode import open_image, preprocessed, read_image, resize_tensor
 from compress.data.jpeg import centre_window, decode_jpegs, refusal
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
@@ -249,7 +248,7 @@ def preprocess(
     """(N, 3, height, width) float32 on `device`; Pillow resizes on the CPU, torchvision elsewhere."""
     device = torch.device(device)
     tensors = [image for image in images if isinstance(image, Tensor)]
-    if len(tensors) == len(images) and preprocessing.interpolation == "bilinear":
+    if len(tensors) == len(images) and (preprocessing.interpolation, preprocessing.resize) == ("bilinear", "crop"):
         size, ratio = preprocessing.height_width, preprocessing.crop_ratio
         windows = [centre_window(image.shape[2], image.shape[1], size, ratio) for image in tensors]
         return preprocessing.normalize(resample(tensors, windows, size).float().div_(255))
@@ -264,13 +263,6 @@ def preprocess(
 
 def _on(device: torch.device, image: Image.Image | Tensor) -> Tensor:
     return image if isinstance(image, Tensor) else F.pil_to_tensor(image).to(device)
-
-
-def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Resize and crop a (3, H, W) uint8 tensor as `centre_crop` does, on its own device."""
-    size, method = preprocessing.height_width, InterpolationMode(preprocessing.interpolation)
-    sides = covering(pixels.shape[-2], pixels.shape[-1], size, preprocessing.crop_ratio)
-    return F.center_crop(F.resize(pixels, sides, interpolation=method, antialias=True), list(size))
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -23,7 +23,8 @@ from compress.pipeline.steps.slower import keep_slower, slower
 from compress.pipeline.steps.sparse import sparse_step
 from compress.pipeline.steps.training import build_float, float_step
 from compress.quantization.spec import TARGETS, Target
-from compress.records.summary import family
+from compress.records.files import METRICS
+from compress.records.summary import best_variant, family
 from compress.support.progress import NoProgress, Progress
 from compress.variants import Variant
 
@@ -45,7 +46,7 @@ def export_again(
 ) -> Path:
     """Write a network of a run as ONNX.
 
-    `variant` "" = the last, `target` None = the first, `out` None = `<folder>/<variant>-<precision>.onnx`. `precision`
+    `variant` "" = the best, `target` None = the first, `out` None = `<folder>/<variant>-<precision>.onnx`. `precision`
     is of all that is not quantized, `opset` 19 or later.
 
     Raises:
@@ -70,7 +71,7 @@ def export_again(
 
 
 def chosen_variant(folder: Path, name: str = "") -> Variant:
-    """The variant of that name; "" = the last.
+    """The variant of that name; "" = the best by the run's figures, the last where it has none.
 
     Raises:
         RunError: the folder holds no such network.
@@ -78,7 +79,8 @@ def chosen_variant(folder: Path, name: str = "") -> Variant:
     known = variants_in(folder)
     if not known:
         raise RunError(f"{folder} holds no weights of a run ({', '.join(list(Variant)[:3])}.safetensors)")
-    chosen = Variant.named(name) if name else known[-1]
+    best = None if name else best_variant(METRICS.read(folder) or ())
+    chosen = Variant.named(name or (best[0] if best and best[0] in known else known[-1]))
     if chosen not in known:
         raise RunError(f"{folder} holds no {name!r}{near_misses(name, known)}; it holds {', '.join(known)}")
     return chosen

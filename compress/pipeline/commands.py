@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.data.load import load_data
 from compress.files import write_json
-from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
+from compress.pipeline.folder import RECIPE_FILE, RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.preflight import check_classifier, check_memory, check_network, check_sections
 from compress.pipeline.run import Run, task_of
 from compress.pipeline.steps.audit import audit_step, check_required
@@ -20,7 +20,7 @@ from compress.pipeline.steps.export import export_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
-from compress.pipeline.steps.training import build_float, float_step
+from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.recipe.tree import Recipe
 from compress.report import write_report
 from compress.report.write import write_card
@@ -36,6 +36,7 @@ def run(
     *,
     resume: bool = False,
     device: str | None = None,
+    start: Path | None = None,
     processes: Processes = SINGLE,
     progress: Progress | None = None,
 ) -> RunFolder:
@@ -48,6 +49,7 @@ def run(
         out: run folder.
         resume: go on with the run in `out`.
         device: `cpu` or `cuda`; None = a GPU where there is one.
+        start: a finished run, `train` or any other, whose float network is taken over; None = it is trained.
         processes: of torchrun; rank 0 exports, measures and writes.
         progress: listener.
 
@@ -59,8 +61,7 @@ def run(
             quantization refuses.
 
     Examples:
-        >>> recipe = compress.load_recipe("quickstart")
-        >>> folder = compress.run(recipe, "qat", out="runs/mine")  # doctest: +SKIP
+        >>> folder = compress.run(compress.load_recipe("quickstart"), "qat", out="runs/mine")  # doctest: +SKIP
     """
     check_sections(recipe, command)
     check_memory(recipe, processes.world_size)
@@ -71,16 +72,10 @@ def run(
     built = build_float(recipe)  # before the folder: a model that cannot be built leaves none
     check_classifier(recipe, built, len(data.val.labels))
     check_network(recipe, command, built.model, data)  # refused now and not after an hour of training
+    check_start(start, recipe, data)
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume, data=data.fingerprints()))
-    this = Run(
-        recipe=recipe,
-        folder=folder,
-        data=data,
-        device=place,
-        processes=processes,
-        progress=progress or NoProgress(),
-        resume=resume,
-    )
+    bars = progress or NoProgress()
+    this = Run(recipe, folder, data, place, processes=processes, progress=bars, resume=resume, start=start)
     this.task = task
     try:
         _make_networks(this, command, float_step(this, built))
@@ -123,7 +118,9 @@ def _measure(this: Run) -> None:
     end_to_end_step(this)
     if notes := this.all_notes():
         write_json(this.path("notes.json"), notes)
+    this.progress.start("report", 0)
     write_report(this.folder.path)
+    this.progress.finish("report")
     write_card(this.folder.path)
     check_required(this)
 
@@ -136,5 +133,7 @@ def default_folder(
     recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs", recipe: Recipe | None = None
 ) -> Path:
     """`runs/<recipe>-<command>`, numbered if it exists; with `resume` the latest, if possible of `recipe`."""
-    name = f"{Path(recipe_name).stem}-{command}"
+    path = Path(recipe_name)
+    stem = path.parent.name.removesuffix("-train") if path.name == RECIPE_FILE and path.parent.name else path.stem
+    name = f"{stem}-{command}"
     return latest_folder(Path(parent), name, recipe) if resume else free_folder(Path(parent), name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -56,7 +55,7 @@ def predict(
 ) -> list[Prediction]:
     """Run a finished run's file on images; its data need not be here.
 
-    `images` are files, or folders searched to any depth; `variant` "" = the last. `out` takes drawn masks and boxes;
+    `images` are files, or folders searched to any depth; `variant` "" = the best. `out` takes drawn masks and boxes;
     None = `predictions` in the run folder.
 
     Raises:
@@ -115,22 +114,17 @@ def _check_apart(names: dict[Path, Path]) -> None:
             raise DataError(f"{drawn} is one of the images, and what is drawn would replace it: name another --out")
 
 
-def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
-    """Read an image as evaluation does, (channels, height, width) uint8.
-
-    `cropped`: the centre, as classifiers do; else the whole is stretched.
+def read_picture(
+    path: Path, preprocessing: Preprocessing, *, cropped: bool = True, max_pixels: int = IMAGE_PIXELS
+) -> Tensor:
+    """Read an image as evaluation does, (channels, height, width) uint8; squashed if not `cropped`.
 
     Raises:
         DataError: the file is missing or no image.
     """
     try:
         with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:
-            whole = rgb(image)
-            if cropped:
-                return preprocessed(whole, preprocessing)
-            height, width = preprocessing.height_width
-            pixels = whole.resize((width, height), Image.Resampling.BILINEAR)
-            return torch.from_numpy(np.array(pixels)).movedim(-1, 0).contiguous()
+            return preprocessed(rgb(image), preprocessing if cropped else replace(preprocessing, resize="squash"))
     except UnidentifiedImageError:
         raise DataError(f"{path} cannot be read as an image: its bytes are of no format that Pillow knows") from None
     except (OSError, ValueError, Image.DecompressionBombError) as error:

@@ -65,6 +65,7 @@ class Run:
 
     Attributes:
         resume: steps may go on from files.
+        start: a run whose float network is taken over; None = it is trained.
         networks: those made or loaded so far; target None = the first, and networks without quantizers.
         notes: of the current step.
     """
@@ -76,6 +77,7 @@ class Run:
     processes: Processes = SINGLE
     progress: Progress = field(default_factory=NoProgress)
     resume: bool = False
+    start: Path | None = None
     networks: dict[tuple[Variant, Target | None], nn.Module] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -121,19 +122,32 @@ ALL_RIGHT = 100.4
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A variant on an engine with score and latency."""
+    """A variant on an engine with score, the ends of its 95 % interval if they are known, and latency."""
 
     variant: str
     engine: str
     batch_size: int
     score: float
     p50_ms: float
+    interval: tuple[float, float] | None = None
 
 
-def tradeoff_points(rows: Sequence[SummaryRow]) -> tuple[Point, ...]:
-    """The variants with accuracy and latency, at the smallest batch size that has any."""
+def tradeoff_points(
+    rows: Sequence[SummaryRow], intervals: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType({})
+) -> tuple[Point, ...]:
+    """The variants with accuracy and latency, at the smallest batch size that has any.
+
+    `intervals` are ends of the metric's interval by variant and engine.
+    """
     points = [
-        Point(variant=row.variant, engine=row.engine, batch_size=row.batch_size, score=row.score, p50_ms=row.p50_ms)
+        Point(
+            variant=row.variant,
+            engine=row.engine,
+            batch_size=row.batch_size,
+            score=row.score,
+            p50_ms=row.p50_ms,
+            interval=intervals.get((row.variant, row.engine)),
+        )
         for row in rows
         if row.batch_size is not None and row.score is not None and row.p50_ms is not None and row.p50_ms > 0
     ]
@@ -166,6 +180,8 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
                 zorder=3,
             )
             tip(mark, _said(point, judged))
+            if point.interval is not None:
+                axes.vlines(point.p50_ms, *point.interval, color=colours[point.variant], linewidth=1.2, zorder=2)
     axes.set_xlabel(f"p50 latency, ms (batch {points[0].batch_size})")
     axes.set_ylabel(f"{judged.title}, {judged.unit}" if judged.unit else judged.title)
     if form.narrow:
@@ -192,8 +208,11 @@ def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(compact))
     else:
         axes.set_xlim(0, high * 1.18)
-    low, high = nice_limits([point.score for point in points], least_span=1.0)
-    axes.set_ylim(low, min(high, ALL_RIGHT) if judged.unit == "%" else high)
+    ends = [end for point in points for end in (point.score, *(point.interval or ()))]
+    low, high = nice_limits(ends, least_span=1.0)
+    if judged.unit == "%":
+        low, high = max(low, 100.0 - ALL_RIGHT), min(high, ALL_RIGHT)
+    axes.set_ylim(low, high)
     if judged.direction == "lower":
         axes.invert_yaxis()  # better is up, as in every figure of this kind
     axes.yaxis.set_major_locator(MaxNLocator(6))

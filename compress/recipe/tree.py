@@ -31,7 +31,7 @@ from compress.support.validation import keys_of, parse, switched
 from compress.tasks.spec import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 
-_ADDED = (("data", "max_pixels"), ("data", "interpolation"), ("data", "other_classes"), ("export", "nms"))
+_ADDED = (*(("data", key) for key in ("max_pixels", "interpolation", "resize", "other_classes")), ("export", "nms"))
 """Keys that digests leave out at their default: those of older run folders and files are from before these keys."""
 
 

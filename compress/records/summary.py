@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compress.engines.registry import target_of
+from compress.errors import first_few
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric, judged_by
 from compress.support.text import display, fixed, in_bytes, scored, significant
@@ -28,6 +29,8 @@ SUMMARY_COLUMNS = summary_columns(())
 """The titles for a classifier."""
 _PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
 _OF_THE_FILE = ("", "onnx")
+_NAMED = 3
+"""Places that a note names; more are counted."""
 _SIZES = ("file_bytes", "weight_bytes")
 """Figures of files; those of a run for several targets name the engine that the file was made for."""
 _ROW_METRICS = ("p50_ms", "p99_ms", "images_per_s", "file_bytes")
@@ -99,19 +102,53 @@ def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
     return tuple(rows)
 
 
+def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
+    """The network to ship and the reason; None if nothing was measured beside float.
+
+    It is the compressed network of the best metric, at equal metrics the faster one, on the first engine that measured
+    one; float, if that is slower than float.
+    """
+    metrics = tuple(metrics)
+    rows, judged = [row for row in summary_table(metrics) if row.score is not None], judged_by(metrics)
+    place = next(((row.engine, row.batch_size) for row in rows if row.variant != Variant.FLOAT), None)
+    here = {row.variant: row for row in rows if (row.engine, row.batch_size) == place}
+    before = here.pop(Variant.FLOAT, None)
+    if place is None:
+        return None
+    sign = 1 if judged.direction == "higher" else -1
+    best = max(here.values(), key=lambda row: (sign * float(scored(row.score, row.unit).replace(",", "")), _gain(row)))
+    where = f"on {display(best.engine)}{'' if best.batch_size is None else f', batch {best.batch_size}'}"
+    if before is not None and _gain(best) < _SLOWER:
+        return Variant.FLOAT, f"{display(best.variant)} is slower ({1 / _gain(best):.2f}x the time of float {where})"
+    speed = "" if best.speedup is None else f"{best.speedup:.2f}x the speed of float {where}, "
+    size = "" if best.size_ratio is None else f", {best.size_ratio:.2f} of the file"
+    beside = "" if before is None else f" (float {judged.text(before.score or 0.0)})"
+    return best.variant, f"{speed}{judged.title} {judged.text(best.score or 0.0)}{beside}{size}"
+
+
+_SLOWER = 0.95
+"""A network counts as slower than float from 5 % on."""
+
+
+def _gain(row: SummaryRow) -> float:
+    return 1.0 if row.speedup is None else row.speedup
+
+
 def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
     """Why numbers are partial or missing; equal reasons in one line."""
     metrics = tuple(metrics)
     away = unavailable_engines(metrics)
-    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    names: dict[tuple[str, str, str], list[str]] = {}
     for m in metrics:
         if m.status != "complete" and m.engine not in away:
             where = f"{display(m.variant)} on {display(m.engine)}" if m.engine else display(m.variant)
             batch = f", batch {m.batch_size}" if m.batch_size is not None else ""
-            lines.setdefault((where, batch, m.status, m.reason), []).append(m.name)
+            names.setdefault((where + batch, m.status, m.reason), []).append(m.name)
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for (place, status, reason), of_place in names.items():
+        places.setdefault((", ".join(of_place), status, reason), []).append(place)
     found = [
-        f"{where}{batch}: {', '.join(names)} {status}: {reason}"
-        for (where, batch, status, reason), names in lines.items()
+        f"{first_few(where, _NAMED)}: {what} {status}: {reason}" for (what, status, reason), where in places.items()
     ]
     return (*found, *_never_asked(metrics))
 

@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from compress.measure.metric import PAIRED, Metric
 from compress.quantization.placement.decisions import Decision
-from compress.records.files import RunData, foreign_files, is_untrained, recipe_value
+from compress.recipe.tree import Recipe
+from compress.records.files import RunData, foreign_files, is_untrained, recipe_tree, recipe_value
 from compress.records.rows import LayerRow
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
@@ -388,8 +391,24 @@ def _recipe(run: RunData) -> Iterator[Block]:
     if not run.recipe:
         yield _absence(run, "recipe.yaml", "No recipe", "it is empty")
         return
-    yield Text("As resolved, with every default that applied (recipe.yaml).")
-    yield Code(run.recipe, "yaml")
+    tree = recipe_tree(run)
+    if isinstance(tree, dict) and (own := _changed(tree, yaml.safe_load(Recipe().to_yaml()))):
+        yield Text("What differs from the defaults:")
+        yield Code(yaml.safe_dump(own, sort_keys=False, allow_unicode=True), "yaml")
+    yield Details("As resolved, with every default (recipe.yaml)", (Code(run.recipe, "yaml"),))
+
+
+def _changed(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ from the defaults, section by section."""
+    found = {}
+    for key, value in tree.items():
+        usual = default.get(key)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            if inner := _changed(value, usual):
+                found[key] = inner
+        elif value != usual:
+            found[key] = value
+    return found
 
 
 def _absence(run: RunData, file: str, what: str, empty: str) -> Text:

@@ -99,7 +99,8 @@ def _picture(name: str, title: str, plan: _Plan) -> Picture:
 
 
 def _tradeoff(run: RunData) -> _Plan | str:
-    points, judged = tradeoff_points(summary_table(run.metrics)), judged_by(run.metrics)
+    intervals = {(row.variant, row.engine): (row.low, row.high) for row in run.intervals}
+    points, judged = tradeoff_points(summary_table(run.metrics), intervals), judged_by(run.metrics)
     if not points:
         return f"no engine has both a {judged.title} and a latency in metrics.json"
     with_latency = {point.engine for point in points}
@@ -107,7 +108,8 @@ def _tradeoff(run: RunData) -> _Plan | str:
     more = f" Without both numbers, and so not shown: {', '.join(left_out)}." if left_out else ""
     summary = "; ".join(_point(point, judged) for point in points)
     return _Plan(
-        caption="Up and to the left is better. Colour is the variant, shape the engine: look how far a point moves "
+        caption="Up and to the left is better. Colour is the variant, shape the engine, a line the 95 % interval: "
+        "look how far a point moves "
         f"left from its float, and how little it drops.{more}",
         alt=f"Scatter plot of {_accuracy_words(judged)} against p50 latency at batch {points[0].batch_size}: "
         f"{summary}.",

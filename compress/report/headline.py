@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from compress.measure.latency import BUSY, NOT_MEASURED
 from compress.measure.metric import PAIRED, Judged, Metric, judged_by
 from compress.records.rows import IntervalRow
-from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
+from compress.records.summary import SummaryRow, best_variant, family, summary_columns, summary_table, variants_of
 from compress.support.meters import amount_of
 from compress.support.text import display, fixed, in_bytes, plain, scored, signed, significant
 from compress.variants import Variant
@@ -78,10 +78,12 @@ def headline(
 
 
 def _variant(metrics: Sequence[Metric]) -> str | None:
-    """QAT, else the last that is not float."""
+    """The one to ship, else the last that is not float."""
+    best = best_variant(metrics)
+    if best is not None and best[0] != Variant.FLOAT:
+        return best[0]
     others = [v for v in variants_of(metrics) if v != Variant.FLOAT]
-    measured = [v for v in others if any(m.variant == v and m.value is not None for m in metrics)]
-    return Variant.QAT if Variant.QAT in measured else measured[-1] if measured else None
+    return next((v for v in reversed(others) if any(m.variant == v and m.value is not None for m in metrics)), None)
 
 
 def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from compress.errors import RunError
 from compress.measure.metric import Metric
@@ -93,9 +94,25 @@ def prediction_blocks(run: RunData) -> Iterator[Block]:
             alt = f"image {image}, {display(variant)}{where}{f': {row.text}' if row.text else ''}"
             shown.append(Shown(file=row.file, alt=alt, text=row.text, data=data))
         rows.append(tuple(shown))
-    titles = tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
-    yield Gallery(columns=titles, rows=tuple(rows), legend=class_colours(run))
+    if len(columns) > 1 and run.predictions and all(row.text for row in run.predictions):
+        yield _labelled(rows, columns)
+    else:
+        yield Gallery(columns=_titles(columns), rows=tuple(rows), legend=class_colours(run))
     yield Text("Images spread evenly over the evaluation split, chosen before anything was measured.", note=True)
+
+
+def _labelled(rows: Sequence[tuple[Shown | None, ...]], columns: Sequence[tuple[str, str]]) -> Gallery:
+    """Each image once, with what every network says of it: the pixels of a classifier's images are all the same."""
+    once = []
+    for row in rows:
+        there = [(title, shown) for title, shown in zip(_titles(columns), row, strict=True) if shown is not None]
+        texts = "; ".join(f"{title}: {shown.text}" for title, shown in there)
+        once.append(replace(there[0][1], text=texts, alt=texts) if there else None)
+    return Gallery(columns=tuple(f"image {i + 1}" for i in range(len(once))), rows=(tuple(once),))
+
+
+def _titles(columns: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
 
 
 def _bytes(run: RunData, file: str) -> bytes | None:

@@ -445,11 +445,23 @@ def what_if(
         RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.
         ModelError: the model fails on its inputs or cannot be traced.
     """
+    graph_module = trace(model, example_inputs)
+    plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
+    return scenarios(plain, fused, device=device, precision=precision, batch_sizes=batch_sizes)
+
+
+def scenarios(
+    plain: Workload,
+    fused: Workload,
+    *,
+    device: str | Device,
+    precision: str | None = None,
+    batch_sizes: Iterable[int] = (1, 8, 32, 128),
+) -> tuple[WhatIf, ...]:
+    """`what_if` of a network that is counted already, once with each operation alone and once fused."""
     found = find_device(device)
     precision = precision or next((p for p in _AS_IT_IS if p in found.precisions), "fp32")
     found.peak_flops_per_s(precision)
-    graph_module = trace(model, example_inputs)
-    plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
     sparse = f"int8{SPARSE}"
     best = next((p for p in (sparse, "int8") if p in found.precisions), precision)
     steps: list[tuple[str, Workload, str]] = [

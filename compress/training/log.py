@@ -14,6 +14,9 @@ from compress.support.validation import parse
 from compress.training.evaluate import Evaluation
 from compress.training.tensor_file import Contents, writing
 
+_WAITS = 0.1
+"""Share of the time in which training waits for images, from which on a line says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
@@ -54,7 +57,11 @@ class EpochRow:
         """Return the figures as a line of a log."""
         value = self.figure(metric.name)
         tested = "" if value is None else f", {metric.title} {metric.text(value)}"
-        waited = "" if self.waited is None else f", {100 * self.waited:.0f} % of it waiting for images"
+        waited = (
+            ""
+            if self.waited is None or self.waited < _WAITS
+            else f", {100 * self.waited:.0f} % of it waiting for images"
+        )
         return (
             f"epoch {self.epoch} of {epochs}, loss {self.train_loss:.4g}{tested}, {self.images_per_s:.0f} images/s, "
             f"{self.seconds:.0f} s{waited}"

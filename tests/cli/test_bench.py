@@ -262,7 +262,7 @@ def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeyp
     """`build recipe --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
     asked = []
     monkeypatch.chdir(tmp_path)
-    for place in ("compress.cli.build.run", "compress.cli.run.run_recipe"):
+    for place in ("compress.cli.build.run", "compress.pipeline.run"):
         monkeypatch.setattr(place, lambda recipe, command, folder, **_: asked.append(folder.name) or sys.exit())
     Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
     other = load_recipe("tiny.yaml", ["train.epochs=2"])

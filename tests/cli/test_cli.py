@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from compress.cli import console, doctor
 from compress.cli.app import app
 from compress.cli.console import VERBOSITY, progress
 from compress.cli.lines import LineProgress
+from compress.cli.recipes import init
 from compress.errors import ModelError, RecipeError
 from compress.pipeline.folder import open_run
 from compress.plots.style import WIDE, settle, styled
@@ -41,6 +43,25 @@ def process(*arguments, cwd=None):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "compress", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
+
+
+def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
+    """In a process in which torch cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    seen = {}
+    for words in (
+        ("sensitivity", "quickstart", "-s", "qat.epoch=1"),
+        ("qat", "quickstart", "-q", "-s", "qat.epochs=1"),
+    ):
+        command = [sys.executable, "-m", "compress", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+        seen[words[0]] = done.stderr
+    assert "did you mean 'epochs'" in seen["sensitivity"] and "torch was imported" not in seen["sensitivity"]
+    plan = seen["qat"].partition("Traceback")[0]
+    for text in ("network  resnet18", "data     digits", "24 x 24, mean 0.305, std 0.376", "engines  OpenVINO"):
+        assert text in plan
+    assert "torch was imported" in seen["qat"]
 
 
 def test_help_names_the_commands():
@@ -61,6 +82,8 @@ REFUSALS = [
     (("bench", ":b:.onnx", "--engine", "openvino"), "there is no file :b:.onnx"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
     (("qat", "--recipe", "quickstart", "--out", "/proc/nowhere/run"), "name a place that exists"),
+    (("qat", "resnet50", "--recipe", "quickstart"), "two recipes are named, resnet50 and quickstart"),
+    (("qat",), "name a recipe"),
     (("inspect",), "a model, an onnx file, an engine"),
     (("inspect", "model"), "give one of --recipe and --model"),
     (("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
@@ -128,7 +151,7 @@ def stop(*_, **__):
 
 
 def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
-    monkeypatch.setattr("compress.cli.run.run_recipe", stop)
+    monkeypatch.setattr("compress.pipeline.run", stop)
     done = compress("qat", "--recipe", "resnet50", "--out", str(tmp_path / "run"))
     assert done.returncode == 130 and done.stdout == ""
     assert "stopped; what was finished is kept, and --resume goes on with it" in done.stderr
@@ -168,7 +191,7 @@ def test_a_working_folder_that_was_deleted_is_said(compress, monkeypatch, tmp_pa
 
 
 def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
-    monkeypatch.setattr("compress.cli.run.run_recipe", stop)
+    monkeypatch.setattr("compress.pipeline.run", stop)
     printed = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr
     assert "typo holds no run: a new one begins" in printed
     folder = open_run(tmp_path / "run", load_recipe("resnet50"), "qat", resume=False)
@@ -180,9 +203,9 @@ def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
 
 
 def commands_in(text):
-    """(command, its arguments) of each `python -m compress` line; words after two spaces or # explain it."""
-    for line in re.findall(r"^python -m compress +(.*)$", text, flags=re.MULTILINE):
-        for one in re.sub(r"\s+#\s.*", "", line).split(" | "):
+    """(command, its arguments) of each `python -m compress` line or cell; words after two spaces or # explain it."""
+    for line in re.findall(r"^(?:\| `)?python -m compress +([^`\n]*)", text, flags=re.MULTILINE):
+        for one in re.split(r" \\?\| ", re.sub(r"\s+#\s.*", "", line)):
             name, _, rest = one.partition(" ")
             yield name, tuple(re.split(r"\s{2,}", rest.strip())[0].split())
 
@@ -296,7 +319,7 @@ def test_the_console_script_finds_modules_beside_it(compress, monkeypatch, tmp_p
 
 
 def test_progress_through_a_pipe_is_lines(compress, tmp_path):
-    """Each phase and each epoch has a line with the time of day."""
+    """After the plan each epoch and each result has a line with the time of day."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "{model: {name: squeezenet1_1}, "
@@ -305,14 +328,16 @@ def test_progress_through_a_pipe_is_lines(compress, tmp_path):
     )
     done = compress("train", "--recipe", str(recipe), "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
+    plan, lines = done.stderr.splitlines()[:5], done.stderr.splitlines()[5:]
+    assert [line.split()[0] for line in plan] == ["network", "data", "input", "device", "folder"]
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     assert [i for i in (1, 2) if any(f"train: epoch {i} of 2, loss" in line for line in lines)] == [1, 2]
 
 
-@pytest.mark.parametrize(("option", "lines"), [("--quiet", 0), ("--verbose", 2)])
-def test_progress_is_chosen_before_the_command(compress, capsys, option, lines):
-    assert compress(option, "recipes").returncode == 0
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("option", "lines"), [("--quiet", 0), ("--verbose", 1)])
+def test_progress_is_chosen_before_or_after_the_command(compress, capsys, option, lines, before):
+    assert compress(*((option, "recipes") if before else ("recipes", option))).returncode == 0
     with progress() as listener:
         listener.start("calibrate", 1)
         listener.advance("calibrate")
@@ -436,6 +461,21 @@ def test_a_file_is_replaced_only_with_force(tmp_path):
     assert invoke(path, "--force").exit_code == 0 and load_recipe(path)
 
 
+def test_each_answer_is_checked(tmp_path, monkeypatch):
+    """On a terminal; a wrong answer is asked for again, with what is allowed."""
+    (tmp_path / "mine" / "train" / "ant").mkdir(parents=True)
+    (tmp_path / "mine" / "val" / "ant").mkdir(parents=True)
+    answers = ["clasification", "classification", "resnet18", "none.pth", "", "foldr", "folder"]
+    answers += ["/nowhere", str(tmp_path / "mine"), "big", "64", "openvina", "openvino"]
+    given = iter(answers)
+    monkeypatch.setattr("typer.prompt", lambda question, default: next(given))
+    monkeypatch.setattr("compress.cli.recipes.sys.stdin", SimpleNamespace(isatty=lambda: True))
+    init(tmp_path / "r.yaml")
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert (recipe.data.root, recipe.data.image_size, recipe.model.weights) == (str(tmp_path / "mine"), 64, None)
+    assert next(given, None) is None
+
+
 def test_a_name_of_two_lines_adds_no_key(tmp_path):
     assert invoke(tmp_path / "r.yaml", "--model", "timm:a\nqat: null", "--data", "digits").exit_code == 0
     recipe = load_recipe(tmp_path / "r.yaml")
@@ -458,27 +498,30 @@ def texts(lines):
     return [line.split(" ", 1)[1] for line in lines]
 
 
-def test_a_phase_has_a_line_at_its_beginning_and_its_end(lines):
-    with LineProgress(lines.append, label) as progress:
+def test_a_phase_has_a_line_at_its_end_unless_a_note_tells_it(lines):
+    with LineProgress(lines.append, label, short=0) as progress:
         progress.start("calibrate", 2)
         progress.advance("calibrate", loss=0.5)
         progress.advance("calibrate")
-        progress.note("train: epoch 1")
+        progress.start("train: evaluate", 1)
+        progress.advance("train: evaluate")
+        progress.note("train: epoch 1, top-1 91.2 %")
         progress.start("adaround", 0)
-    assert texts(lines) == [
-        "calibrate: 0 of 2",
-        "calibrate: 2 of 2 after 0 s, loss 0.50",
-        "train: epoch 1",
-        "adaround: begins",
-        "adaround: 0 after 0 s",
-    ]
+    assert texts(lines) == ["calibrate: 2 of 2, loss 0.50", "train: epoch 1, top-1 91.2 %", "adaround: at work"]
+
+
+def test_a_short_phase_says_nothing(lines):
+    with LineProgress(lines.append, label) as progress:
+        progress.start("calibrate", 1)
+        progress.advance("calibrate")
+    assert lines == []
 
 
 def test_an_error_leaves_an_open_phase_without_an_end(lines):
-    with pytest.raises(ValueError), LineProgress(lines.append, label) as progress:
+    with pytest.raises(ValueError), LineProgress(lines.append, label, short=0) as progress:
         progress.start("train", 5)
         raise ValueError
-    assert texts(lines) == ["train: 0 of 5"]
+    assert lines == []
 
 
 def test_long_work_is_not_silent(lines):
@@ -487,7 +530,7 @@ def test_long_work_is_not_silent(lines):
         waits_until = time.monotonic() + 10
         while len(lines) < 3 and time.monotonic() < waits_until:
             time.sleep(0.01)
-    assert len(lines) >= 4 and texts(lines)[1].startswith("export: 0 of 3 after")
+    assert len(lines) >= 3 and texts(lines)[0].startswith("export: 0 of 3")
 
 
 # What a terminal of 80 columns shows: names and times in one piece, sentences as lines.

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision import transforms
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from compress import DataSpec, load_data
 from compress.cli.app import app
 from compress.cli.networks import chosen_recipe, network_of
 from compress.data.base import BatchPlan, bounded, stratified_order
-from compress.data.decode import centre_crop, open_image, random_box, random_crop, rgb
+from compress.data.decode import fitted, open_image, random_box, random_crop, rgb
 from compress.data.files import ImageInput
 from compress.data.load import class_count
 from compress.data.preprocessing import Preprocessing
@@ -295,12 +295,31 @@ def test_images_stand_upright(tmp_path, orientation):
         np.testing.assert_array_equal(np.asarray(rgb(image))[..., 0], scene)
 
 
+@pytest.mark.parametrize("size", [(60, 90), (11, 170), (40, 40)])
+def test_evaluation_takes_the_whole_image_where_asked(root, size):
+    """Against Pillow."""
+    first = load_data(spec(root)).val.files[0]
+    write_image(first.with_suffix(".bmp"), seed=1, size=size)
+    first.with_suffix(".bmp").rename(first)
+    with Image.open(first) as image:
+        pixels = image.convert("RGB")
+    wanted = {
+        "squash": pixels.resize((32, 32), Image.Resampling.BILINEAR),
+        "pad": ImageOps.pad(pixels, (32, 32), Image.Resampling.BILINEAR),
+    }
+    for resize, expected in wanted.items():
+        split = load_data(dataclasses.replace(spec(root), resize=resize, image_size=32)).val
+        (images, _) = split.load([0], epoch=None, device=CPU)
+        np.testing.assert_array_equal(split.preprocessing.pixels(images)[0].permute(1, 2, 0).numpy(), expected)
+        assert Preprocessing.from_json(split.preprocessing.to_json()) == split.preprocessing
+
+
 def test_of_a_long_strip_only_the_middle_is_resized():
     strip = Image.new("L", (1, 30_000), 7).convert("RGB")
-    assert centre_crop(strip, (224, 224), crop_ratio=0.875).unique().tolist() == [7]
+    assert fitted(strip, (224, 224), crop_ratio=0.875).unique().tolist() == [7]
     short, long = (torch.arange(n, dtype=torch.uint8) for n in (40, 240))
     image = Image.fromarray(long.expand(40, -1).contiguous().numpy()).convert("RGB")
-    (row,) = centre_crop(image, (40, 40), crop_ratio=1.0)[0].unique(dim=0)
+    (row,) = fitted(image, (40, 40), crop_ratio=1.0)[0].unique(dim=0)
     assert torch.equal(row, short + 100)
 
 
@@ -396,11 +415,10 @@ def test_a_device_that_decodes_keeps_to_it_too(tmp_path):
 def test_single_pictures_keep_to_it(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encoded())
-    form = Preprocessing(image_size=8)
-    for cropped in (True, False):
-        assert read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
+    for form in (Preprocessing(image_size=8), Preprocessing(image_size=8, resize="squash")):
+        assert read_picture(path, form, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
         with pytest.raises(DataError, match=r"a\.png cannot be read as an image: it has 60 x 40 pixels"):
-            read_picture(path, form, cropped=cropped, max_pixels=WIDTH * HEIGHT - 1)
+            read_picture(path, form, max_pixels=WIDTH * HEIGHT - 1)
     assert len(decode([encoded()], max_pixels=WIDTH * HEIGHT)) == 1
     with pytest.raises(DataError, match="image 7 is not a readable image .*60 x 40 pixels"):
         decode([encoded()], first=7, max_pixels=WIDTH * HEIGHT - 1)
@@ -430,8 +448,8 @@ def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
             assert file.size == (WIDTH, HEIGHT)
         return [
             random_crop(image, (8, 8), draws),
-            centre_crop(image, (8, 8), crop_ratio=0.875),
-            centre_crop(strip, (8, 8), crop_ratio=1.0),
+            fitted(image, (8, 8), crop_ratio=0.875),
+            fitted(strip, (8, 8), crop_ratio=1.0),
         ]
 
     expected = all_of()

@@ -18,6 +18,7 @@ from PIL import Image
 from sklearn.metrics import top_k_accuracy_score
 
 from compress import build_engine, export_onnx, measure_accuracy
+from compress.data.decode import resize_tensor
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, EngineError, RunError
 from compress.export.names import PREPROCESSING_KEY
@@ -31,7 +32,6 @@ from compress.measure.end_to_end import (
     measure_end_to_end,
     preprocess,
     ready,
-    resize_tensor,
 )
 from compress.measure.latency import RUNS_PER_TURN
 from compress.measure.metric import METRIC_NAMES, Metric

@@ -336,3 +336,20 @@ def test_an_untrained_network_and_its_pair_are_told_in_the_report(tmp_path):
     bound = 100 * binomtest(0, 18).proportion_ci(method="exact").high
     rows = [row for row in json.loads((tmp_path / "run" / "intervals.json").read_text()) if row["variant"] == "ptq"]
     assert rows and all(row["difference_high"] - row["difference_low"] >= bound for row in rows)
+
+
+def test_a_float_network_is_taken_over_from_a_finished_run(finished, tmp_path):
+    """Another quantization of the same training: no epoch is trained again, and another training is refused."""
+    changed = parse_recipe({**TREE, "quantization": {**TREE["quantization"], "calibration_images": 64}})
+    folder = run(changed, "ptq", tmp_path / "again", device="cpu", start=finished)
+    assert (tmp_path / "again" / "float.safetensors").read_bytes() != b""
+    mine, theirs = (load_file(path / "float.safetensors") for path in (tmp_path / "again", finished))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert (tmp_path / "again" / "train.csv").read_text() == (finished / "train.csv").read_text()
+    assert (
+        folder.facts_of("train")["top1"] == json.loads((finished / "state.json").read_text())["steps"]["train"]["top1"]
+    )
+    longer = parse_recipe({**TREE, "train": {"epochs": 5, "lr": 0.05}})
+    with pytest.raises(RunError, match=r"differs in train\.epochs \(4 there, 5 here\)"):
+        run(longer, "ptq", tmp_path / "other", device="cpu", start=finished)
+    assert not (tmp_path / "other").exists()

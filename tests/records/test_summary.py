@@ -19,7 +19,7 @@ from compress.records import read_run
 from compress.records.files import SLOWER, RunData, foreign_files, is_untrained
 from compress.records.rows import IntervalRow, LayerCost, MixedRow, SlowRow
 from compress.records.slower import costly, not_faster, rules_text, slower_sentences
-from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
+from compress.records.summary import SUMMARY_COLUMNS, best_variant, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
 from compress.support.text import in_bytes, significant
 from tests.report.sample import metric, sample_epochs, sample_layers, sample_metrics, sample_placement
@@ -477,3 +477,26 @@ def test_infinite_sqnr_is_a_number(tmp_path):
     layer = read_run(tmp_path).layers[0]
     assert layer.weight_sqnr_db is not None and np.isinf(layer.weight_sqnr_db)
     assert layer.activation_sqnr_db is None
+
+
+@pytest.mark.parametrize(
+    ("ptq", "qat", "best"),
+    [((91.0, 2.0), (91.4, 2.1), "qat"), ((91.4, 2.0), (91.4, 1.8), "qat"), ((91.4, 2.0), (91.0, 1.8), "ptq")],
+)
+def test_the_network_to_ship_has_the_best_metric_then_the_best_time(ptq, qat, best):
+    rows = []
+    for variant, (score, time) in (("float", (91.5, 4.0)), ("ptq", ptq), ("qat", qat)):
+        rows.append(metric("top1", variant, "openvino (f32)", score, "%"))
+        rows.append(metric("p50_ms", variant, "openvino (f32)", time, "ms", batch_size=1))
+    chosen, reason = best_variant(metrics_of(*rows))
+    assert chosen == best and "x the speed of float on OpenVINO (f32), batch 1" in reason
+
+
+def test_float_is_shipped_where_nothing_is_faster():
+    rows = [metric("top1", v, "openvino (f32)", 90.0, "%") for v in ("float", "ptq")]
+    rows += [metric("p50_ms", v, "openvino (f32)", t, "ms", batch_size=1) for v, t in (("float", 2.0), ("ptq", 3.0))]
+    assert best_variant(metrics_of(*rows)) == (
+        "float",
+        "PTQ is slower (1.50x the time of float on OpenVINO (f32), batch 1)",
+    )
+    assert best_variant(metrics_of(rows[0], rows[2])) is None

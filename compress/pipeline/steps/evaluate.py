@@ -34,6 +34,7 @@ from compress.pipeline.steps.slower import keep_slower, slower
 from compress.quantization.spec import Target
 from compress.records.summary import family
 from compress.support.progress import Progress
+from compress.support.text import display, significant
 from compress.variants import Variant
 
 TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms", *PAIRED)
@@ -83,7 +84,15 @@ def _evaluate_torch(
         label = engine.info.label
         seen = judge(run, engine, answers=answers.setdefault((variant, label), answers_of(run)))
     metrics += _figures(run, variant, label, seen)
+    _say(run, variant, label, seen)
     return seen
+
+
+def _say(run: Run, variant: Variant, label: str, seen: EngineFigures) -> None:
+    """Note the metric of a network on an engine."""
+    metric = run.task.metric
+    value = metric.text(seen.values[metric.name])
+    run.progress.note(f"{metric.title}: {variant.label} on {display(label)} {value} of {seen.images} images")
 
 
 def _evaluate_engine(
@@ -104,6 +113,7 @@ def _evaluate_engine(
     except (EngineUnavailableError, EngineError) as error:
         return _unavailable((run.task.metric.name, run.task.metric.unit), variant, engine, None, error)
     metrics = _figures(run, variant, label, seen)
+    _say(run, variant, label, seen)
     parity = compare_figures(reference, seen, run.task.metric)
     part = "the evaluation split" if parity.images == seen.images else f"{parity.images} images"
     method = f"engine against torch on {part}, same ONNX"
@@ -247,6 +257,10 @@ def _latencies(
     metrics = [*_gpu_times(engines, batch_size, sides), *paired_speeds(engines, timed)]
     for row in timed:
         variant, engine = engines[row.label]
+        progress.note(
+            f"latency: {display(variant)} on {display(engine.info.label)}, batch {batch_size}: "
+            f"{significant(row.p50_ms)} ms{', on a busy machine' if row.unquiet else ''}"
+        )
         method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
         figures = (
             ("p50_ms", row.p50_ms, "ms"),

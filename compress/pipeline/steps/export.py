@@ -29,6 +29,7 @@ from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
 from compress.quantization.spec import QuantSpec, Target
 from compress.records.files import LAYERS, OPERATIONS
 from compress.records.rows import LayerRow, OperationRow
+from compress.support.text import in_bytes
 from compress.variants import Variant
 
 SQNR_IMAGES = 64
@@ -51,6 +52,7 @@ def export_step(run: Run) -> None:
         metrics += _sizes(variant, path, target)
         run.progress.advance("export")
     run.progress.finish("export")
+    run.progress.note(f"export: {', '.join(f'{m.method[3:]} {in_bytes(m.value)}' for m in metrics[::2])}")
     OPERATIONS.write(run.folder.path, [row for name, audit in audits for row in _operation_rows(name, audit)])
     LAYERS.write(run.folder.path, _layer_rows(run))
     run.folder.add_metrics(metrics)

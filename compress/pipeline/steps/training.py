@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from compress.data.base import DataSet
 from compress.data.load import class_count
+from compress.errors import RunError
+from compress.files import write_text
 from compress.models.by_name import BuiltModel, build_model, build_model_with_notes
+from compress.pipeline.folder import differences, read_state, recipe_of
 from compress.pipeline.run import Run
 from compress.recipe.tree import Recipe
+from compress.records.files import TRAIN
 from compress.support.meters import TaskMetric
 from compress.training.checkpoint import load_model, save_model
 from compress.training.fitting import fit
@@ -96,13 +104,45 @@ def build_float(recipe: Recipe) -> BuiltModel:
     return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data), task=recipe.task)
 
 
+def check_start(start: Path | None, recipe: Recipe, data: DataSet) -> None:
+    """Refuse a run whose float network is not that of `recipe` on `data`.
+
+    Raises:
+        RunError: it is another network, or not trained to its end.
+    """
+    if start is None:
+        return
+    step, there = Variant.FLOAT.step, read_state(start)
+    if not there.done(step):
+        raise RunError(f"{start} has not trained its float network to the end; go on with it first (--resume)")
+    there.check_data(data.fingerprints())
+    found = [d.words for d in differences(asdict(recipe_of(start)), asdict(recipe)) if d.binding([step])]
+    if found:
+        raise RunError(
+            f"the float network of {start} is another one: its recipe differs in {', '.join(found)}. Repeat its values "
+            "(--set), or leave --from out to train anew"
+        )
+
+
+def _take_over(run: Run, start: Path, model: nn.Module) -> nn.Module:
+    load_model(model, start / Variant.FLOAT.weights_file)
+    facts = {name: value for name, value in read_state(start).facts_of(Variant.FLOAT.step).items() if name != "notes"}
+    run.notes.append(f"the float network is that of {start}")
+    if run.processes.is_main and (start / TRAIN.name).is_file():
+        write_text(run.path(TRAIN.name), (start / TRAIN.name).read_text(encoding="utf-8"))
+    save_variant(run, Variant.FLOAT, model, **facts)
+    return model.to(run.device).eval()
+
+
 def float_step(run: Run, built: BuiltModel) -> nn.Module:
-    """Return the float baseline, trained unless `train.epochs` is 0."""
+    """Return the float baseline: that of `run.start`, else trained unless `train.epochs` is 0."""
     model = built.model
     if run.folder.done(Variant.FLOAT.step):
         load_model(model, run.path(Variant.FLOAT.weights_file))
         return model.to(run.device).eval()
     run.notes += built.notes
+    if run.start is not None:
+        return _take_over(run, run.start, model)
     report = train(run, model.to(run.device), run.recipe.train, Variant.FLOAT)
     save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
     return model.eval()

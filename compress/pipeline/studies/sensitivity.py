@@ -22,7 +22,7 @@ from compress.files import read_json, write_json, write_text
 from compress.pipeline.folder import SENSITIVITY, open_run
 from compress.pipeline.run import Run
 from compress.pipeline.steps.ptq import calibration_images
-from compress.pipeline.steps.training import build_float, float_step
+from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.rules import LayerSettings
@@ -68,12 +68,13 @@ def sensitivity_run(
     weight_bits: Sequence[int] = (),
     resume: bool = False,
     device: str | None = None,
+    start: Path | None = None,
     progress: Progress | None = None,
 ) -> Measured:
     """Baseline, then every layer in every format.
 
     Writes sensitivity.json, .csv, .md and .png; `images` is their number, `weight_bits` further formats; on `resume`
-    measured layers are kept.
+    measured layers are kept; `start` as of `run`.
 
     Raises:
         RecipeError: no `quantization` section, or no images.
@@ -84,6 +85,7 @@ def sensitivity_run(
         raise RecipeError(f"images is {images}: it must be 1 or more")
     data = load_data(recipe.data)
     built = build_float(recipe)
+    check_start(start, recipe, data)
     found = device or ("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(
         recipe=recipe,
@@ -92,6 +94,7 @@ def sensitivity_run(
         device=torch.device(found),
         progress=progress or NoProgress(),
         resume=resume,
+        start=start,
     )
     try:
         model = float_step(run, built)

@@ -1,0 +1,119 @@
+"""`ptq --onnx`: an ONNX file is quantized without its source, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from compress.audit.onnx import audit_onnx
+from compress.cli.console import OUT, decibels, print_json, print_next, print_table, progress
+from compress.cli.onnx_data import batches_of
+from compress.data.files import ImageInput
+from compress.errors import first_few
+from compress.files import write_json, write_text
+from compress.measure.file_check import FileCheck, check_onnx
+from compress.onnx_ptq.dequantize import dequantize_onnx
+from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
+from compress.quantization.placement.decisions import Decision
+from compress.quantization.spec import QuantSpec
+from compress.records.files import FILE_RESULT
+
+
+def quantize_file(
+    onnx: Path,
+    data: str | None,
+    form: ImageInput,
+    spec: QuantSpec,
+    *,
+    out: Path | None,
+    precision: str,
+    ops: Sequence[Path],
+    again: bool,
+    every: bool,
+    as_json: bool,
+) -> None:
+    """Quantize a file, compare it with float, and print both."""
+    batches = batches_of(data, form, spec.calibration_images)
+    folder = out or Path("runs") / f"{onnx.stem}-ptq"
+    if again:
+        onnx = dequantize_onnx(onnx, folder / f"{onnx.stem}.float.onnx")
+    first = First(batches)
+    with progress() as bars:
+        name = folder / f"{onnx.stem}.int8.onnx"
+        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, ops=ops, progress=bars)
+    write_text(folder / "placement.csv", done.placement.to_csv())
+    check = check_onnx(onnx, done.path, first.batch, target=done.placement.target, ops=ops)
+    _show(onnx, done, check, folder, every=every, as_json=as_json)
+
+
+class First:
+    """Batches that are read once; the first stays at `batch`."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches, self.batch = batches, None
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.batch = batch if self.batch is None else self.batch
+            yield batch
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
+
+
+def _show(onnx: Path, done: QuantizedFile, check: FileCheck, folder: Path, *, every: bool, as_json: bool) -> None:
+    audit = audit_onnx(done.path)
+    count = sum(row.int8 for row in audit.rows)
+    document = {
+        "file": str(done.path),
+        "placement": str(folder / "placement.csv"),
+        "target": done.placement.target,
+        "images": done.calibration.images,
+        "layers": len(audit.rows),
+        "int8_layers": count,
+        "int8_share": audit.int8_share,
+        "opset": audit.opset,
+        "precision": done.casting.precision if done.casting else audit.float_type,
+        "float32": [asdict(row) for row in done.casting.kept] if done.casting else [],
+        "notes": list(done.notes),
+        "check": asdict(check),
+    }
+    write_json(folder / FILE_RESULT, document)
+    if as_json:
+        print_json(document)
+        return
+    print_float([row for row in done.placement.decisions if row.decision == "float"], every=every)
+    for note in done.notes:
+        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
+    OUT.print(
+        f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights), "
+        f"calibrated on {done.calibration.images} images; the remainder is {audit.float_type}; opset {audit.opset}"
+    )
+    mend = f"inspect parity --onnx {onnx} --data DATA --mend-sqnr 20"
+    for place, ratio in (("the file as it says", check.written_db), (check.engine, check.engine_db)):
+        if ratio is not None:
+            OUT.print(f"{place} against float, {check.images} images: {decibels(ratio, mend)}", soft_wrap=True)
+    if check.warning:
+        OUT.print(f"[red]warning[/] {escape(check.warning)}", markup=True)
+    OUT.print(f"{done.path}\n{folder / 'placement.csv'}", highlight=False, soft_wrap=True)
+    print_next(f"bench {onnx} {done.path}", f"inspect onnx {done.path}")
+
+
+def print_float(decisions: Iterable[Decision], *, every: bool) -> None:
+    """Print what stays float: the reasons with their counts, or every row."""
+    rows = list(decisions)
+    if every:
+        print_table("stays float", ("operation", "rule", "reason"), [(row.layer, row.rule, row.reason) for row in rows])
+        return
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row.reason, []).append(row.layer)
+    if rows:
+        OUT.print(f"stays float: {len(rows)} operations, by reason (--all lists each):")
+    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        OUT.print(f"  {len(names):4} {reason}: {first_few(names)}", markup=False, highlight=False, soft_wrap=True)
