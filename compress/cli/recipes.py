@@ -69,6 +69,7 @@ _LAYOUTS = {
 }
 _ROOTED: dict[str, tuple[str, ...]] = {
     "folder": ("train", "val"),
+    "images": (),
     "voc": ("JPEGImages", "Annotations", "ImageSets/Main"),
     "masks": (),
     "coco": (),

@@ -147,7 +147,7 @@ def show_plan(recipe: Recipe, folder: Path | None, device: str | None, *, start:
     if not start and recipe.train.epochs:
         weights += f", trained for {recipe.train.epochs} {'epoch' if recipe.train.epochs == 1 else 'epochs'}"
     mean, std = NORMALIZATION.get(data.name, IMAGENET)
-    resize = {"folder": spec.resize}.get(spec.name, "")
+    resize = spec.resize if spec.name in ("folder", "images") else ""
     words = preprocessing_words(
         spec.height_width, spec.mean or mean, spec.std or std, resize=resize, crop_ratio=spec.crop_ratio
     )

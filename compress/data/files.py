@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.data.decode import fitted, read_image
-from compress.data.folder import EXTENSIONS
+from compress.data.folder import pictures_in
 from compress.data.preprocessing import MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
@@ -98,18 +98,6 @@ class ImageFolder:
         """Yield (N, ...) float32."""
         for start in range(0, len(self.paths), self.batch_size):
             yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
-
-
-def pictures_in(folder: Path) -> list[Path]:
-    """The image files of a folder, to any depth, sorted.
-
-    Raises:
-        DataError: there is none.
-    """
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
-    if not found:
-        raise DataError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
-    return found
 
 
 def unlabelled(source: str, form: ImageInput, *, limit: int, batch_size: int) -> Iterable[Any]:

@@ -1,9 +1,9 @@
-"""A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg."""
+"""A folder of images: by class, root/train/CLASS/*.jpg and root/val/CLASS/*.jpg, or without classes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,10 @@ from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 
+_EACH = 4
+"""Of so many images without classes one is for evaluation."""
+_NAMED_AT_ONCE = 32
+"""Images of one batch to be named."""
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
@@ -42,29 +46,64 @@ def folder_data(spec: DataSpec) -> DataSet:
             f"the classes of {root / 'train'} and {root / 'val'} differ: only in train {first_few(only_train)}, "
             f"only in val {first_few(only_val)}; both must hold the same class folders"
         )
+
+    def split(name: str, limit: int | None, *, augment: bool) -> FolderSplit:
+        found = _scan(root / name, labels)
+        return FolderSplit(root / name, found, spec, labels=labels, limit=limit, augment=augment)
+
     return DataSet(
-        train=FolderSplit(root / "train", spec, labels=labels, limit=spec.train_images, augment=spec.augment),
-        val=FolderSplit(root / "val", spec, labels=labels, limit=spec.val_images, augment=False),
+        train=split("train", spec.train_images, augment=spec.augment),
+        val=split("val", spec.val_images, augment=False),
+    )
+
+
+def images_data(spec: DataSpec) -> DataSet:
+    """Images under `spec.root`, to any depth, whose classes the float network says; every fourth is for evaluation.
+
+    Raises:
+        DataError: the folder is missing or holds fewer than four images.
+    """
+    root = expand_user(str(spec.root))
+    if not root.is_dir():
+        raise DataError(f"data.root: there is no folder {root.absolute()} (expected images in it, at any depth)")
+    files = np.array([os.fsencode(path.relative_to(root)) for path in pictures_in(root)])
+    if len(files) < _EACH:
+        raise DataError(f"{root} holds {len(files)} images: {_EACH} or more are needed, of which one is for evaluation")
+    evaluated = np.arange(len(files)) % _EACH == _EACH - 1
+    labels = tuple(str(number) for number in range(spec.num_classes or 0))
+
+    def split(chosen: np.ndarray, limit: int | None, *, augment: bool) -> UnlabelledSplit:
+        found = files[chosen], torch.zeros(int(chosen.sum()), dtype=torch.int64)
+        return UnlabelledSplit(root, found, spec, labels=labels, limit=limit, augment=augment)
+
+    return DataSet(
+        train=split(~evaluated, spec.train_images, augment=spec.augment),
+        val=split(evaluated, spec.val_images, augment=False),
     )
 
 
 class FolderSplit(Split):
-    """The images of one folder of class folders.
+    """Image files of one folder.
 
     Args:
+        found: files, as bytes relative to the folder, and targets (N,).
         limit: stratified; None = all.
         augment: crop and mirror.
-
-    Raises:
-        DataError: a class folder without images.
     """
 
     def __init__(
-        self, folder: Path, spec: DataSpec, *, labels: tuple[str, ...], limit: int | None, augment: bool
+        self,
+        folder: Path,
+        found: tuple[np.ndarray, Tensor],
+        spec: DataSpec,
+        *,
+        labels: tuple[str, ...],
+        limit: int | None,
+        augment: bool,
     ) -> None:
         preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
         super().__init__(labels=labels, preprocessing=preprocessing, seed=spec.seed)
-        files, targets = _scan(folder, labels)
+        files, targets = found
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
         self.augment, self.on_error, self.decode = augment, spec.on_error, spec.decode
@@ -144,6 +183,28 @@ class FolderSplit(Split):
         return images, to_device(self.targets[indices], device)
 
 
+class UnlabelledSplit(FolderSplit):
+    """Images whose classes a network says; all are of class 0 until then."""
+
+    def name_classes(self, logits_of: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Take the highest of a network's logits (n, classes) for each image's class.
+
+        Raises:
+            DataError: there are more logits than classes, or none.
+        """
+        count = len(self)
+        self.targets, named = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+        for images, places in self.batches(BatchPlan(batch_size=_NAMED_AT_ONCE), device=device):
+            logits = logits_of(images)
+            if logits.ndim != 2 or logits.shape[1] != self.num_classes:
+                raise DataError(
+                    f"data.num_classes is {self.num_classes}, and the network returns {tuple(logits.shape)} for "
+                    f"{len(images)} images: it must be one logit for each class; set data.num_classes to their number"
+                )
+            named[places.cpu()] = logits.argmax(1).cpu()
+        self.targets = named
+
+
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
     """Sorted files, as bytes relative to `folder`, and targets (N,)."""
     files: list[bytes] = []
@@ -161,6 +222,18 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
         files += map(os.fsencode, found)
         counts.append(len(found))
     return np.array(files), torch.repeat_interleave(torch.arange(len(labels)), torch.tensor(counts))
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The image files of a folder, to any depth, sorted.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
+    if not found:
+        raise DataError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
+    return found
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from compress.data.base import DataSet
 from compress.data.boxes import coco_classes, coco_data, voc_data
 from compress.data.cifar import cifar_data
-from compress.data.folder import class_folders, folder_data
+from compress.data.folder import class_folders, folder_data, images_data
 from compress.data.masks import mask_data
 from compress.data.memory import digits_data
 from compress.data.own import own_data
@@ -21,6 +21,7 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "digits": digits_data,
     "shapes": shapes_data,
     "folder": folder_data,
+    "images": images_data,
     "cifar10": cifar_data,
     "cifar100": cifar_data,
     "masks": mask_data,
@@ -74,6 +75,8 @@ def class_count(spec: DataSpec) -> int:
                 "set data.root to the folder that holds train/ and val/, or data.num_classes to their number"
             )
         return spec.num_classes
+    if spec.name == "images":
+        return spec.num_classes or 0
     if spec.name == "coco":
         return agreed_count(spec, len(coco_classes(spec)))
     if spec.name in FIXED_COUNTS:

@@ -13,7 +13,7 @@ from compress.support.imports import is_import_path
 from compress.support.limits import IMAGE_PIXELS, IMAGE_SIDE
 from compress.support.validation import AtLeastOne, BatchSize, Classes, Pixels, Positive, Seed, Share, Workers, validate
 
-DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks", "voc", "coco"]
+DataName = Literal["digits", "shapes", "folder", "images", "cifar10", "cifar100", "masks", "voc", "coco"]
 
 Interpolation = Literal["bilinear", "bicubic"]
 Resize = Literal["crop", "squash", "pad"]
@@ -32,8 +32,9 @@ NORMALIZATION: dict[str, tuple[Channels, Channels]] = {
 }
 """Of data sets with their own; all others have ImageNet's."""
 
-_ROOTED = ("folder", "cifar10", "cifar100", "masks", "voc", "coco")
-_RECTANGLES = ("folder", "masks", "voc", "coco")
+_ROOTED = ("folder", "images", "cifar10", "cifar100", "masks", "voc", "coco")
+_FILES = ("folder", "images")
+_RECTANGLES = (*_FILES, "masks", "voc", "coco")
 _NAMED = {
     "masks": "masks needs the names of the classes, in the order of their values in the masks",
     "voc": "voc needs the names of the classes, as they are in the annotations",
@@ -47,11 +48,12 @@ class DataSpec:
     """A data set, and how its images become the model's input.
 
     Attributes:
-        name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; for segmentation `masks`; for detection
-            `voc` and `coco`), or a function of yours, `package.module:function`, that takes this section and returns
-            the training and the evaluation split; see `compress/data/own.py`. Nothing is ever downloaded.
-        root: folder of `folder` (holding train/ and val/), of `masks`, `voc` and `coco` and of the cifar files; unused
-            by the others.
+        name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; `images`, images without labels,
+            judged by how often a network says the class that the float network says; for segmentation `masks`; for
+            detection `voc` and `coco`), or a function of yours, `package.module:function`, that takes this section and
+            returns the training and the evaluation split; see `compress/data/own.py`. Nothing is ever downloaded.
+        root: folder of `folder` (holding train/ and val/), of `images` (any depth; every fourth is for evaluation), of
+            `masks`, `voc` and `coco` and of the cifar files; unused by the others.
         image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks`,
             `voc`, `coco` and functions.
         batch_size: images of one step over all processes together (the global batch).
@@ -65,8 +67,8 @@ class DataSpec:
         max_pixels: largest image file that is decoded, width times height; one that says it has more cannot be read. It
             keeps out files of some bytes that take gigabytes.
         augment: random shifts, crops and flips of training images, as suits the data set.
-        num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
-            a number must agree with them.
+        num_classes: classes of `shapes` (2 to 100; None = 20) and of `images` (the outputs of the network). For
+            other data sets None = as the data say, and a number must agree with them.
         classes: names of the classes of `masks`, whose pixels hold their positions, of `voc`, of a function's data, and
             of `coco` (None = all categories of its training split).
         other_classes: objects of `voc` and `coco` whose class `classes` does not name: `raise` stops, or leaves out
@@ -159,17 +161,17 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
     if not LEAST_SIDE <= min(spec.height_width) <= max(spec.height_width) <= IMAGE_SIDE:
         given = spec.image_size if isinstance(spec.image_size, int) else list(spec.image_size)
         yield f"data.image_size is {given}: it must be {LEAST_SIDE} to {IMAGE_SIDE:,}"
-    if spec.decode == "gpu" and spec.name != "folder":
-        yield f"data.decode is gpu, which decodes the JPEG files of folder, and data.name is {spec.name}: leave it out"
-    if spec.interpolation != "bilinear" and (spec.name != "folder" or spec.decode == "gpu"):
+    if spec.decode == "gpu" and spec.name not in _FILES:
+        yield f"data.decode is gpu, for the JPEG files of folder and images; data.name is {spec.name}: leave it out"
+    if spec.interpolation != "bilinear" and (spec.name not in _FILES or spec.decode == "gpu"):
         yield (
-            f"data.interpolation is {spec.interpolation}, which folder has where the CPU decodes; data.name is "
-            f"{spec.name} and data.decode {spec.decode}: leave it out"
+            f"data.interpolation is {spec.interpolation}, which folder and images have where the CPU decodes; "
+            f"data.name is {spec.name} and data.decode {spec.decode}: leave it out"
         )
-    if spec.resize != "crop" and (spec.name != "folder" or spec.decode == "gpu"):
+    if spec.resize != "crop" and (spec.name not in _FILES or spec.decode == "gpu"):
         yield (
-            f"data.resize is {spec.resize}, which folder has where the CPU decodes; data.name is {spec.name} and "
-            f"data.decode {spec.decode}: leave it out"
+            f"data.resize is {spec.resize}, which folder and images have where the CPU decodes; "
+            f"data.name is {spec.name} and data.decode {spec.decode}: leave it out"
         )
     if spec.name in _ROOTED and not spec.root:
         yield f"data.root is missing: {spec.name} needs the folder of its files; compress never downloads data"

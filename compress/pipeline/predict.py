@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from compress.data.decode import open_image, preprocessed, rgb
-from compress.data.files import pictures_in
+from compress.data.folder import pictures_in
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
+from compress.data.folder import UnlabelledSplit
 from compress.detection.boxes import BoxesAndScores
 from compress.engines import Engine, TorchEngine, build_engine
 from compress.engines.registry import target_of
@@ -22,7 +23,8 @@ from compress.quantization.spec import QuantSpec, Target
 from compress.recipe.tree import Recipe
 from compress.sparsity.spec import SparsitySpec
 from compress.support.progress import NoProgress, Progress
-from compress.tasks.base import Task
+from compress.tasks.base import Task, first_tensor
+from compress.tasks.classification import SAME_CLASS
 from compress.tasks.load import detector_head, make_task
 from compress.training.distributed import SINGLE, Processes
 from compress.training.spec import QATSpec
@@ -37,9 +39,10 @@ def task_of(recipe: Recipe, data: DataSet) -> Task:
     if recipe.task == "detection":
         size = data.val.preprocessing.height_width
         detector = detector_head(recipe.model, num_classes=len(labels), image_size=size)
-    return make_task(
+    task = make_task(
         recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
     )
+    return replace(task, metric=SAME_CLASS) if recipe.data.name == "images" else task
 
 
 def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:
@@ -85,6 +88,13 @@ class Run:
     def task(self) -> Task:
         """Loss and metric of the networks."""
         return task_of(self.recipe, self.data)
+
+    def name_classes(self, float_model: nn.Module) -> None:
+        """Let the float network say the classes of images that have none."""
+        for split in (self.data.train, self.data.val):
+            if isinstance(split, UnlabelledSplit):
+                with torch.inference_mode():
+                    split.name_classes(lambda images: first_tensor(float_model(images)), self.device)
 
     @property
     def quantization(self) -> QuantSpec:

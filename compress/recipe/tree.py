@@ -242,7 +242,15 @@ _MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection"}
 
 
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
-    """Yield a line if the built-in data set has targets of another task."""
+    """Yield a line if the built-in data set has targets of another task, or none to learn from."""
+    if recipe.data.name == "images" and recipe.data.num_classes is None:
+        yield "data.num_classes is missing: images without classes need the number of the network's outputs"
+    if recipe.data.name == "images" and (recipe.train.epochs or recipe.metric is not None):
+        key = "train.epochs is not 0" if recipe.train.epochs else "metric is set"
+        yield (
+            f"data.name is images, whose classes the float network says, and {key}: set train.epochs: 0 and "
+            "model.weights, and leave metric out; or give data with classes (folder)"
+        )
     made_for = _MADE_FOR.get(recipe.data.name, "classification")
     if recipe.data.name in DATASETS and recipe.task not in (made_for, "own"):
         yield f"data.name {recipe.data.name} has targets of {made_for}, and task is {recipe.task}: change one"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compress.errors import ModelError
-from compress.support.meters import Figures, TaskMetric
+from compress.support.meters import Figures, MeanOf, TaskMetric
 from compress.tasks.base import Hits, Task, first_tensor, soft_distance
 
 _TOP = 5
@@ -39,6 +39,14 @@ class TopK:
 
 TOP1 = TaskMetric(name="top1", make=TopK, select=first_tensor, classes=lambda logits: logits.argmax(1))
 """Top-1 accuracy."""
+
+SAME_CLASS = TaskMetric(
+    name="same_class_as_float",
+    make=lambda: MeanOf(lambda logits, targets: correct(logits, targets) / len(targets)),
+    select=first_tensor,
+    classes=TOP1.classes,
+)
+"""Share of images of which a network says what the float network says."""
 
 
 def classification(num_classes: int) -> Task:

@@ -6,12 +6,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import compress
 from compress import run
-from compress.errors import RunError
+from compress.errors import RecipeError, RunError
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
 from compress.records import read_run
@@ -155,3 +156,41 @@ def test_a_form_that_the_file_cannot_have_is_exported_by_torch(finished, tmp_pat
     run(recipe, "ptq", tmp_path / "run", device="cpu")
     assert [value.name for value in onnx.load(tmp_path / "run" / "ptq.onnx").graph.input] == ["input"]
     assert any("export.precision is fp16" in note for note in read_run(tmp_path / "run").notes)
+
+
+def test_images_without_labels_are_judged_by_the_float_network(tmp_path):
+    folder, generator = tmp_path / "photos" / "inner", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    pixels = generator.integers(0, 256, (44, 16, 16, 3), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{number:02}.png")
+    tree = {
+        "model": {"name": "tests.networks:network"},
+        "data": {"name": "images", "root": str(tmp_path / "photos"), "num_classes": 10, "image_size": 16},
+        "train": {"epochs": 0},
+        "qat": {"epochs": 1},
+        "quantization": {"target": "onnxruntime", "calibration_images": 8, "weights": {"num_bits": 4}},
+        "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "warmup": 1, "runs": 1, "seconds": 0.05},
+    }
+    tree["data"] |= {"crop_ratio": 1.0, "mean": [0.5] * 3, "std": [0.25] * 3}
+    run(parse_recipe(tree), "qat", tmp_path / "run", device="cpu")
+    images = ((pixels[3::4] / 255 - 0.5) / 0.25).astype(np.float32).transpose(0, 3, 1, 2)
+    said = {}
+    for variant in ("float", "ptq", "qat"):
+        session = open_session(tmp_path / "run" / f"{variant}.onnx")
+        said[variant] = session.run(None, {session.get_inputs()[0].name: images})[0].argmax(1)
+    rows = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    for variant, classes in said.items():
+        (row,) = (
+            m for m in rows if (m["name"], m["variant"], m["engine"]) == ("same_class_as_float", variant, "onnxruntime")
+        )
+        assert row["value"] == pytest.approx(100 * (classes == said["float"]).mean())
+    assert len(set(said["float"].tolist())) > 1
+
+
+def test_images_without_labels_teach_nothing():
+    tree = {"data": {"name": "images", "root": "photos", "num_classes": 4}, "train": {"epochs": 1}}
+    with pytest.raises(RecipeError, match=r"train\.epochs is not 0"):
+        parse_recipe(tree)
+    with pytest.raises(RecipeError, match=r"data\.num_classes is missing"):
+        parse_recipe({"data": {"name": "images", "root": "photos"}, "train": {"epochs": 0}})

@@ -139,10 +139,14 @@ def float_step(run: Run, built: BuiltModel) -> nn.Module:
     model = built.model
     if run.folder.done(Variant.FLOAT.step):
         load_model(model, run.path(Variant.FLOAT.weights_file))
-        return model.to(run.device).eval()
+        run.name_classes(model.to(run.device).eval())
+        return model
     run.notes += built.notes
     if run.start is not None:
-        return _take_over(run, run.start, model)
+        model = _take_over(run, run.start, model)
+        run.name_classes(model)
+        return model
+    run.name_classes(model.to(run.device).eval())
     report = train(run, model.to(run.device), run.recipe.train, Variant.FLOAT)
     save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
     return model.eval()
