@@ -29,7 +29,8 @@ def cells(source, language):
 
 
 def prose(source, language):
-    return "\n".join("".join(c["source"]) for c in cells(source, language) if c["cell_type"] == "markdown")
+    texts = ("".join(c["source"]) for c in cells(source, language) if c["cell_type"] == "markdown")
+    return "\n".join(text for text in texts if "<details>" not in text)
 
 
 def test_notebooks_are_what_their_sources_give():
