@@ -5,6 +5,7 @@ They run once, within bounds of time and memory, in a process of their own, befo
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -54,11 +55,12 @@ _LARGE = 1 << 20
 _CODE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[4]),) * 2)
 import numpy, onnxruntime
 options = onnxruntime.SessionOptions()
 options.log_severity_level = 4
 options.enable_cpu_mem_arena = False
-for library in sys.argv[4:]:
+for library in sys.argv[5:]:
     options.register_custom_ops_library(library)
 session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
 with numpy.load(sys.argv[2]) as feed:
@@ -77,7 +79,9 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "feed.npz"
         np.savez(arrays, **dict[str, Any](feed))
-        command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), str(BYTES), *map(str, source.ops)]
+        seconds = 2 * SECONDS * (os.cpu_count() or 1)  # of all its threads; it ends if this process is killed before
+        limits = str(BYTES), str(seconds)
+        command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), *limits, *map(str, source.ops)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
