@@ -43,6 +43,7 @@ from compress.quantization.ptq.quantize import quantize as quantize
 from compress.quantization.ptq.quantize import quantize_targets as quantize_targets
 from compress.quantization.quantizer import Quantizer as Quantizer
 from compress.quantization.report import CalibrationReport as CalibrationReport
+from compress.quantization.report import QuantizedModule as QuantizedModule
 from compress.quantization.sensitivity.diagnose import diagnose as diagnose
 from compress.quantization.sensitivity.mend import mend as mend
 from compress.quantization.sensitivity.sensitivity import Sensitivity as Sensitivity

@@ -14,6 +14,8 @@ def program() -> None:
     images = torch.randn(4, 3, 16, 16)
     spec = compress.QuantSpec(target="openvino", activations=compress.ActivationSpec(calibrator="mse"))
     qmodel = compress.insert_quantizers(model, images, spec)
+    assert_type(qmodel.placement, compress.Placement)
+    assert_type(compress.quantize(model, images, [images]), compress.QuantizedModule)
     assert_type(compress.calibrate(qmodel, [images]), compress.CalibrationReport)
     path = compress.export_onnx(qmodel, images, "model.onnx")
     assert_type(path, Path)

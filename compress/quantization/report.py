@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
@@ -267,6 +268,23 @@ class QuantizationReport(GraphReport):
                 + (f"{back} taken back (quantization.insist: true keeps all)" if back else "take it out")
             )
         return found
+
+
+if TYPE_CHECKING:
+
+    class QuantizedModule(fx.GraphModule):
+        """A quantized network: a plain GraphModule that can be trained, and what was decided and done.
+
+        Attributes:
+            placement: the table of decisions.
+            report: results of all methods.
+        """
+
+        placement: Placement
+        report: QuantizationReport
+
+else:
+    QuantizedModule = fx.GraphModule  # torch.fx makes the objects; the two attributes are set on them
 
 
 def _why(seen: Comparison) -> str:

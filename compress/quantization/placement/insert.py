@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import cast
 
 from torch import fx, nn
 
@@ -21,7 +22,7 @@ from compress.quantization.ptq.equalize import equalize, replace_relu6
 from compress.quantization.ptq.moments import batchnorm_moments
 from compress.quantization.ptq.ranges import ensure_biases
 from compress.quantization.quantizer import Quantizer, quantized_layer
-from compress.quantization.report import Prepared, QuantizationReport
+from compress.quantization.report import Prepared, QuantizationReport, QuantizedModule
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
 
@@ -51,7 +52,7 @@ def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tu
 
 
 @alone
-def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
+def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> QuantizedModule:
     """A copy of `model` with quantizers where the target fuses them; they have no ranges until `calibrate`.
 
     Args:
@@ -82,7 +83,7 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     bound = bound_to_size(graph_module, as_inputs(example_inputs))
     attach_report(graph_module, replace(report_of(graph_module), bound=bound))
     apply_placement(graph_module, placement, prepared)
-    return graph_module
+    return cast("QuantizedModule", graph_module)
 
 
 def apply_placement(graph_module: fx.GraphModule, placement: Placement, prepared: Prepared | None = None) -> None:

@@ -13,7 +13,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compress.errors import ModelError, QuantizationError
 from compress.graph.compare import Reference, first_difference
@@ -29,7 +29,7 @@ from compress.graph.inputs import (
 )
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrating
-from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, quantization_report_of
+from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, QuantizedModule, quantization_report_of
 from compress.quantization.spec import QuantSpec
 
 IMAGES = 64
@@ -156,12 +156,12 @@ def kept(qmodel: nn.Module, spec: QuantSpec) -> QuantSpec:
 
 def guarded(
     model: nn.Module,
-    make: Callable[[QuantSpec], fx.GraphModule],
+    make: Callable[[QuantSpec], QuantizedModule],
     batches: Iterable[Any],
     spec: QuantSpec,
     *,
     all_reduce: bool = False,
-) -> fx.GraphModule:
+) -> QuantizedModule:
     """Quantize with the methods of a specification, and without those that make the network worse than plain PTQ.
 
     If the methods together are worse, each is tried in the order of their application on top of those that were kept;

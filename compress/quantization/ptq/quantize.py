@@ -33,7 +33,7 @@ from compress.quantization.ptq.guard import (
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.ptq.scale_channels import Scaled, scale_channels, some_of
-from compress.quantization.report import CalibrationReport, calibration_of, quantization_report_of
+from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
 
@@ -48,7 +48,7 @@ def quantize(
     folder: Path | None = None,
     all_reduce: bool = False,
     progress: Progress | None = None,
-) -> Any:
+) -> QuantizedModule:
     """Fold BatchNorm, insert quantizers, calibrate them and apply the further methods of `spec`.
 
     Training the result is quantization-aware training. Methods that make the outputs on the calibration images worse
@@ -107,7 +107,7 @@ def quantize_targets(
     folder: Path | None = None,
     all_reduce: bool = False,
     progress: Progress | None = None,
-) -> dict[Target, fx.GraphModule]:
+) -> dict[Target, QuantizedModule]:
     """Quantize a float model for each target of `spec`, in its order; all are calibrated in one pass over the data.
 
     Arguments and errors are those of `quantize`; each further target has a folder of its own in `folder`.
@@ -147,11 +147,11 @@ class _Work:
     ranges: dict[Any, dict[Target, CalibrationReport]] = field(default_factory=dict)
     scaled: dict[tuple[tuple[Rule, ...], Target], Scaled] = field(default_factory=dict)
 
-    def make(self, chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
+    def make(self, chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, QuantizedModule]:
         """Quantize by a specification, around branches that no image opens."""
         return around_closed(lambda spec: self._attempt(spec, targets), chosen, self.batches)
 
-    def _attempt(self, spec: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
+    def _attempt(self, spec: QuantSpec, targets: Sequence[Target]) -> dict[Target, QuantizedModule]:
         model, example, batches, together = self.model, self.example_inputs, self.batches, self.all_reduce
         ready, smoothing = smoothed(model, example, batches, spec, all_reduce=together, progress=self.progress)
         done = self._scaled(spec, targets[0]) if looks_at_layers(spec) else Scaled(model=ready)
@@ -178,14 +178,14 @@ class _Work:
 
 def _inserted(
     model: nn.Module, example_inputs: Inputs, spec: QuantSpec, batches: Batches, *, all_reduce: bool
-) -> fx.GraphModule:
+) -> QuantizedModule:
     """Insert quantizers, with scales of their own for inputs of a concat whose ranges are far apart."""
     made = insert_quantizers(model, example_inputs, spec)
     apart = _apart(made, example_inputs, batches, all_reduce=all_reduce)
     return insert_quantizers(model, example_inputs, replace(spec, rules=(*apart, *spec.rules))) if apart else made
 
 
-def _inputs(made: dict[Target, fx.GraphModule]) -> set[str]:
+def _inputs(made: dict[Target, QuantizedModule]) -> set[str]:
     return {node.name for network in made.values() for node in network.graph.nodes if node.op == "placeholder"}
 
 
@@ -210,7 +210,7 @@ def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, 
 
 
 def _calibrate(
-    found: dict[Target, fx.GraphModule],
+    found: dict[Target, QuantizedModule],
     batches: Batches,
     seen: dict[Target, CalibrationReport],
     made_from: tuple[nn.Module, Inputs, QuantSpec],
