@@ -77,7 +77,7 @@ class LineProgress:
             if task in self._tasks:
                 self._flush()
                 if time.monotonic() - self._tasks[task].begun >= self.short:
-                    self._ended.append(self._state(task))
+                    self._ended.append(self._state(task, ended=True))
                 del self._tasks[task]
 
     def note(self, text: str) -> None:
@@ -86,9 +86,10 @@ class LineProgress:
             self._ended = [line for line in self._ended if line.partition(":")[0] != text.partition(":")[0]]
             self._say(text)
 
-    def _state(self, task: str) -> str:
+    def _state(self, task: str, *, ended: bool = False) -> str:
         entry = self._tasks[task]
-        share = f"{entry.done} of {entry.total}" if entry.total else str(entry.done) if entry.done else "at work"
+        counted = f"{entry.done} of {entry.total}" if entry.total > 1 else str(entry.done) if entry.done > 1 else ""
+        share = counted or ("done" if ended else "at work")
         seconds = time.monotonic() - entry.begun
         time_text = f" after {seconds:.0f} s" if seconds >= 1 else ""
         return ", ".join(part for part in (f"{task}: {share}{time_text}", entry.figures) if part)

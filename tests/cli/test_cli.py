@@ -507,7 +507,7 @@ def test_a_phase_has_a_line_at_its_end_unless_a_note_tells_it(lines):
         progress.advance("train: evaluate")
         progress.note("train: epoch 1, top-1 91.2 %")
         progress.start("adaround", 0)
-    assert texts(lines) == ["calibrate: 2 of 2, loss 0.50", "train: epoch 1, top-1 91.2 %", "adaround: at work"]
+    assert texts(lines) == ["calibrate: 2 of 2, loss 0.50", "train: epoch 1, top-1 91.2 %", "adaround: done"]
 
 
 def test_a_short_phase_says_nothing(lines):
