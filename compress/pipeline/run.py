@@ -42,7 +42,7 @@ def task_of(recipe: Recipe, data: DataSet) -> Task:
     task = make_task(
         recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
     )
-    return replace(task, metric=SAME_CLASS) if recipe.data.name == "images" else task
+    return replace(task, metric=SAME_CLASS, evidence=None) if recipe.data.name == "images" else task
 
 
 def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:

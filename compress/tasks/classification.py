@@ -42,7 +42,7 @@ TOP1 = TaskMetric(name="top1", make=TopK, select=first_tensor, classes=lambda lo
 
 SAME_CLASS = TaskMetric(
     name="same_class_as_float",
-    make=lambda: MeanOf(lambda logits, targets: correct(logits, targets) / len(targets)),
+    make=lambda: MeanOf(lambda logits, targets: int(correct(logits, targets)) / len(targets)),
     select=first_tensor,
     classes=TOP1.classes,
 )
