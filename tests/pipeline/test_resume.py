@@ -16,7 +16,7 @@ from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 
-MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("accuracy: torch", 1)]
+MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("top-1: torch", 1)]
 """Task, and how far it comes before Ctrl-C is pressed."""
 
 
