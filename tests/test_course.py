@@ -74,7 +74,8 @@ def test_a_term_has_the_same_translation_everywhere():
     rows = re.findall(r"^\| ([a-zA-Z].*?) \| (.*?) \| (\d+) \|$", (COURSE / "glossary.md").read_text("utf-8"), re.M)
     assert len(rows) >= 10 and len({english for english, _, _ in rows}) == len(rows)
     for source in SOURCES:
-        english, chinese = prose(source, "en").lower(), prose(source, "zh")
+        chinese = prose(source, "zh")
+        english = re.sub(r"(?<!\*)\*[^*]+\*(?!\*)|\]\([^)]*\)", "", prose(source, "en")).lower()  # no titles, no links
         for term, translated, lesson in rows:
             used = re.search(rf"\b{re.escape(term.lower())}", english) is not None
             assert used or int(source.stem[:2]) != int(lesson), f"{source.stem} does not say {term!r}"
