@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ import onnx_ir
 from numpy.typing import NDArray
 
 from compress.errors import ExportError
+from compress.export.names import TARGET_KEY
 from compress.files import replacing
 from compress.onnx_graph.graph import OnnxGraph, free_name
 from compress.onnx_graph.window import Window, attributes_of, read_window
@@ -437,7 +438,13 @@ class _Converter:
         """DequantizeLinear of a computed tensor: the same integers; a float tensor is made where one is read."""
         source = node.input[0]
         if source not in self.scales or not self.scales[source].same(self.scales_of(node)):
-            raise self.refusal(node, "has other scales than the QuantizeLinear before it")
+            made = next(
+                (entry.value for entry in self.proto.metadata_props if entry.key == TARGET_KEY), "another target"
+            )
+            raise ExportError(
+                f"{node.name or source}: the integers are read with another zero point or scale than they were written "
+                f"with, as files for {made} have it and LiteRT does not; quantize the network with target: litert"
+            )
         self._alias(node.output[0], source)
 
     def _alias(self, name: str, source: str) -> None:
@@ -503,13 +510,43 @@ class _Converter:
         self, op: str, inputs: Sequence[int], node: onnx.NodeProto, chain: _Chain, *, last: bool, **options: Any
     ) -> None:
         """Add an operator that computes a whole chain, with integers as its result if the chain has scales."""
-        shape = self.placed(self.shape(node.output[0]), last)
-        made = self.new(node.name or node.output[0], shape, chain.scales)
+        shape = self.shape(node.output[0])
+        made = self.new(node.name or node.output[0], self.placed(_image(shape) if last else shape, last), chain.scales)
         if chain.fused:
             options["fusedActivationFunction"] = chain.fused
         self.out.operator(op, inputs, [made], **options)
+        self.finish(chain, made, shape, last)
+
+    def finish(self, chain: _Chain, made: int, shape: Sequence[int], last: bool) -> None:
+        """Make a tensor of the file the result of a chain of this shape."""
+        if last:
+            made, last = self.of_image(made, shape, chain.scales)
         self.done.update(inner.output[0] for inner in chain.nodes)
         self.store(chain, made, last)
+
+    def image(self, name: str, *, integers: bool) -> int:
+        """An image with channels last; a signal (N, C, L) as one of a single row, (N, 1, L, C)."""
+        shape, key = self.shape(name), (f"{name}/image", True, integers)
+        if len(shape) != 3:
+            return self.get(name, last=True, integers=integers)
+        if key not in self.forms:
+            scales = self.scales[name] if integers else None
+            turned = self.new(f"{name}/turned", (shape[0], shape[2], shape[1]), scales)
+            self.move(self.get(name, last=False, integers=integers), turned, (0, 2, 1))
+            self.forms[key] = self.new(key[0], self.placed(_image(shape), True), scales)
+            self.reshape(turned, self.forms[key])
+        return self.forms[key]
+
+    def of_image(self, made: int, shape: Sequence[int], scales: _Scales | None) -> tuple[int, bool]:
+        """(The tensor of that shape, True with channels last) of an image; a signal loses the axis it was given."""
+        if len(shape) != 3:
+            return made, True
+        name = self.out.graph.tensors[made].name
+        turned = self.new(f"{name}/turned", (shape[0], shape[2], shape[1]), scales)
+        self.reshape(made, turned)
+        second = self.new(f"{name}/second", shape, scales)
+        self.move(turned, second, (0, 2, 1))
+        return second, False
 
     def store(self, chain: _Chain, made: int, last: bool) -> None:
         """Make a tensor of the file the result of a chain."""
@@ -545,6 +582,30 @@ class _Chain:
 
 
 Handler = Callable[[_Converter, onnx.NodeProto, Mapping[str, Any]], None]
+
+
+def _image(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a signal as an image of one row; any other as it is."""
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else tuple(shape)
+
+
+def _window(
+    c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any], kernel: Sequence[int] | None = None
+) -> Window:
+    """The window of a convolution or pool over an image, or over a signal as an image of one row."""
+    size = c.shape(node.input[0])[2:]
+    window = read_window(attributes, size, kernel)
+    if len(size) == 1:
+        return Window(
+            kernel=(1, *window.kernel),
+            strides=(1, *window.strides),
+            dilations=(1, *window.dilations),
+            pads=((0, 0), *window.pads),
+            ceil=window.ceil,
+        )
+    if len(size) != 2:
+        raise c.refusal(node, f"over {len(size)} spatial axes is not in LiteRT, whose windows have 2")
+    return window
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -592,11 +653,11 @@ def _bias(c: _Converter, value: Array | None, weight: _Weight, channels: int, so
     value = np.zeros(channels, np.float32) if value is None else value.astype(np.float32).reshape(-1)
     if weight.scales is None:
         return c.out.constant(value)
-    step = np.broadcast_to(c.scales[source].scale * weight.scales.scale, (channels,))
+    step = np.asarray(c.scales[source].scale * weight.scales.scale)  # one, or one for each channel, as the weight has
     wide = c.scales[source].bits == 16
     limits = np.iinfo(np.int64 if wide else np.int32)
     whole = np.clip(np.rint(value / step.astype(np.float64)), limits.min, limits.max).astype(limits.dtype)
-    return c.out.constant(whole, "", _Scales(step, np.zeros(channels, np.int64)))
+    return c.out.constant(whole, "", _Scales(step, np.zeros(step.shape, np.int64)))
 
 
 def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tuple[_Chain, _Weight]:
@@ -613,11 +674,10 @@ def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tupl
 
 def _conv(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     chain, weight = _product(c, node)
-    if weight.value.ndim != 4:
-        raise c.refusal(node, f"of {weight.value.ndim - 2} spatial axes is not written; LiteRT's convolutions have 2")
     source, integers = node.input[0], weight.scales is not None
     size, groups = c.shape(source), int(attributes.get("group", 1))
-    window = read_window(attributes, size[2:], weight.value.shape[2:])
+    window = _window(c, node, attributes, weight.value.shape[2:])
+    weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
     depthwise = groups == size[1] and weight.value.shape[1] == 1
     arranged = weight.arranged((1, 2, 3, 0) if depthwise else (0, 2, 3, 1))
     read, padding = _padded(c, source, window, integers=integers, least=False, node=node)
@@ -644,7 +704,7 @@ def _padded(
 
     With `least`, by the lowest number, as a maximum needs.
     """
-    read, size = c.get(source, last=True, integers=integers), c.shape(source)[2:]
+    read, size = c.image(source, integers=integers), _image(c.shape(source))[2:]
     ends = []
     for n, k, s, d, (before, after) in zip(
         size, window.kernel, window.strides, window.dilations, window.pads, strict=True
@@ -676,21 +736,21 @@ def _padded(
 
 def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     chain, weight = _product(c, node)
-    if weight.value.ndim != 4 or int(attributes.get("group", 1)) != 1 or set(attributes.get("dilations", [1])) != {1}:
-        raise c.refusal(node, "with groups, dilations or other than 2 spatial axes is not in LiteRT")
-    source, size, out = node.input[0], c.shape(node.input[0]), c.shape(node.output[0])
-    window = read_window({**attributes, "auto_pad": "NOTSET"}, size[2:], weight.value.shape[2:])
-    arranged = weight.arranged((1, 2, 3, 0))
-    whole = [(n - 1) * s + k for n, s, k in zip(size[2:], window.strides, window.kernel, strict=True)]
+    source, out = node.input[0], _image(c.shape(node.output[0]))
+    window = _window(c, node, {**attributes, "auto_pad": "NOTSET"}, weight.value.shape[2:])
+    weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
     starts = [pair[0] for pair in window.pads]
-    if any(start + n > limit for start, n, limit in zip(starts, out[2:], whole, strict=True)):
-        raise c.refusal(node, "with output_padding beyond its kernel is not in LiteRT")
+    ends = [start + n for start, n in zip(starts, out[2:], strict=True)]
+    size = _image(c.shape(source))[2:]
+    weight = _plain_kernel(weight, int(attributes.get("group", 1)), window, ends, size)
+    arranged = weight.arranged((1, 2, 3, 0))
+    whole = [(n - 1) * s + k for n, s, k in zip(size, window.strides, weight.value.shape[2:], strict=True)]
     fused, chain.fused = chain.fused, 0
     channels = out[1]
     inputs = [
         c.numbers([out[0], *whole, channels]),
         c.out.constant(arranged.value, f"{node.name}/weight", arranged.scales),
-        c.get(source, last=True, integers=weight.scales is not None),
+        c.image(source, integers=weight.scales is not None),
         _bias(c, c.value(node.input[2]) if len(node.input) > 2 else None, arranged, channels, source),
     ]
     made = c.new(node.name, [out[0], *whole, channels], chain.scales)
@@ -700,8 +760,34 @@ def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
         cut = c.new(f"{node.name}/cut", c.placed(out, True), chain.scales)
         c.out.operator("SLICE", [made, c.numbers([0, *starts, 0]), c.numbers(c.placed(out, True))], [cut])
         made = cut
-    c.done.update(inner.output[0] for inner in chain.nodes)
-    c.store(chain, made, True)
+    c.finish(chain, made, c.shape(node.output[0]), True)
+
+
+def _plain_kernel(weight: _Weight, groups: int, window: Window, ends: Sequence[int], size: Sequence[int]) -> _Weight:
+    """The kernel (in, out, height, width) of a transposed convolution without groups and dilations, by zeros.
+
+    It reaches as far as the result, which `output_padding` may extend beyond the kernel.
+
+    Args:
+        weight: (in, out / groups, height, width); its scales are of outputs, shared by the groups, or one.
+        groups: of the convolution.
+        window: of the convolution.
+        ends: last row and column of the uncropped result that are read, exclusive.
+        size: of the input.
+    """
+    value, scales = weight.value, weight.scales
+    inputs, outputs = value.shape[:2]
+    reach = [d * (k - 1) + 1 for k, d in zip(value.shape[2:], window.dilations, strict=True)]
+    reach = [max(r, e - (n - 1) * s) for r, e, n, s in zip(reach, ends, size, window.strides, strict=True)]
+    plain = np.zeros((inputs, outputs * groups, *reach), value.dtype)
+    (high, wide), (down, right) = value.shape[2:], window.dilations
+    for group in range(groups):
+        rows = slice(group * inputs // groups, (group + 1) * inputs // groups)
+        columns = slice(group * outputs, (group + 1) * outputs)
+        plain[rows, columns, : down * (high - 1) + 1 : down, : right * (wide - 1) + 1 : right] = value[rows]
+    if scales is not None and scales.scale.ndim and scales.axis == 1:
+        scales = replace(scales, scale=np.tile(scales.scale, groups), zero=np.tile(scales.zero, groups))
+    return _Weight(plain, scales)
 
 
 def _gemm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1006,29 +1092,31 @@ def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
 
 def _max_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, result = node.input[0], node.output[0]
-    window = read_window(attributes, c.shape(source)[2:])
-    if len(window.kernel) != 2 or set(window.dilations) != {1} or len(node.output) > 1:
-        raise c.refusal(node, "with dilations, indices or other than 2 spatial axes is not in LiteRT")
+    window = _window(c, node, attributes)
+    if set(window.dilations) != {1} or len(node.output) > 1:
+        raise c.refusal(node, "with dilations or indices is not in LiteRT")
     integers = _keeps(c, node, [source])
     read, padding = _padded(c, source, window, integers=integers, least=True, node=node)
-    made = _moved(c, node, result, c.shape(result), last=True, integers=integers)
-    c.out.operator("MAX_POOL_2D", [read], [made], padding=padding, kind="Pool2D", **_pool_options(window))
+    _pool(c, "MAX_POOL_2D", read, result, window, padding, integers=integers)
 
 
-def _pool_options(window: Window) -> dict[str, int]:
+def _pool(c: _Converter, op: str, read: int, result: str, window: Window, padding: int, *, integers: bool) -> None:
     (height, width), (rows, columns) = window.kernel, window.strides
-    return {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
+    options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
+    scales, shape = c.scales[result] if integers else None, c.shape(result)
+    made = c.new(result, c.placed(_image(shape), True), scales)
+    c.out.operator(op, [read], [made], padding=padding, kind="Pool2D", **options)
+    made, last = c.of_image(made, shape, scales)
+    c.forms[result, last, integers] = made
 
 
 def _average_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result = node.input[0], node.output[0]
-    window = read_window(attributes, c.shape(source)[2:])
+    source, window = node.input[0], _window(c, node, attributes)
     read, padding = _padded(c, source, window, integers=False, least=False, node=node)
     own, counted = padding == c.fb.Padding.SAME, bool(attributes.get("count_include_pad", 0))
-    if len(window.kernel) != 2 or window.ceil or (any(map(any, window.pads)) and own == counted):
+    if window.ceil or (any(map(any, window.pads)) and own == counted):
         raise c.refusal(node, "with this padding is not in LiteRT, which counts no padding that is its own")
-    made = _moved(c, node, result, c.shape(result), last=True, integers=False)
-    c.out.operator("AVERAGE_POOL_2D", [read], [made], padding=padding, kind="Pool2D", **_pool_options(window))
+    _pool(c, "AVERAGE_POOL_2D", read, node.output[0], window, padding, integers=False)
 
 
 _REDUCTIONS = {"ReduceMean": "MEAN", "ReduceSum": "SUM", "ReduceMax": "REDUCE_MAX", "ReduceMin": "REDUCE_MIN"}

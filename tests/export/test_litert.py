@@ -63,6 +63,22 @@ class Upscale(nn.Module):
         )
 
 
+class Signal(nn.Module):
+    """Convolutions and pools over one axis; transposed convolutions with groups, dilation and output padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv1d(3, 8, 5, padding=2), nn.Conv1d(8, 8, 3, stride=2, padding=1, groups=8)
+        self.norm, self.up = nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 4, 2, stride=2, output_padding=1, groups=2)
+        self.first = nn.ConvTranspose2d(3, 6, 3, stride=2, dilation=2, padding=1, output_padding=1, groups=3)
+        self.second = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+
+    def forward(self, x):
+        y = F.max_pool1d(F.relu(self.norm(self.a(x.flatten(2)))), 3, 2, 1)
+        y = F.avg_pool1d(self.up(F.relu(self.b(y))), 2)
+        return torch.cat([y.flatten(1), self.second(F.relu(self.first(x))).flatten(1)], 1)
+
+
 class Encoder(nn.Module):
     """Patches, attention, LayerNorm and GELU."""
 
@@ -93,7 +109,7 @@ def decibels(wanted, got):
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("network", [Residual, Squeeze, Upscale, Encoder])
+@pytest.mark.parametrize("network", [Residual, Squeeze, Upscale, Signal, Encoder])
 def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     path, images = exported(network(), tmp_path / "model.onnx", quantized=quantized)
     with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
@@ -104,6 +120,26 @@ def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     assert decibels(wanted, got) > (35 if quantized else 100)
     assert layers["CONV_2D"].precision == ("i8" if quantized else "f32")
     assert layers["CONV_2D"].kernel == "XNNPACK"
+
+
+def test_two_engines_compute_the_same_integers(tmp_path):
+    """ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers."""
+    path, images = exported(Residual(), tmp_path / "model.onnx")
+    results = []
+    for name in ("onnxruntime", "litert"):
+        with compress.build_engine(path, name, batch_size=4) as engine:
+            results.append(engine.run({"input": images})["logits"])
+    assert np.array_equal(*results)
+
+
+def test_a_file_with_the_zero_points_of_another_target_names_it(tmp_path):
+    spec = compress.QuantSpec(target="openvino")
+    images = torch.rand(4, 3, 16, 16) * 2 - 1
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3)).eval()
+    qmodel = compress.quantize(network, images[:1], [images], spec=spec)
+    path = compress.export_onnx(qmodel, images[:1], tmp_path / "model.onnx")
+    with pytest.raises(ExportError, match=r"openvino.*target: litert"):
+        compress.export_litert(path, tmp_path / "model.tflite")
 
 
 def test_scales_zero_points_and_integers_are_those_of_the_onnx_file(tmp_path):
