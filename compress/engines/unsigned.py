@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import onnx
 
 SHIFT = 128
-_PRODUCTS = ("MatMul", "Gemm")
+_SYMMETRIC = ("MatMul", "Gemm", "ConvTranspose")
+"""Operations that OpenVINO computes in 8 bits without a zero point only, or wrongly with one."""
 _UINT8, _INT8 = 2, 3  # of onnx.TensorProto, which is not imported before a file is read
 _SUFFIX = "_unsigned"
 
@@ -25,7 +26,8 @@ def joins_signed(model: onnx.ModelProto) -> bool:
 def to_unsigned(model: onnx.ModelProto) -> None:
     """Change QuantizeLinear and DequantizeLinear pairs that convolutions read from int8 to uint8, in place.
 
-    Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products are unchanged.
+    Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products and of
+    transposed convolutions are unchanged.
     """
     # OpenVINO 2026.4.1 (x86, AVX-512) computes convolutions of concatenated signed tensors wrongly, and matrix
     # products of concatenated unsigned ones
@@ -95,7 +97,7 @@ def _signed(graph: onnx.GraphProto) -> list[tuple[onnx.NodeProto, list[onnx.Node
         read = readers.get(node.output[0], []) if by(node, "QuantizeLinear") else []
         if read and node.output[0] not in outputs and all(by(one, "DequantizeLinear") for one in read):
             weighted = _weighted(read, readers)
-            if "Conv" in weighted and not weighted.intersection(_PRODUCTS):
+            if "Conv" in weighted and not weighted.intersection(_SYMMETRIC):
                 found.append((node, read))
     return found
 
@@ -105,8 +107,8 @@ def _weighted(nodes: list[onnx.NodeProto], readers: dict[str, list[onnx.NodeProt
     while waiting:
         for name in waiting.pop().output:
             for reader in readers.get(name, []) if name not in seen else []:
-                if reader.op_type in ("Conv", "ConvTranspose", *_PRODUCTS):
-                    kinds.add(reader.op_type.removesuffix("Transpose"))
+                if reader.op_type in ("Conv", *_SYMMETRIC):
+                    kinds.add(reader.op_type)
                 elif reader.op_type != "QuantizeLinear":
                     waiting.append(reader)
             seen.add(name)

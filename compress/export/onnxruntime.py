@@ -58,6 +58,43 @@ def _make_room(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return True
 
 
+def clips_apart(proto: onnx.ModelProto) -> int:
+    """Write every Relu and Clip of an INT8 product's result as Max and Min, where no quantizer alone reads it.
+
+    ONNX Runtime takes such a product, Relu or Clip and quantizer for one operation; where the quantizer is missing, it
+    computes the product in float. Between a product and other operations its form in 8 bits has a float result.
+    """
+    view = OnnxGraph(proto.graph)
+
+    def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        scale = _scale_of_product(node, view) if node.op_type in {"Relu", "Clip"} else None
+        if scale is None:
+            return None
+        low, high = [*node.input[1:], "", ""][:2] if node.op_type == "Clip" else ("", "")
+        if node.op_type == "Relu":
+            low = view.add_constant(added_constant(node.name, "zero"), np.zeros((), scale.dtype))
+        steps = [(kind, bound) for kind, bound in (("Max", low), ("Min", high)) if bound]
+        made, source = [], node.input[0]
+        for i, (kind, bound) in enumerate(steps, start=1):
+            output = node.output[0] if i == len(steps) else view.free(added_tensor(node.output[0], "low"))
+            made.append(made_after(node, kind, [source, bound], output, node.name if i == len(steps) else ""))
+            source = output
+        return made or None
+
+    return view.rewrite(apart)
+
+
+def _scale_of_product(node: onnx.NodeProto, view: OnnxGraph) -> NDArray[Any] | None:
+    """Return the scale of what an INT8 product reads whose result a node alone reads, and not for quantizers alone."""
+    readers, product = view.consumers.get(node.output[0], []), view.producers.get(node.input[0])
+    if product is None or product.op_type not in {"Gemm", "MatMul"} or len(view.consumers[product.output[0]]) > 1:
+        return None
+    if not readers or all(reader.op_type == "QuantizeLinear" for reader in readers):
+        return None
+    scales = [_scale(name, view) for name in product.input[:2]]
+    return None if any(scale is None for scale in scales) else scales[0]
+
+
 def integer_biases(proto: onnx.ModelProto, operators: Collection[str] = ("Gemm", "MatMul")) -> tuple[str, ...]:
     """Write as INT32 the bias of every Gemm, or MatMul and Add, whose input and weight are quantized; return names.
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_constant, added_tensor, shifted_tensor
+from compress.graph.ops import ONNX_KINDS
+from compress.graph.traits import TRAITS
 from compress.onnx_graph.graph import (
     OnnxGraph,
     attribute,
@@ -51,53 +53,41 @@ def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
     return changed
 
 
-def bias_products(proto: onnx.ModelProto) -> int:
-    """Add a bias that changes no value to every product with an INT8 weight that has none.
+def products_apart(proto: onnx.ModelProto) -> int:
+    """Put a Max that changes no value between two products of rows in a row, of which one is INT8.
 
-    Two linear layers without a bias in a row are one kernel of the plugin (`SNIPPETS_MODE`), which returns zeros or
-    noise. One number for all channels would be removed, so there are two.
+    The plugin makes one kernel of such layers (`SNIPPETS_MODE`) that names no precision. Where no sum is left in it,
+    because there is no bias or a constant multiplies the sum, it returns zeros or noise. The Max stands before the
+    quantizer of the second product.
     """
     view = OnnxGraph(proto.graph)
+    products = [node for node in proto.graph.node if node.op_type in {"Gemm", "MatMul"}]
+    pairs = [view.dequantizer(node.input[0]) for node in products]
+    readers = {two.input[0] if two else one.output[0]: bool(two) for one, two in zip(products, pairs, strict=True)}
+    sizes = _sizes(proto) if any(pairs) else {}
 
-    def with_bias(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        bias = _small_bias(node, view)
-        if bias is None:
+    def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        tensor = node.input[0] if node.output[0] in readers else ""
+        if len(sizes.get(tensor, ())) != _ROWS or not _from_product(tensor, view, any_type=readers[node.output[0]]):
             return None
-        output = node.output[0]
-        name = view.add_constant(added_tensor(output, "small_bias"), bias)
-        if node.op_type == "Gemm":
-            node.input.append(name)
-            return [node]
-        node.output[0] = view.free(added_tensor(output, "product"))
-        return [node, made_after(node, "Add", [node.output[0], name], output, added_tensor(node.name, "small_bias"))]
+        node.input[0] = view.free(added_tensor(tensor, "apart"))
+        return [made_after(view.producers[tensor], "Max", [tensor] * 2, node.input[0]), node]
 
-    return view.rewrite(with_bias)
+    return view.rewrite(apart)
 
 
-def _small_bias(node: onnx.NodeProto, view: OnnxGraph) -> np.ndarray[tuple[int], np.dtype[np.floating]] | None:
-    """Return the bias that a product is to get; None if it has one, or no INT8 weight of two or more channels."""
-    if node.op_type not in {"Gemm", "MatMul"} or len(node.input) > 2:
-        return None
-    if any(
-        consumer.op_type == "Add" and _adds_constant(consumer, view)
-        for consumer in view.consumers.get(node.output[0], ())
-    ):
-        return None
-    weight = view.dequantizer(node.input[1], {"Transpose"})
-    values = None if weight is None else view.constants.get(weight.input[0])
-    if weight is None or values is None or len(values.dims) != 2:
-        return None
-    producer = view.producers.get(node.input[1])
-    turned = attribute(node, "transB", 0) + (producer is not None and producer.op_type == "Transpose")
-    channels, scale = values.dims[0 if turned % 2 else 1], view.array(weight.input[1])
-    dtype = scale.dtype if scale is not None else np.dtype(np.float32)
-    if channels < 2 or dtype not in _SMALLEST:
-        return None
-    return (_SMALLEST[dtype] * (1 + np.arange(channels) % 2)).astype(dtype)
+_ROWS = 2
+"""Rank of the products that become one kernel."""
 
 
-def _adds_constant(node: onnx.NodeProto, view: OnnxGraph) -> bool:
-    return any(view.array(name) is not None for name in node.input)
+def _from_product(tensor: str, view: OnnxGraph, *, any_type: bool) -> bool:
+    """Return True if a tensor comes from a product, of an INT8 weight or any, through elementwise operations alone."""
+    node = view.producers.get(tensor)
+    if node is None or node.op_type in {"Gemm", "MatMul"}:
+        return node is not None and (any_type or view.dequantizer(node.input[1], {"Transpose"}) is not None)
+    kind = TRAITS[ONNX_KINDS.get(node.op_type, "unknown")]
+    through = kind.elementwise or node.op_type in {"QuantizeLinear", "DequantizeLinear", "Softmax"}
+    return through and any(_from_product(name, view, any_type=any_type) for name in node.input)
 
 
 def strides_kept(proto: onnx.ModelProto) -> int:
@@ -302,7 +292,7 @@ def batches_kept(proto: onnx.ModelProto) -> int:
         return 0
     view = OnnxGraph(proto.graph)
     found = [(node, source) for node in proto.graph.node if (source := _batch_of(node, view)) is not None]
-    names = _first_sizes(proto) if found else {}
+    names = {name: dims[0].dim_param for name, dims in (_sizes(proto) if found else {}).items()}
     changed = [(n, s) for n, s in found if names.get(s) and names[s] == names.get(n.input[0])]
     for node, _ in changed:
         shape = view.producers[node.input[1]]
@@ -336,8 +326,8 @@ def _batch_of(node: onnx.NodeProto, view: OnnxGraph) -> str | None:
     return None if asked is None or asked.op_type != "Shape" or attribute(asked, "start", 0) else asked.input[0]
 
 
-def _first_sizes(proto: onnx.ModelProto) -> dict[str, str]:
-    """Return the names of the open first sizes of tensors, as far as ONNX's shape inference follows them."""
+def _sizes(proto: onnx.ModelProto) -> dict[str, Any]:
+    """Return the dimensions of tensors of rank 1 or more, as far as ONNX's shape inference follows them."""
     model = without_weights(proto)
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
@@ -348,7 +338,7 @@ def _first_sizes(proto: onnx.ModelProto) -> dict[str, str]:
     except onnx.shape_inference.InferenceError:  # an operation that ONNX cannot follow: the sizes stay computed
         return {}
     values = [*graph.value_info, *graph.output, *graph.input]
-    return {v.name: v.type.tensor_type.shape.dim[0].dim_param for v in values if v.type.tensor_type.shape.dim}
+    return {v.name: v.type.tensor_type.shape.dim for v in values if v.type.tensor_type.shape.dim}
 
 
 _COMPUTES_WITH_SIZES = frozenset({"Shape", "Size", "LSTM", "GRU", "RNN"})

@@ -6,10 +6,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from compress.export.names import INT4_KEY, added_tensor
-from compress.export.onnxruntime import bounded_softmaxes, integer_biases, repeat_pairs, room_for_biases
+from compress.export.onnxruntime import bounded_softmaxes, clips_apart, integer_biases, repeat_pairs, room_for_biases
 from compress.export.openvino import (
     batches_kept,
-    bias_products,
     bias_shared_convolutions,
     biases_apart,
     concatenated_pads,
@@ -17,6 +16,7 @@ from compress.export.openvino import (
     flat_gathers,
     float_averages,
     joins_apart,
+    products_apart,
     strides_kept,
     zero_points_into_biases,
 )
@@ -35,7 +35,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
     if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
         bias_shared_convolutions(proto)
     if target == "openvino":
-        bias_products(proto)
+        products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)
         extremes_apart(proto)
@@ -54,6 +54,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         biases_apart(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
+        clips_apart(proto)
         repeat_pairs(proto)
         integer_biases(proto)
     if target == "litert":

@@ -194,10 +194,11 @@ def up(dimensions, **settings):
 class Joined(nn.Module):
     """A convolution of what `join` makes of a tensor without a sign and one with it."""
 
-    def __init__(self, join, channels):
+    def __init__(self, join, channels, last=nn.Conv2d):
         super().__init__()
         self.join, self.grid = join, nn.Parameter(torch.randn(1, 2, 8, 8))
-        self.a, self.b, self.c = (nn.Conv2d(n, m, 3, padding=1) for n, m in ((3, 8), (3, 8), (channels, 4)))
+        self.a, self.b = (nn.Conv2d(3, 8, 3, padding=1) for _ in range(2))
+        self.c = last(channels, 4, 3, padding=1)
 
     def forward(self, x):
         return self.c(self.join(self.a(x).relu(), self.b(x), self.grid))
@@ -206,6 +207,12 @@ class Joined(nn.Module):
 IN_INT8 = {
     "transposed 1d": (up(1, output_padding=1), 1, 2),
     "transposed 3d": (up(3), 3, 2),
+    "transposed, signed": (
+        nn.Sequential(nn.ConvTranspose2d(3, 8, 2, 2), nn.LeakyReLU(), nn.ConvTranspose2d(8, 4, 4, 2)),
+        2,
+        2,
+    ),
+    "transposed, of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1), 16, nn.ConvTranspose2d), 2, 3),
     "function": (Product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
     "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
     "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
@@ -228,6 +235,46 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     assert sum(t in {"u8", "i8"} for t in types) == count
     audit = compress.audit_onnx(path)
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, count]
+
+
+ROWS = {
+    "factor": lambda y: y * 2,
+    "negated": lambda y: -y,
+    "quotient and sum": lambda y: y / 3 + 1,
+    "factor for each channel": lambda y: y * torch.linspace(0.5, 1.5, 16),
+    "factor, activation": lambda y: (y * 2).relu(),
+    "activation": lambda y: y.relu(),
+}
+
+
+@pytest.mark.parametrize("way", ["file", "torch"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", ROWS)
+def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way, tmp_path):
+    """Two linear layers and what stands between them: no kernel of both, which returns noise."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
+
+        def forward(self, x):
+            return self.b(ROWS[case](self.a(x)))
+
+    model, x, spec, out = Rows().eval(), torch.randn(4, 32), QuantSpec(target="openvino"), tmp_path / "int8.onnx"
+    if way == "file":
+        compress.quantize_onnx(export(model, tmp_path / "float.onnx", x=x), [x], spec=spec, out=out)
+    else:
+        export_onnx(quantize(model, x, [x], spec=spec), x, out)
+    session = open_session(out, optimize=False)
+    (expected,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    read = openvino.Core().read_model(out)
+    read.reshape(list(x.shape))
+    compiled = openvino.Core().compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert sqnr(*map(torch.from_numpy, (expected, compiled(x.numpy())[0]))) > 40
+    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
+    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    assert len(types) == 2 and set(types) <= {"u8", "i8"}
 
 
 # Gathers by tables of indices: OpenVINO takes them after an INT8 layer, and computes what fake quantization does.
@@ -321,6 +368,20 @@ class Resized(nn.Module):
         return self.fc(torch.relu(self.last(torch.cat([up, x], 1))).flatten(1))
 
 
+class Clipped(nn.Module):
+    """Linear layers and a product of two tensors, whose results are clipped and read by what has no form in 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.fc = nn.Linear(768, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False)
+        self.rows, self.last = nn.Linear(4, 4), nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.fc(self.norm(F.relu6(self.stem(x.flatten(1))))))
+        x = self.rows((x * x.sigmoid()).reshape(-1, 8, 4))
+        return self.last((torch.relu(x @ x.transpose(1, 2)).softmax(-1) @ x).flatten(1))
+
+
 def kinds_on_engine(path, folder):
     """Operators of the graph that ONNX Runtime runs."""
     options = onnxruntime.SessionOptions()
@@ -331,7 +392,9 @@ def kinds_on_engine(path, folder):
 
 
 @pytest.mark.parametrize("way", ["file", "torch"])
-@pytest.mark.parametrize(("network", "concats"), [(RepeatedPairsBranches, 1), (Shuffled, 4), (Padded, 0), (Resized, 0)])
+@pytest.mark.parametrize(
+    ("network", "concats"), [(RepeatedPairsBranches, 1), (Shuffled, 4), (Padded, 0), (Resized, 0), (Clipped, 0)]
+)
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     torch.manual_seed(0)
     model, x, spec = with_statistics(network()), torch.randn(4, 3, 16, 16), QuantSpec(target="onnxruntime")
@@ -341,7 +404,7 @@ def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     else:
         compress.export_onnx(compress.quantize(model, x, [x], spec=spec), x, out)
     kinds = kinds_on_engine(out, tmp_path)
-    assert {"Conv", "FusedConv", "Gemm", "MatMul"}.isdisjoint(kinds)
+    assert {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul"}.isdisjoint(kinds)
     assert kinds.count("QLinearConcat") == concats
     assert sqnr(*(torch.from_numpy(run(path, x.numpy())) for path in (file, out))) > 25
 

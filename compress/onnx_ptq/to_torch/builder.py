@@ -21,7 +21,8 @@ from compress.onnx_ptq.index import Index, Shapes, Types
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
 """What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
-_TAKEN = frozenset(dir(nn.Module()))
+_TAKEN = frozenset(dir(nn.Module())) | {"self", "Self", "_self"}
+"""Names of modules themselves, and what torch.fx makes the name of a module's result, beside its own `self`."""
 Size = int | fx.Node
 """A size: a number, or the batch times a number."""
 Value = fx.Node | float | list[fx.Node]

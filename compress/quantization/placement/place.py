@@ -269,6 +269,8 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
     origins, kinds = {item.origin for item in members}, {item.layer.kind for item in members}
     if not all(origin in positive or origin in lowest for origin in origins):
         return 0.0
+    if kinds & table.symmetric:
+        return 0.0
     if not kinds & table.offset and not (kinds <= table.zero_points and len(origins) == 1):
         return 0.0
     return min(lowest.get(origin, 0.0) for origin in origins)

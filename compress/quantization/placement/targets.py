@@ -46,6 +46,8 @@ class TargetTable:
             for matrix products after some concats. The file gives the zero point to the bias (`export.openvino`).
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
+        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only: what they read has none,
+            whatever else reads it.
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
         results: True also quantizes results that the model returns.
@@ -65,6 +67,7 @@ class TargetTable:
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
     zero_points: frozenset[str] = frozenset()
+    symmetric: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
     results: bool = False
@@ -116,9 +119,10 @@ TABLES: dict[Target, TargetTable] = {
         inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits when its input is quantized"),
         residual="both",
         unsigned=True,
-        offset=frozenset({"conv", "conv_transpose"}),
-        plain_paths=frozenset({"conv", "conv_transpose"}),
-        zero_points=frozenset({"conv", "conv_transpose", "linear"}),
+        offset=frozenset({"conv"}),
+        plain_paths=frozenset({"conv"}),
+        zero_points=frozenset({"conv", "linear"}),
+        symmetric=frozenset({"conv_transpose"}),
         stays_float=_CPU_FLOAT,
         grouped_float={"conv_transpose": "OpenVINO computes transposed convolutions with groups in float"},
     ),
