@@ -332,6 +332,8 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
     ]
     if not missing and target == "onnxruntime" and node.op_type == "Conv" and not _is_requantized(node, view):
         missing = ["its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"]
+    if not missing and target == "onnxruntime" and scale is not None and scale.dtype != np.float32:
+        missing = [f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"]
     return AuditedNode(
         name=node.name or node.output[0],
         op_type=node.op_type,

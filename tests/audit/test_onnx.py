@@ -2,10 +2,13 @@
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+import torch
 from onnx import helper, numpy_helper
+from torch import nn
 
-from compress import QuantSpec, Rule, audit_onnx, cast_onnx, quantize_onnx
+from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx
 from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 
@@ -228,6 +231,19 @@ def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
     audit = audit_onnx(path)
     assert [(row.op_type, row.weight_elements, row.int8) for row in audit.rows] == [("GRU", 288, False)]
     assert audit.int8_share == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
+    """The engine's own graph is the oracle."""
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 16)
+    qmodel = quantize(model, x, [x], spec=QuantSpec(target="onnxruntime"))
+    path = export_onnx(qmodel, x, tmp_path / "m.onnx", precision=precision)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert sum(row.int8 for row in audit_onnx(path).rows) == kinds.count("QGemm") == (2 if precision == "fp32" else 0)
 
 
 def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
