@@ -5,6 +5,7 @@ Adding an operation is a row here and its spellings in `graph.ops`; kinds that d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -51,6 +52,7 @@ class Traits:
         multiplies: the result is zero where any data input is zero.
         non_negative: `always`, `if inputs are` (it has no negative result then), or "" (not known).
         lowest: the result is never lower; 0.0 if such a value is not known, or is not below 0.
+        flat_below: inputs below this value, which is below 0, all give the same result, within 0.001; -inf if unknown.
         needs_float: it computes in floating point also where products run in 8 bits.
         clips: an activation that cuts its input off at constant bounds.
         idempotent: a reduction that returns the common value of equal elements.
@@ -69,6 +71,7 @@ class Traits:
     multiplies: bool = False
     non_negative: Literal["always", "if inputs are", ""] = ""
     lowest: float = 0.0
+    flat_below: float = -math.inf
     needs_float: bool = False
     clips: bool = False
     idempotent: bool = False
@@ -118,11 +121,12 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "relu6": replace(_POSITIVE, keeps_zero=True, clips=True),
         "clamp": replace(_ACTIVATION, clips=True),  # its signs and zeros depend on its bounds
         "leaky_relu": replace(_ZERO_AT_ZERO, scales_linearly=True),
-        "silu": replace(_ZERO_AT_ZERO, lowest=-0.2785),
-        "gelu": replace(_ZERO_AT_ZERO, lowest=-0.1701),  # of its approximation by tanh; -0.16997 of itself
-        "quick_gelu": replace(_ZERO_AT_ZERO, lowest=-0.1637),
-        "hardswish": replace(_ZERO_AT_ZERO, lowest=-0.375),
-        "mish": replace(_ZERO_AT_ZERO, lowest=-0.3089),
+        "silu": replace(_ZERO_AT_ZERO, lowest=-0.2785, flat_below=-9.2),
+        # the lowest value is that of GELU's approximation by tanh; -0.16997 of itself
+        "gelu": replace(_ZERO_AT_ZERO, lowest=-0.1701, flat_below=-3.6),
+        "quick_gelu": replace(_ZERO_AT_ZERO, lowest=-0.1637, flat_below=-5.1),
+        "hardswish": replace(_ZERO_AT_ZERO, lowest=-0.375, flat_below=-3.0),
+        "mish": replace(_ZERO_AT_ZERO, lowest=-0.3089, flat_below=-9.2),
         "tanh": _ZERO_AT_ZERO,
         "elu": _ZERO_AT_ZERO,
         "sigmoid": _POSITIVE,

@@ -78,6 +78,8 @@ def calibrate_graph(
     """
     progress = progress or NoProgress()
     watching = {site.name: calibrator_for(site.format, site.spec) for site in placement.activations}
+    for site in placement.activations:
+        watching[site.name].lowest = site.format.lowest
     progress.start(_TASK, total)
     images = 0
     with ThreadPoolExecutor(min(_THREADS, core_count())) as pool:
@@ -222,7 +224,8 @@ def _parts(
             if total == 0:
                 found[site.name, tensor] = None
             elif isinstance(value, Blocked) and isinstance(watch, HistogramCalibrator):
-                sample = samples.draw(value, start=start, total=total, signed=site.format.signed)
+                signed = site.format.signed and not site.format.lowest
+                sample = samples.draw(value, start=start, total=total, signed=signed)
                 found[site.name, tensor] = watch.part_of(sample)
             else:
                 x = _as_tensor(value).reshape(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from compress.export.cleanup import averages_without_padding
 from compress.export.names import TARGET_KEY
 from compress.export.targets import finish_for, shape_for
 from compress.onnx_graph.graph import drop_unread
+from compress.onnx_ptq.bias_correction import correct_biases
 from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
@@ -34,10 +36,11 @@ from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
-from compress.onnx_ptq.smooth import smooth_file
+from compress.onnx_ptq.smooth import on_images, smooth_file
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
+from compress.onnx_ptq.zero_points import place_on_images
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
@@ -170,12 +173,11 @@ def _quantized(
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
     check_bounds(original, first)
-    source, notes = canonical(
-        original, opset=max(_opset_for(spec, original), OPSETS.get(precision, 0), OPSET if trained else 0)
-    )
+    opset = max(_opset_for(spec, original), OPSETS.get(precision, 0), OPSET if trained else 0)
+    source, notes = canonical(original, opset=opset)
     notes = [*original.notes, *notes]
     shape_outputs(source, first)
-    looks = looks_at_layers(spec) or precision != "fp32"
+    looks = looks_at_layers(spec) or spec.bias_correction == "auto" or precision != "fp32"
     seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
     if trained is None and looks_at_layers(spec):
         rules, smoothing = scale_channels(source, first, seen, spec)
@@ -188,18 +190,19 @@ def _quantized(
         every = [first, *pieces]
         improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
     index, types, reading = _read(source, first)
-    placement = place(reading.view, spec)
     if fine_tuned is None:
-        spec = replace(spec, rules=(*_apart(source, reading, placement, first), *spec.rules))
-        placement = place(reading.view, spec)
+        placement = _placed(source, reading, first, seen, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
         with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(
                 source, reading, placement, images, total=total, check=check, progress=progress
             )
     else:
+        placement = place(reading.view, spec)
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
+    if fine_tuned is None and not improved.later and spec.bias_correction == "auto":
+        notes += on_images(partial(correct_biases, source, index, reading, placement, calibration.amax), source, seen)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
     _finish(source, types, spec.only_target, metadata or {})
@@ -228,7 +231,7 @@ def scale_channels(
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """Do what `smooth: auto` is in a float file, in place; see `smooth_file`, which says what is returned."""
     _, _, reading = _read(source, first)
-    return smooth_file(source, reading, place(reading.view, spec), batches, spec)
+    return smooth_file(source, reading, place_on_images(source, reading, spec, batches), batches, spec)
 
 
 def _some_of(
@@ -245,6 +248,11 @@ def _some_of(
         if images >= IMAGES:
             break
     return seen, itertools.chain(seen[1:], pieces)
+
+
+def _placed(source: SourceFile, reading: Reading, first: Arrays, seen: list[Arrays], spec: QuantSpec) -> Placement:
+    apart = _apart(source, reading, place(reading.view, spec), first)
+    return place_on_images(source, reading, replace(spec, rules=(*apart, *spec.rules)), seen)
 
 
 def _apart(source: SourceFile, reading: Reading, placement: Placement, feed: Arrays) -> tuple[Rule, ...]:

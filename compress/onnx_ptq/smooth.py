@@ -6,9 +6,10 @@ it (a layer, a normalization, a product with a constant, through activations wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -42,6 +43,8 @@ from compress.quantization.ptq.channel_scales import (
 )
 from compress.quantization.spec import QuantSpec, Rule
 
+T = TypeVar("T")
+
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
 """Operators that a positive factor for each channel passes."""
 _BATCHES = 8
@@ -56,6 +59,14 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
     places = [(feed, start) for feed, length in zip(batches, lengths, strict=True) for start in range(length)]
     chosen = [places[i * len(places) // IMAGES] for i in range(IMAGES)] if len(places) > IMAGES else places
     return [{name: v[start : start + 1] if v.ndim else v for name, v in feed.items()} for feed, start in chosen]
+
+
+def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches: Sequence[Arrays]) -> T:
+    """Return what `work` finds on images of a file's batches, or on batches where they cannot be split."""
+    try:
+        return work(images_of(source, batches))
+    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
+        return work(batches[:_BATCHES])
 
 
 def smooth_file(
@@ -77,10 +88,7 @@ def smooth_file(
         CalibrationError: the network fails on an image.
     """
     choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
-    try:
-        scales, rules = choose(images_of(source, batches))
-    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
-        scales, rules = choose(batches[:_BATCHES])
+    scales, rules = on_images(choose, source, batches)
     index, used = Index(source), list[ChannelScale]()
     for group, scale in scales:
         if _write(index, reading, group, scale, spec.only_target):
@@ -152,7 +160,14 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
     graph = index.graph
 
     def constant(node: onnx.NodeProto, place: int, value: NDArray[np.float32]) -> None:
-        node.input[place] = index.add_constant(f"{node.input[place]}_smooth", value.astype(np.float32))
+        old, name = node.input[place], index.free(f"{node.input[place]}_smooth")
+        if old in index.unchanging:
+            node.input[place] = index.add_constant(name, value.astype(np.float32))
+            return
+        factors = index.add_constant(f"{name}_scale", value.astype(np.float32))
+        node.input[place] = name
+        at = next(i for i, each in enumerate(graph.node) if each is node or each.name == node.name)
+        graph.node.insert(at, helper.make_node("Mul", [old, factors], [name], name=name))
 
     if plan is None:
         name = index.free(f"{group.tensor}_smooth")
@@ -173,6 +188,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
 
 
 _Change = tuple[onnx.NodeProto, int, NDArray[np.float32]]
+"""A node, one of its inputs, and its new constant; where the input is no constant, what it is multiplied by."""
 
 
 def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.float32]) -> list[_Change] | None:
@@ -195,13 +211,14 @@ def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.f
             changes.append((node, place, _times(old, factor, group)))
             name = node.input[1 - place]
             continue
-        done = _scaled(index, node, value, factor, group)
+        done = _scaled(index, reading, node, value, factor, group)
         return None if done is None else changes + done
     return None
 
 
 def _scaled(
     index: Index,
+    reading: Reading,
     node: onnx.NodeProto,
     values: Mapping[int, NDArray[np.float32]],
     factor: NDArray[np.float32],
@@ -211,6 +228,9 @@ def _scaled(
     if (node.op_type == "Mul" and len(values) == 1) or (node.op_type == "Div" and list(values) == [1]):
         ((place, old),) = values.items()
         return [(node, place, _times(old, factor if node.op_type == "Mul" else 1 / factor, group))]
+    gate = _gate(reading, node, factor) if node.op_type == "Mul" and group.convolution else None
+    if gate is not None:
+        return [(node, gate, factor.reshape(1, -1, *(1,) * (len(group.layers[0].inputs[0].shape or ()) - 2)))]
     weighted = node.op_type == "Conv" if group.convolution else node.op_type in ("MatMul", "Gemm")
     if weighted and 1 in values and (len(node.input) < 3 or not node.input[2] or 2 in values):
         weight = values[1]
@@ -235,6 +255,14 @@ def _scaled(
     if norm and {place for place in (1, 2) if len(node.input) > place and node.input[place]} <= values.keys():
         return [(node, place, values[place] * factor) for place in (1, 2) if place in values]
     return None
+
+
+def _gate(reading: Reading, node: onnx.NodeProto, factor: NDArray[np.float32]) -> int | None:
+    """The operand of a product that has one number a channel, as in squeeze and excite: a factor is free there."""
+    shapes = {made.name: made.shape or () for made in reading.view.nodes if made.name in node.input}
+    found = [shapes.get(name, ()) for name in node.input]
+    gates = [shape[1:2] == (len(factor),) and math.prod(shape[2:]) == 1 for shape in found]
+    return gates.index(True) if any(gates) and all(found) else None
 
 
 def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float32]]:

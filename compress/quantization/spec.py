@@ -25,7 +25,7 @@ Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse", "lsq"]
 ActivationCalibrator = Literal["auto", "max", "percentile", "entropy", "mse", "lsq"]
 Kind = Literal["int", "e4m3"]
-BiasCorrection = Literal["analytic", "empirical"]
+BiasCorrection = Literal["auto", "analytic", "empirical"]
 Head = Literal["auto", "float", "quantize"]
 
 LEAST_BITS, MOST_BITS = 2, 8
@@ -227,7 +227,8 @@ class QuantSpec:
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
         reconstruct: learn roundings and ranges block by block, for few bits; instead of `adaround`.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the
-            BatchNorm statistics, or `empirical`, from the calibration images.
+            BatchNorm statistics, `empirical`, layer after layer on calibration images, or `auto`, in ONNX files each
+            layer by itself on 16 of the images; in torch models, whose biases training moves, nothing.
         insist: keep `equalize`, `relu6`, `smooth`, `adaround` and `bias_correction` also where they make the outputs on
             the calibration images worse than plain PTQ does; otherwise they are taken back, with a note.
 
@@ -251,7 +252,7 @@ class QuantSpec:
     smooth: Share | Literal["auto"] | None = "auto"
     adaround: AdaRoundSpec | None = None
     reconstruct: ReconstructSpec | None = None
-    bias_correction: BiasCorrection | None = None
+    bias_correction: BiasCorrection | None = "auto"
     insist: bool = False
 
     def __post_init__(self) -> None:
@@ -309,7 +310,7 @@ def quant_contradictions(spec: QuantSpec) -> Iterator[str]:
         "equalize": spec.equalize,
         "adaround": spec.adaround,
         "reconstruct": spec.reconstruct,
-        "bias_correction": spec.bias_correction,
+        "bias_correction": spec.bias_correction not in (None, "auto"),
     }
     asked = [name for name, value in folded.items() if value]
     if asked and spec.batchnorm == "keep":

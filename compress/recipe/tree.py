@@ -94,8 +94,9 @@ class Recipe:
             if tree[section][key] == default[section][key]:
                 del tree[section][key]
         if (quantization := tree["quantization"]) is not None:
-            if quantization["smooth"] == "auto":  # the default was null, which a torch model takes "auto" as
-                quantization["smooth"] = None
+            for key in ("smooth", "bias_correction"):
+                if quantization[key] == "auto":  # the default was null, which a torch model takes "auto" as
+                    quantization[key] = None
             for rule in quantization["rules"]:
                 if not rule["reason"]:
                     del rule["reason"]

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,6 +58,7 @@ class Calibrator(ABC):
     """
 
     statistics: ClassVar[str]  # what is counted; calibrators that count alike can share it
+    lowest: float = 0.0  # values below it, which is below 0, count as it; 0.0 = all count
     _channels: int  # channels of the tensors so far; 0 = no tensor yet
     _read: Tensor | None  # largest magnitudes on the CPU, set by `choose_together`
 
@@ -75,7 +78,7 @@ class Calibrator(ABC):
             raise CalibrationError(f"axis is {self.axis}, but the tensor has shape {tuple(x.shape)}")
         if x.numel() == 0:
             return
-        rows = as_rows(x.detach(), self.axis)
+        rows = as_rows(self._bounded(x.detach()), self.axis)
         if self._channels and self._channels != len(rows):
             raise CalibrationError(
                 f"a tensor has {len(rows)} channels along axis {self.axis}, those before it {self._channels}: "
@@ -90,7 +93,10 @@ class Calibrator(ABC):
 
         The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor.
         """
-        return self._part(values, start, total)
+        return self._part(self._bounded(values), start, total)
+
+    def _bounded(self, x: Tensor) -> Tensor:
+        return x.clamp_min(self.lowest) if self.lowest else x
 
     @torch.no_grad()
     def collect_parts(self, parts: Sequence[Any]) -> None:
@@ -252,7 +258,11 @@ class HistogramCalibrator(Calibrator):
         return self.part_of(drawn_from(values, start=start, total=total))
 
     def part_of(self, sample: Sample) -> Sample | Counted:
-        """What `part` does, from a sample of the stretch, without its memory."""
+        """What `part` does, from a sample of the stretch, without its memory; `amax` is without what is bounded."""
+        if self.lowest:
+            values, rest = (self._bounded(part) for part in (sample.values, sample.rest))
+            least = min((float(part.min()) for part in (values, rest) if part.numel()), default=0.0)
+            sample = replace(sample, values=values, rest=rest, amax=float(np.maximum(sample.amax, -least)))
         counted = self._counted
         return sample.copied() if counted is None else counted.counted(sample)
 

@@ -78,7 +78,7 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     check_float_model(model)
     graph_module, prepared = float_graph(model, example_inputs, spec)
     placement = place(read_fx(graph_module), spec)
-    if spec.bias_correction:
+    if spec.bias_correction in ("analytic", "empirical"):
         ensure_biases(graph_module, [site.path for site in placement.weights])
     bound = bound_to_size(graph_module, as_inputs(example_inputs))
     attach_report(graph_module, replace(report_of(graph_module), bound=bound))

@@ -58,10 +58,10 @@ class _Traced:
     spec: ActivationSpec
 
 
-def place(view: GraphView, spec: QuantSpec) -> Placement:
+def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = None) -> Placement:
     """Decide where quantizers are placed.
 
-    `view` has shapes; BatchNorm is folded or kept.
+    `view` has shapes; BatchNorm is folded or kept. `seen` has values, below 0, that tensors are not expected below.
 
     Raises:
         QuantizationError: a rule matches nothing, the graph is quantized already, or nothing in it can be quantized.
@@ -98,12 +98,18 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
-    lowest = lowest_values(view, positive) if table.zero_points else {}
+    lowest = _lowest_values(view, positive, seen or {}) if table.zero_points else {}
     sites, rows = _sites(view, traced, scales, table, positive, lowest, smoothed=spec.smooth == "auto")
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
     return Placement(target=target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()))
+
+
+def _lowest_values(view: GraphView, positive: set[Node], seen: Mapping[str, float]) -> dict[Node, float]:
+    known = lowest_values(view, positive)
+    expected = {node: max(known.get(node, -math.inf), seen[node.name]) for node in view.nodes if node.name in seen}
+    return known | expected
 
 
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
@@ -328,5 +334,5 @@ def _weight_row(site: WeightSite) -> Decision:
 
 def _number_type(quant_format: QuantFormat) -> str:
     if quant_format.lowest:
-        return f"; never below {quant_format.lowest:.3g}: unsigned integers from there, with a zero point"
+        return f"; nothing below {quant_format.lowest:.3g}: unsigned integers from there, with a zero point"
     return "; FP8 E4M3" if quant_format.kind == "e4m3" else ""

@@ -275,7 +275,7 @@ def _measured(
         shape = (1, -1, *(1,) * (x[0].ndim - 2))
         inputs = [part / scale.reshape(shape) for part in x]
         amax, signed = range_of(inputs, spec)
-        least = lowest / float(scale.min()) if signed else 0.0
+        least = min(float(part.min()) for part in inputs) if signed and lowest else 0.0
         noise = []
         for consumer, results in zip(consumers, wanted, strict=True):
             weight = with_scale(consumer.weight, scale, consumer.groups)

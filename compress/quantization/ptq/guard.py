@@ -50,7 +50,7 @@ _OFF: dict[str, Any] = {
 }
 
 
-_DEFAULTS = {"smooth": "auto"}
+_DEFAULTS = {"smooth": "auto", "bias_correction": "auto"}
 """Values that are chosen layer by layer, and so not compared."""
 
 

@@ -1,0 +1,178 @@
+"""`bias_correction: auto`: rounding moves the mean of a layer's results, and its bias moves it back.
+
+The mean over images and windows is W E[x] in float and W_q E[x_q] in 8 bits (Nagel et al., arXiv 1906.04721, section
+4.2, with the error of the inputs), so only the mean of the inputs at each tap of the window is needed. Unlike
+`empirical`, it needs no torch network, and a layer's correction does not wait for those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from compress.engines.base import Arrays
+from compress.onnx_graph.graph import attribute
+from compress.onnx_ptq.improve import write_parameter
+from compress.onnx_ptq.index import Index
+from compress.onnx_ptq.load import SourceFile
+from compress.onnx_ptq.read import Reading
+from compress.onnx_ptq.run import FloatSession
+from compress.onnx_ptq.to_torch.builder import Place
+from compress.quantization.numerics import fake_quantize, scale_from_amax
+from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
+from compress.quantization.placement.view import Node
+
+IMAGES = 16
+"""Images that means are taken over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A quantized layer: its operation and node in the file, the quantizers of input and weight, where its bias is."""
+
+    operation: Node
+    node: onnx.NodeProto
+    site: ActivationSite
+    weight: WeightSite
+    kernel: tuple[int, ...]
+    place: Place
+
+    @property
+    def input(self) -> str:
+        """The tensor that it reads."""
+        return self.operation.inputs[0].name
+
+
+@torch.no_grad()
+def correct_biases(
+    source: SourceFile,
+    index: Index,
+    reading: Reading,
+    placement: Placement,
+    amax: Mapping[str, Tensor],
+    images: Sequence[Arrays],
+) -> tuple[str, ...]:
+    """Write the bias of each quantized layer of a float file so that the mean of its quantized results is right.
+
+    Args:
+        source: the float graph.
+        index: the same graph, which is changed.
+        reading: the graph that the placement is for.
+        placement: the quantizers.
+        amax: ranges by quantizer.
+        images: inputs by name; `IMAGES` of them, evenly spread, are looked at.
+
+    Returns:
+        A note, if there is such a layer.
+
+    Raises:
+        CalibrationError: the network fails on an image.
+    """
+    layers = _layers(reading, placement)
+    if not layers:
+        return ()
+    session = FloatSession(source, dict.fromkeys(layer.input for layer in layers))
+    means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+    for image in images[:: -(-len(images) // IMAGES)]:
+        found = session.run(image)
+        rounded: dict[tuple[str, str], Tensor] = {}
+        for layer, own in zip(layers, means, strict=True):
+            x = torch.from_numpy(np.asarray(found[layer.input], np.float32))
+            key, scale = (layer.input, layer.site.name), scale_from_amax(amax[layer.site.name], layer.site.format)
+            if key not in rounded:
+                rounded[key] = fake_quantize(x, scale, layer.site.format)
+            own.append((_mean_inputs(layer, x), _mean_inputs(layer, rounded[key])))
+    for layer, own in zip(layers, means, strict=True):
+        _correct(index, layer, own, amax[f"{layer.weight.path}.weight_quantizer"])
+    return (f"the biases of {len(layers)} layers make up for the mean error of rounding (bias_correction: auto)",)
+
+
+def _correct(index: Index, layer: _Layer, means: Sequence[tuple[Tensor, Tensor]], amax: Tensor) -> None:
+    """Write a bias; `means` are the inputs of each image, in float and rounded."""
+    parameters = layer.operation.parameters
+    weight = None if parameters is None else parameters.weight()
+    if parameters is None or weight is None:
+        return
+    rounded = fake_quantize(weight, scale_from_amax(amax, layer.weight.format), layer.weight.format)
+    shifts = [_times(rounded, y, parameters.groups) - _times(weight, x, parameters.groups) for x, y in means]
+    bias = parameters.bias()
+    bias = torch.zeros(len(weight)) if bias is None else bias.reshape(-1)
+    write_parameter(index, layer.place, bias - _certain(torch.stack(shifts)))
+
+
+def _times(weight: Tensor, inputs: Tensor, groups: int) -> Tensor:
+    """The results (out,) of one window of inputs."""
+    rows = weight.reshape(groups, len(weight) // groups, -1)
+    return torch.einsum("goi,gi->go", rows, inputs.reshape(groups, -1)).reshape(-1)
+
+
+def _certain(shifts: Tensor) -> Tensor:
+    """The mean of (images, C), of each channel less what chance explains (James and Stein's estimate)."""
+    mean = shifts.mean(0)
+    if len(shifts) == 1:
+        return mean
+    chance = shifts.var(0) / len(shifts)
+    return mean * (1 - chance / mean.square().clamp_min(1e-30)).clamp_min(0)
+
+
+def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
+    weights = {site.path: site for site in placement.weights}
+    sites, found = {edge: site for site in placement.activations for edge in site.edges}, list[_Layer]()
+    for node in reading.view.nodes:
+        if node.kind not in ("conv", "linear") or node.path not in weights:
+            continue
+        site, place, weight = _site(node, sites), _place(reading, node), node.parameters and node.parameters.weight()
+        if site is None or place is None or weight is None:
+            continue
+        own, kernel = reading.weights[node.path].node, tuple(weight.shape[2:])
+        found.append(_Layer(operation=node, node=own, site=site, weight=weights[node.path], kernel=kernel, place=place))
+    return found
+
+
+def _site(layer: Node, sites: Mapping[tuple[str, str], ActivationSite]) -> ActivationSite | None:
+    """The quantizer of a layer's input, which may be before operations that Q/DQ pass."""
+    consumer, tensor = layer, layer.inputs[0]
+    while (tensor.name, consumer.name) not in sites:
+        if not tensor.inputs:
+            return None
+        consumer, tensor = tensor, tensor.inputs[0]
+    return sites[tensor.name, consumer.name]
+
+
+def _place(reading: Reading, layer: Node) -> Place | None:
+    """Where the bias of a layer is, or can be without another operation; None where that is not known."""
+    made, own = reading.nodes[layer.name], reading.weights[layer.path].node
+    if own.op_type == "Gemm" and (attribute(own, "alpha", 1.0), attribute(own, "beta", 1.0)) != (1.0, 1.0):
+        return None
+    if own.op_type == "Conv" and attribute(own, "auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        return None
+    if len(made) == 1:
+        return None if own.op_type == "MatMul" else Place(node=own.name, input=2)
+    add = made[-1]
+    return Place(node=add.name, input=int(add.input[0] in own.output)) if add.op_type == "Add" else None
+
+
+def _mean_inputs(layer: _Layer, x: Tensor) -> Tensor:
+    """The mean of what a layer's window meets, over images and places: (C, kernel...), or (C,) of a linear layer."""
+    if layer.node.op_type != "Conv":
+        return x.reshape(-1, x.shape[-1]).mean(0)
+    kernel = layer.kernel
+    rank, count, sums = len(kernel), len(x), x.sum(0)
+    strides, dilations = (list(attribute(layer.node, name, [1] * rank)) for name in ("strides", "dilations"))
+    pads = list(attribute(layer.node, "pads", [0] * 2 * rank))
+    for i in range(rank):  # (C, kernel..., sizes...): each axis gives way to the taps of the window
+        met, places = _taps(sums.shape[i + 1], kernel[i], strides[i], dilations[i], pads[i], pads[i + rank])
+        sums, count = torch.tensordot(sums, met, ([i + 1], [0])).movedim(-1, i + 1), count * places
+    return sums / count
+
+
+def _taps(size: int, kernel: int, stride: int, dilation: int, before: int, after: int) -> tuple[Tensor, int]:
+    """Which of so many values each tap of a window meets, (size, kernel) of 0 and 1; and the number of windows."""
+    places = (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+    met = torch.arange(places)[:, None] * stride + torch.arange(kernel) * dilation - before
+    return (met[..., None] == torch.arange(size)).any(0).T.float(), places

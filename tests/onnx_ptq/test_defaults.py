@@ -1,0 +1,94 @@
+"""What files get by default where images show that it helps: zero points, scales in gates, biases."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+import compress
+from tests.onnx_ptq.files import batches, export, run, sqnr
+
+
+class Affine(nn.Module):
+    """Factors and shifts around a hard-swish, as PP-OCR's recognizers have them."""
+
+    def __init__(self, depthwise: bool = False) -> None:
+        super().__init__()
+        groups = 16 if depthwise else 1
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.last = nn.Conv2d(16, 16, 5, stride=2, padding=(2, 1), dilation=(1, 2), groups=groups)
+
+    def forward(self, x):
+        x = nn.functional.hardswish(4 * self.first(x) - 4)
+        return self.last(0.1 * x + 0.05)
+
+
+class Excited(nn.Module):
+    """Squeeze and excite of two wide channels, which the weights after it make up for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.squeezed, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
+        with torch.no_grad():
+            self.last.weight[:, :2] /= 40
+        self.register_buffer("wide", torch.ones(16, 1, 1))
+        self.wide[:2] = 40
+
+    def forward(self, x):
+        x = nn.functional.hardswish(self.first(x)) * self.wide
+        return self.last(x * self.squeezed(x.mean((2, 3), keepdim=True)).sigmoid())
+
+
+def quantized(model, tmp_path, x, **options):
+    """The float results on ONNX Runtime, those of the quantized file, and its path."""
+    file = export(model.eval(), tmp_path / "float.onnx", x=x[:2])
+    spec = compress.QuantSpec(**options)
+    path = compress.quantize_onnx(file, list(x.split(4)), spec=spec, out=tmp_path / "int8.onnx")
+    return run(file, x.numpy()), run(path, x.numpy()), path
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+def test_no_integers_for_values_that_images_do_not_have(tmp_path, target):
+    torch.manual_seed(0)
+    model, x = Affine(), torch.cat(batches(4))
+    wanted, plain, _ = quantized(model, tmp_path, x, target=target, smooth=None, bias_correction=None)
+    _, found, path = quantized(model, tmp_path, x, target=target, bias_correction=None)
+    assert sqnr(wanted, found) > sqnr(wanted, plain) + 0.5
+    file = onnx.load(path)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in file.graph.initializer}
+    points = [constants[node.input[2]] for node in file.graph.node if node.op_type == "QuantizeLinear"]
+    assert min(int(point) for point in points if point.dtype == np.uint8) < 100
+
+
+def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
+    torch.manual_seed(0)
+    _, _, path = quantized(Affine(), tmp_path, torch.cat(batches(2)), target="tensorrt")
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    assert not any(value.any() for name, value in constants.items() if name.endswith("zero_point"))
+
+
+@pytest.mark.parametrize("depthwise", [False, True])
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise):
+    """With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer."""
+    torch.manual_seed(0)
+    model, x = Affine(depthwise), torch.cat(batches(16))
+    error = {}
+    for chosen in ("auto", None):
+        wanted, found, _ = quantized(model, tmp_path, x, target=target, bias_correction=chosen)
+        error[chosen] = np.abs((found - wanted).mean((0, 2, 3))).mean()
+    assert error["auto"] < 0.5 * error[None]
+
+
+def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
+    """ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each."""
+    torch.manual_seed(0)
+    model, x = Excited(), torch.cat(batches(8))
+    options = {"target": "onnxruntime", "bias_correction": None}
+    wanted, plain, _ = quantized(model, tmp_path, x, smooth=None, **options)
+    _, found, _ = quantized(model, tmp_path, x, **options)
+    assert sqnr(wanted, found) > sqnr(wanted, plain) + 6
