@@ -126,7 +126,8 @@ def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
     for node in reading.view.nodes:
         if node.kind not in ("conv", "linear") or node.path not in weights:
             continue
-        site, place, weight = _site(node, sites), _place(reading, node), node.parameters and node.parameters.weight()
+        site, place = _site(node, sites), _place(reading, node)
+        weight = None if node.parameters is None else node.parameters.weight()
         if site is None or place is None or weight is None:
             continue
         own, kernel = reading.weights[node.path].node, tuple(weight.shape[2:])
