@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
@@ -270,21 +269,29 @@ class QuantizationReport(GraphReport):
         return found
 
 
-if TYPE_CHECKING:
+class _HasReport(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, fx.GraphModule) and isinstance(
+            getattr(instance, "report", None), QuantizationReport
+        )
 
-    class QuantizedModule(fx.GraphModule):
-        """A quantized network: a plain GraphModule that can be trained, and what was decided and done.
 
-        Attributes:
-            placement: the table of decisions.
-            report: results of all methods.
-        """
+class QuantizedModule(fx.GraphModule, metaclass=_HasReport):
+    """A quantized network: a plain GraphModule, as torch.fx makes it, that can be trained.
 
-        placement: Placement
-        report: QuantizationReport
+    Attributes:
+        placement: the table of decisions.
+        report: results of all methods.
 
-else:
-    QuantizedModule = fx.GraphModule  # torch.fx makes the objects; the two attributes are set on them
+    Examples:
+        >>> isinstance(compress.insert_quantizers(model, images[:1]), compress.QuantizedModule)
+        True
+        >>> isinstance(compress.trace(model, images[:1]), compress.QuantizedModule)
+        False
+    """
+
+    placement: Placement
+    report: QuantizationReport
 
 
 def _why(seen: Comparison) -> str:
