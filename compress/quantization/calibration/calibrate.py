@@ -16,7 +16,7 @@ from operator import length_hint
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compress.errors import CalibrationError, DeadTensorError
 from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
@@ -91,17 +91,23 @@ class _Network:
     def __init__(self, qmodel: nn.Module) -> None:
         self.model = quantized_graph(qmodel)
         self.report = quantization_report_of(qmodel)
-        calibrate_weights(qmodel)
+        self.weights = _weight_calibrators(qmodel)
+        choose_together(self.weights.values())
         sites = self.report.placement.activations
         found = dict(quantizers(qmodel))
         self.activations = {site.name: found[site.name] for site in sites}
         self.watching = {site.name: calibrator_for(self.activations[site.name].format, site.spec) for site in sites}
         self.tensors = {site.name: frozenset(tensor for tensor, _ in site.edges) for site in sites}
 
+    def prepare(self) -> None:
+        """Do what needs no statistics of images: a GPU still computes meanwhile."""
+        _set_weights(self.weights)
+        self.view = read_fx(self.model)
+
     def set_ranges(self, images: int) -> CalibrationReport:
         """Set the ranges of what was collected, and attach the report."""
         choose_together(self.watching.values())
-        dead = _dead(self.model, self.watching)
+        dead = _dead(self.view, self.watching)
         closed = [name for name, calibrator in self.watching.items() if calibrator.only_zeros and name not in dead]
         if closed and all(self.watching[name].seen for name in closed):
             raise DeadTensorError(closed)
@@ -114,23 +120,34 @@ class _Network:
         self._raise_averages()
         found = dict(quantizers(self.model))
         amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
-        histograms = {name: h for name, c in self.watching.items() if (h := c.histogram) is not None}
+        histograms = _histograms(self.watching)
         seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
         attach_report(self.model, replace(self.report, calibration=seen))
         return seen
 
     def _raise_averages(self) -> None:
         ranges = {name: quantizer.amax for name, quantizer in self.activations.items()}
-        for name, amax in raised_ranges(read_fx(self.model), self.report.placement, ranges).items():
+        for name, amax in raised_ranges(self.view, self.report.placement, ranges).items():
             self.activations[name].set_amax(amax)
 
 
-def _dead(qmodel: fx.GraphModule, watching: dict[str, Calibrator]) -> tuple[str, ...]:
+def _histograms(watching: Mapping[str, Calibrator]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`Calibrator.histogram` of those that have one, read from each device at once."""
+    found = {name: c for name, c in watching.items() if isinstance(c, HistogramCalibrator) and c.seen}
+    tables = [cast(Histogram, c._counted) for c in found.values()]
+    counts, widths = on_host([table.counts for table in tables]), on_host([table.width for table in tables])
+    return {
+        name: calibrator.histogram_of(replace(table, counts=own, width=width))
+        for (name, calibrator), table, own, width in zip(found.items(), tables, counts, widths, strict=True)
+    }
+
+
+def _dead(view: GraphView, watching: dict[str, Calibrator]) -> tuple[str, ...]:
     """The quantizers whose tensor was zero and stays zero for any image, because of the weights."""
     zeros = {name for name, calibrator in watching.items() if calibrator.only_zeros}
     if not zeros:
         return ()
-    dead = always_zero(read_fx(qmodel))
+    dead = always_zero(view)
     return tuple(node.path for node in dead if node.path in zeros)
 
 
@@ -147,20 +164,32 @@ def calibrate_weights(qmodel: nn.Module) -> None:
     Raises:
         CalibrationError: a weight holds NaN.
     """
-    watching: dict[Quantizer, Calibrator] = {}
-    for site in placement_of(qmodel).weights:
-        layer = qmodel.get_submodule(site.path)
-        quantizer = weight_quantizer_of(layer)
-        watching[quantizer] = calibrator_for(quantizer.format, site.spec)
-        watching[quantizer].collect(tensor_of(layer).detach())
-        if site.spec.calibrator != "max":  # histograms of all channels of all layers would be too much at a time
-            _set_weights(watching)
-            watching = {}
+    watching = _weight_calibrators(qmodel)
+    choose_together(watching.values())
     _set_weights(watching)
 
 
-def _set_weights(watching: dict[Quantizer, Calibrator]) -> None:
-    choose_together(watching.values())
+def _weight_calibrators(qmodel: nn.Module) -> dict[Quantizer, Calibrator]:
+    """Calibrators that have seen the weights, of quantizers whose range is not set yet.
+
+    Those that clip nothing: a GPU finds the largest weights while the host goes on. The others set their ranges now,
+    because histograms of all channels of all layers would be too much at a time.
+    """
+    found: dict[Quantizer, Calibrator] = {}
+    for site in placement_of(qmodel).weights:
+        layer = qmodel.get_submodule(site.path)
+        quantizer = weight_quantizer_of(layer)
+        calibrator = calibrator_for(quantizer.format, site.spec)
+        calibrator.collect(tensor_of(layer).detach())
+        if site.spec.calibrator == "max":
+            found[quantizer] = calibrator
+        else:
+            choose_together([calibrator])
+            _set_weights({quantizer: calibrator})
+    return found
+
+
+def _set_weights(watching: Mapping[Quantizer, Calibrator]) -> None:
     for quantizer, calibrator in watching.items():
         if calibrator.only_zeros:
             quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
@@ -199,6 +228,8 @@ def _watch(
                 images += len(inputs[0])
                 progress.advance(task, 1, images=images)
         progress.finish(task)
+    for measured in (first, *others):
+        measured.prepare()
     if all_reduce:
         images = _all_reduced(first, others, shared, images)
     for own, same in shared:

@@ -300,9 +300,11 @@ class HistogramCalibrator(Calibrator):
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
         """(counts, edges) on the CPU, up to the last bin in use by any channel; None before anything is collected."""
-        if self._counted is None:
-            return None
-        counts, width = self._counted.live()
+        return None if self._counted is None else self.histogram_of(self._counted)
+
+    def histogram_of(self, counted: Histogram) -> tuple[Tensor, Tensor]:
+        """`histogram` from these counts."""
+        counts, width = counted.live()
         edges = torch.arange(counts.shape[1] + 1) * width.double()[:, None]
         return (counts[0], edges[0]) if self.axis is None else (counts, edges)
 
