@@ -172,6 +172,7 @@ class GradientExchange:
         self._parameters, self._dtype, self._bucket_bytes = list(parameters), dtype, bucket_bytes
         self._arrived: list[nn.Parameter] = []
         self._made: list[_Bucket] = []
+        self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def afterwards(self) -> Iterator[None]:
@@ -210,7 +211,9 @@ class GradientExchange:
 
     def exchange(self) -> None:
         """Send the buckets made `meanwhile`, and give every parameter its mean gradient."""
-        works = [bucket.send() for bucket in self._made]
+        if self._stream is None and self._made and self._made[0].device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._made[0].device)  # one: each may hold up a queue to the hardware
+        works = [bucket.send(self._stream) for bucket in self._made]
         for bucket, work in zip(self._made, works, strict=True):
             bucket.receive(work)
 
@@ -252,23 +255,24 @@ class _Bucket:
     """Gradients beside each other; their parameters have none until it is received."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-        self.parameters = parameters
+        self.parameters, self.device = parameters, parameters[0].device
         gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         self._strides = [gradient.stride() for gradient in gradients]
         flat = torch.cat([gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients])
         for parameter in parameters:
             parameter.grad = None
         self._flat = flat.to(dtype or flat.dtype).div_(torch.distributed.get_world_size())
+        self._gradients = self._parts() if self._flat.dtype == flat.dtype else None  # a graph fills the same memory
         self._filled: torch.cuda.Event | None = None
         if flat.is_cuda and torch.cuda.is_current_stream_capturing():
             self._filled = torch.cuda.Event(external=True)
             self._filled.record()
 
-    def send(self) -> torch.distributed.Work:
-        """Sum it over all processes, beside what the current stream does if a graph fills it."""
+    def send(self, beside: torch.cuda.Stream | None = None) -> torch.distributed.Work:
+        """Sum it over all processes; on the stream `beside` if a graph fills it."""
         if self._filled is None:
             return self._reduce()
-        with torch.cuda.stream(torch.cuda.Stream(self._flat.device)):
+        with torch.cuda.stream(beside):
             self._filled.wait()
             return self._reduce()
 
@@ -280,9 +284,13 @@ class _Bucket:
     def receive(self, work: torch.distributed.Work) -> None:
         """Give every parameter its mean gradient, in the layout of its own."""
         work.wait()
+        for parameter, gradient in zip(self.parameters, self._gradients or self._parts(), strict=True):
+            parameter.grad = gradient
+
+    def _parts(self) -> list[Tensor]:
         parts = self._flat.to(self.parameters[0].dtype).split([p.numel() for p in self.parameters])
-        for parameter, part, strides in zip(self.parameters, parts, self._strides, strict=True):
-            parameter.grad = part.as_strided(parameter.shape, strides)
+        placed = zip(self.parameters, parts, self._strides, strict=True)
+        return [part.as_strided(parameter.shape, strides) for parameter, part, strides in placed]
 
 
 def _dense(gradient: Tensor) -> Tensor:
