@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import multiprocessing
 import os
 import time
 import warnings
@@ -17,11 +16,12 @@ import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
 from analysis.common.study import BudgetSpentError, Row, command_line, study_parser, time_limit
-from analysis.qat_cost.ahead import Ahead, Case, Key, StepFailedError
 from analysis.qat_cost.report import read_runs, table
 from analysis.qat_cost.steps import Step, calibration, make_step, recorded, row_of
 from compress.files import write_json
 
+Case = tuple[str, str, str, tuple[str, ...]]
+"""Network, precision, mode and variants."""
 PAIR = ("float", "fused")
 OTHERS = ["resnet18", "mobilenet_v2", "vgg16", "vit_s"]
 FAMILIES = ["resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s", "efficientnet_v2_s", "mobilenet_v3_large", "swin_t"]
@@ -83,7 +83,6 @@ class Run:
         self.unfinished: list[Row] = []
         self.built: dict[tuple[str, str, str, str], Step] = {}
         self.compile_s: list[float] = []
-        self.ahead: Ahead | None = None
 
     def measure(self, name: str, precision: str, mode: str, variants: tuple[str, ...]) -> None:
         """Measure one case; failures and cases without time are noted with the reason."""
@@ -100,7 +99,7 @@ class Run:
             if step is not None:
                 steps[variant] = step
                 step.ms.clear()
-                self.time_in_turn([variant], steps, label)  # one row at least if the time ends now
+                self.time_in_turn([variant], steps)  # one row at least if the time ends now
                 case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
                 self.unfinished = [case]
                 self.write()
@@ -109,7 +108,7 @@ class Run:
         for step in steps.values():
             step.ms.clear()
         for _ in range(self.rounds):
-            self.time_in_turn([*steps], steps, label)
+            self.time_in_turn([*steps], steps)
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.add(case)
         for row in case["rows"] if self.profile else ():
@@ -118,20 +117,14 @@ class Run:
                 row |= {"kernels": found[: self.profile], "kernels_ms": sum(kernel["ms"] for kernel in found)}
                 self.write()
 
-    def time_in_turn(self, variants: Sequence[str], steps: dict[str, Step], label: str) -> None:
-        """Time a round of each variant; one that fails is taken out of `steps`, and noted."""
+    def time_in_turn(self, variants: Sequence[str], steps: dict[str, Step]) -> None:
+        """Time a round of each variant."""
         for variant in variants:
-            try:
-                steps[variant].time(self.repeats)
-            except StepFailedError as error:
-                del steps[variant]
-                self.miss(f"{label}/{variant}", str(error))
+            steps[variant].time(self.repeats)
 
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
         """Return a variant, built now or before; None if it cannot be built."""
         key = (name, precision, mode, variant)
-        if self.ahead is not None:
-            return self.ahead.step(key)
         if mode == "recorded":
             eager = self.step(name, precision, "eager", variant)
             return None if eager is None else recorded(eager)
@@ -201,11 +194,6 @@ def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence
                 yield (*case[:3], wanted)
 
 
-def keys_of(cases: Sequence[Case]) -> list[Key]:
-    """Return the variants of cases."""
-    return [(*case[:3], variant) for case in cases for variant in case[3]]
-
-
 def main() -> None:
     """Measure until all cases are done or the time has run out; the table of this run comes last."""
     parser = study_parser(__doc__, out="results/h200")
@@ -219,8 +207,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too")
     parser.add_argument("--profiled", nargs="+", default=["*"], metavar="PATTERN", help="of which; default: all")
-    parser.add_argument("--ahead-s", type=float, default=0.0, help="build all beside each other, in this time at most")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     fast_arithmetic()
@@ -232,20 +218,12 @@ def main() -> None:
     case = cases[0] if cases else ("none", "", "", ())
     try:
         with time_limit(arguments.budget_s):
-            if arguments.ahead_s:
-                run.ahead = Ahead(keys_of(cases), seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
-                run.ahead.wait()
-                print(f"{run.ends - time.monotonic():.0f} s left when nothing was built any more", flush=True)
             while cases:
                 case = cases.pop(0)
                 run.measure(*case)
-                if run.ahead is not None:
-                    run.ahead.close(keys_of(cases))
     except BudgetSpentError:
         run.miss("/".join(case[:3]), "the time ran out while it was measured")
     run.write()
-    for process in multiprocessing.active_children():
-        process.kill()
     print(table(read_runs(run.file)[-1:]), flush=True)
     os._exit(0)  # threads of the compiler may still be at work
 
