@@ -1,7 +1,9 @@
 """Quantization-aware training on several GPUs or processes, each step one CUDA graph.
 
-torchrun --nproc-per-node 2 examples/ddp.py
+torchrun --nproc-per-node 2 examples/ddp.py         # started again after a stop, it goes on from ddp.pt
 """
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import compress
 
 
-def main(model=None, epochs=2, **data):
+def main(model=None, epochs=2, checkpoint="ddp.pt", **data):
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")  # address and rank are in torchrun's environment
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
@@ -22,21 +24,38 @@ def main(model=None, epochs=2, **data):
         torch.manual_seed(0)  # the same network on every rank
         dataset = digits(**data)[0].dataset
         loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))
-        example = dataset[0][0][None]
+        example = dataset[0][0][None].to(device)
 
-        # Each rank calibrates with its own pictures; the statistics of all ranks are merged, so the scales are equal.
-        model = model or torchvision.models.resnet18(num_classes=10)  # your trained model
-        qmodel = compress.quantize(model, example, loader, spec=compress.QuantSpec(target="tensorrt"))
-        fast = compress.fuse_for_training(qmodel.to(device).train())
-        step = compress.record_step(qmodel, lambda x, y: torch.nn.functional.cross_entropy(fast(x), y))
+        # Each rank calibrates with its own images; the statistics of all ranks are merged, so the scales are equal.
+        model = (model or torchvision.models.resnet18(num_classes=10)).to(device)  # your trained model
+        spec = compress.QuantSpec(target="tensorrt")
+        qmodel = compress.quantize(model, example, loader, spec=spec, all_reduce=True).train()
         optimizer = torch.optim.AdamW(qmodel.parameters(), lr=1e-4)
-        for epoch in range(epochs):
+        done = 0
+        if Path(checkpoint).exists():
+            state = torch.load(checkpoint, map_location=device)
+            qmodel.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            done = state["epochs"]
+        fast = compress.fuse_for_training(qmodel)
+
+        def loss(x, y):
+            with torch.autocast(device.type, torch.bfloat16):
+                return torch.nn.functional.cross_entropy(fast(x), y)
+
+        step = compress.record_step(qmodel, loss)
+        for epoch in range(done, epochs):
             loader.sampler.set_epoch(epoch)
             for images, targets in loader:
                 step(images, targets)  # every process gets the mean gradients: no DistributedDataParallel
                 optimizer.step()
                 optimizer.zero_grad()
-        return compress.export_onnx(qmodel.cpu().eval(), example, "ddp.onnx") if dist.get_rank() == 0 else None
+            if dist.get_rank() == 0:
+                state = {"model": qmodel.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}
+                torch.save(state, f"{checkpoint}.part")
+                Path(f"{checkpoint}.part").replace(checkpoint)  # a stop leaves the whole file of before
+        last = dist.get_rank() == 0
+        return compress.export_onnx(qmodel.cpu().eval(), example.cpu(), "ddp.onnx") if last else None
     finally:
         dist.destroy_process_group()
 
