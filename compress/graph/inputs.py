@@ -230,10 +230,11 @@ def _too_few(parts: Sequence[Any], count: int) -> str:
     return f"a batch holds {got}; the model takes {count} input{'s'[: count > 1]}: give {wanted}"
 
 
-def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+def model_inputs(model: nn.Module, batch: Any, graph: nn.Module | None = None) -> tuple[Tensor, ...]:
     """The inputs of `model` in a batch, on its device: as many as `forward` has arguments without a default.
 
-    A mapping gives the tensors whose keys are arguments of `forward`.
+    A mapping gives the tensors whose keys are arguments of `forward`. `graph` is what was traced of a model, and knows
+    how many inputs a `forward(*inputs)` takes.
 
     Raises:
         DataError: the batch does not hold them.
@@ -241,17 +242,19 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
     device = device_of(model)
     if isinstance(batch, Mapping):
         return each_input(lambda x: x.to(device), _named_inputs(model, batch))
-    return tuple(x.to(device) for x in batch_inputs(batch, _required(model)))
+    return tuple(x.to(device) for x in batch_inputs(batch, _required(model if graph is None else graph)))
 
 
-def first_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the inputs of the first `images` images, batch by batch.
+def first_inputs(
+    model: nn.Module, batches: Iterable[Any], images: int, graph: nn.Module | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the inputs of the first `images` images, batch by batch; `graph` as for `model_inputs`.
 
     Raises:
         DataError: a batch does not hold the model's inputs.
     """
     for batch in batches:
-        inputs = first_of(model_inputs(model, batch), images)
+        inputs = first_of(model_inputs(model, batch, graph), images)
         images -= len(inputs[0])
         if len(inputs[0]):
             yield inputs

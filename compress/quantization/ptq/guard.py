@@ -90,8 +90,8 @@ def default_ranges(spec: QuantSpec) -> QuantSpec | None:
 class FirstBatches:
     """Batches that are read once; it keeps the first `RANGE_IMAGES` images, and the first batch of each shape."""
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        self.model, self.batches = model, batches
+    def __init__(self, model: nn.Module, batches: Iterable[Any], graph: nn.Module) -> None:
+        self.model, self.batches, self.graph = model, batches, graph
         self.first: list[Any] = []
         self.of_shapes: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 
@@ -99,7 +99,7 @@ class FirstBatches:
         """Yield every batch."""
         left = RANGE_IMAGES
         for batch in self.batches:
-            inputs = model_inputs(self.model, batch)
+            inputs = model_inputs(self.model, batch, self.graph)
             if left > 0:
                 self.first.append(batch)
                 left -= len(inputs[0])
@@ -200,7 +200,7 @@ def compare_with_plain(
     training, totals = model.training, torch.zeros(3, dtype=torch.float64)
     model.eval()
     try:
-        for inputs in first_inputs(model, batches, images):
+        for inputs in first_inputs(model, batches, images, qmodel):
             expected, ours, theirs = (_outputs(network, inputs) for network in (model, qmodel, simple))
             parts = (expected.square().sum(), (ours - expected).square().sum(), (theirs - expected).square().sum())
             totals += torch.stack(parts).cpu()

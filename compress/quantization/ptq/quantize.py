@@ -226,7 +226,7 @@ def _calibrate(
     (model, example_inputs, spec), (first, judged) = made_from, next(iter(found.items()))
     usual = None if seen else default_ranges(spec.for_target(first))
     yardstick = [] if usual is None else [insert_quantizers(model, example_inputs, usual)]
-    sample = FirstBatches(model, batches)
+    sample = FirstBatches(model, batches, judged)
     one, *rest = (*found.values(), *yardstick)
     calibrate(one, sample, also=rest, all_reduce=all_reduce, progress=progress)
     changed = spec.relu6 == "relu"  # a network of its own, which is not the model's on purpose

@@ -215,7 +215,7 @@ class Probe:
         self.judge = metric or _TOP1
         self.batches = [model_inputs(qmodel, batch) for batch in images]
         self.targets = [x for batch, own in zip(images, self.batches, strict=True) for x in _targets(batch, len(own))]
-        self.reference = [self.judge.select(run_model(model, model_inputs(model, batch))) for batch in images]
+        self.reference = [self.judge.select(run_model(model, model_inputs(model, batch, qmodel))) for batch in images]
         self.float_score: float | None = None
         if len(self.targets) == len(images) and self.judge is not _OUTPUTS:
             meter = self.judge.make()

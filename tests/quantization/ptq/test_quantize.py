@@ -485,3 +485,22 @@ def test_plain_int8_keeps_the_network_and_no_method_ruins_it_silently(subject):
         qmodel = quantized(**options)
         noted = any("worse than plain PTQ" in note for note in qmodel.report.notes())
         assert noted or hits(logits(qmodel, images)) > hits(plain) - 2 / 100 - 1 / len(images), options
+
+
+class AnyNumber(nn.Module):
+    """A network of any number of inputs, each through a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, *inputs):
+        return torch.cat([layer(x) for layer, x in zip(self.layers, inputs, strict=True)], 1)
+
+
+def test_several_inputs_of_a_forward_that_takes_any_number():
+    model, inputs = AnyNumber().eval(), tuple(torch.randn(4, 8) for _ in range(3))
+    expected = model(*inputs)
+    for batches in ([inputs], [(inputs, torch.zeros(4))]):
+        result = quantize(model, inputs, batches, spec=QuantSpec(target="openvino"))(*inputs)
+        assert (result - expected).square().mean() < 1e-3 * expected.square().mean()
