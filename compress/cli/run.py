@@ -43,7 +43,12 @@ from compress.errors import RecipeError
 from compress.recipe.tree import Recipe, load_recipe
 from compress.support.text import display
 
-_LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt-lean": "tensorrt_lean", "cuda": "torch"}
+_LIBRARIES = {
+    "litert": "ai_edge_litert",
+    "tensorrt-rtx": "tensorrt_rtx",
+    "tensorrt-lean": "tensorrt_lean",
+    "cuda": "torch",
+}
 """Python packages of engines that are not named like them."""
 
 

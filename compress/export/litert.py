@@ -163,6 +163,7 @@ _VERSIONS = {
     "RESHAPE": (1, 1),
     "DEPTH_TO_SPACE": (1, 1),
     "BATCH_MATMUL": (1, 2),
+    "BROADCAST_TO": (2, 3),
 }
 """First version of an operator that takes what is written here, in float32 and in INT8, where these are not 1 and 2."""
 
@@ -698,11 +699,18 @@ def _conv(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
 
 
 def _padded(
-    c: _Converter, source: str, window: Window, *, integers: bool, least: bool, node: onnx.NodeProto
+    c: _Converter,
+    source: str,
+    window: Window,
+    *,
+    integers: bool,
+    least: bool,
+    node: onnx.NodeProto,
+    apart: bool = False,
 ) -> tuple[int, int]:
     """(The input of a window, LiteRT's padding): SAME and VALID are what it knows, others are padded before.
 
-    With `least`, by the lowest number, as a maximum needs.
+    With `least`, by the lowest number, as a maximum needs; with `apart`, always before.
     """
     read, size = c.image(source, integers=integers), _image(c.shape(source))[2:]
     ends = []
@@ -718,7 +726,7 @@ def _padded(
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(size, window.kernel, window.strides, window.dilations, strict=True)
     ]
-    if [(total // 2, total - total // 2) for total in same] == ends:
+    if not apart and [(total // 2, total - total // 2) for total in same] == ends:
         return read, int(c.fb.Padding.SAME)
     tensor = c.out.graph.tensors[read]
     pads = np.asarray([(0, 0), *ends, (0, 0)], np.int32)
@@ -1112,10 +1120,12 @@ def _pool(c: _Converter, op: str, read: int, result: str, window: Window, paddin
 
 def _average_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, window = node.input[0], _window(c, node, attributes)
-    read, padding = _padded(c, source, window, integers=False, least=False, node=node)
-    own, counted = padding == c.fb.Padding.SAME, bool(attributes.get("count_include_pad", 0))
-    if window.ceil or (any(map(any, window.pads)) and own == counted):
-        raise c.refusal(node, "with this padding is not in LiteRT, which counts no padding that is its own")
+    counted = bool(attributes.get("count_include_pad", 0))
+    apart = counted and any(map(any, window.pads))  # SAME counts no padding
+    read, padding = _padded(c, source, window, integers=False, least=False, node=node, apart=apart)
+    written = padding == c.fb.Padding.VALID and read != c.image(source, integers=False)
+    if written and (window.ceil or not counted):
+        raise c.refusal(node, "with this padding is not in LiteRT; count_include_pad=True without ceil_mode is")
     _pool(c, "AVERAGE_POOL_2D", read, node.output[0], window, padding, integers=False)
 
 
@@ -1148,6 +1158,18 @@ def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
         c.store(chain, ordered, False)
         return
     c.emit(op, inputs, node, chain, last=False, keepDims=False, kind="Reducer")
+
+
+def _length(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """ReduceL2, the root of the sum of squares."""
+    source, result, shape = node.input[0], node.output[0], c.shape(node.input[0])
+    given = c.value(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+    axes = [int(a) % len(shape) for a in (attributes.get("axes", range(len(shape))) if given is None else given.flat)]
+    squares, total = c.new(f"{node.name}/squares", shape), c.new(f"{node.name}/sum", c.shape(result))
+    c.out.operator("SQUARE", [c.get(source, last=False)], [squares])
+    keep = bool(attributes.get("keepdims", 1))
+    c.out.operator("SUM", [squares, c.numbers(axes)], [total], kind="Reducer", keepDims=keep)
+    c.out.operator("SQRT", [total], [_moved(c, node, result, c.shape(result), last=False, integers=False)])
 
 
 def _softmax(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1205,30 +1227,51 @@ def _batch_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, An
 
 
 def _layer_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    """(x - mean) * rsqrt(mean of squares + epsilon), and the affine part; over the last axis."""
-    source, result = node.input[0], node.output[0]
-    shape = c.shape(source)
-    if int(attributes.get("axis", -1)) % len(shape) != len(shape) - 1:
+    rank = len(c.shape(node.input[0]))
+    if int(attributes.get("axis", -1)) % rank != rank - 1:
         raise c.refusal(node, "over several axes is not written")
-    narrow, axis = (*shape[:-1], 1), c.numbers([len(shape) - 1])
+    affine = [c.get(name, last=False) if name else None for name in node.input[1:]]
+    _normalized(c, node, [rank - 1], attributes, affine)
+
+
+def _instance_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    rank, values = len(c.shape(node.input[0])), [c.value(name) for name in node.input[1:]]
+    affine = []
+    for value in values:
+        if value is None:
+            raise c.refusal(node, "has a computed scale or bias")
+        affine.append(c.out.constant(value.astype(np.float32).reshape(-1, *[1] * (rank - 2))))
+    _normalized(c, node, list(range(2, rank)), attributes, affine)
+
+
+def _normalized(
+    c: _Converter,
+    node: onnx.NodeProto,
+    axes: Sequence[int],
+    attributes: Mapping[str, Any],
+    affine: Sequence[int | None],
+) -> None:
+    """(x - mean) * rsqrt(mean of squares + epsilon) over axes, times and plus the affine tensors."""
+    shape = c.shape(node.input[0])
+    narrow, places = tuple(1 if i in axes else n for i, n in enumerate(shape)), c.numbers(axes)
 
     def step(op: str, inputs: Sequence[int], size: Sequence[int], name: str, **options: Any) -> int:
         made = c.new(f"{node.name}/{name}", size)
         c.out.operator(op, inputs, [made], **options)
         return made
 
-    x = c.get(source, last=False)
-    mean = step("MEAN", [x, axis], narrow, "mean", kind="Reducer", keepDims=True)
+    x = c.get(node.input[0], last=False)
+    mean = step("MEAN", [x, places], narrow, "mean", kind="Reducer", keepDims=True)
     centred = step("SUB", [x, mean], shape, "centred")
     squares = step("MUL", [centred, centred], shape, "squares")
-    variance = step("MEAN", [squares, axis], narrow, "variance", kind="Reducer", keepDims=True)
+    variance = step("MEAN", [squares, places], narrow, "variance", kind="Reducer", keepDims=True)
     epsilon = c.out.constant(np.asarray(attributes.get("epsilon", 1e-5), np.float32))
     root = step("RSQRT", [step("ADD", [variance, epsilon], narrow, "sum")], narrow, "root")
     root = step("MUL", [centred, root], shape, "normal")
-    for op, name in zip(("MUL", "ADD"), node.input[1:], strict=False):
-        if name:
-            root = step(op, [root, c.get(name, last=False)], shape, op.lower())
-    c.forms[result, False, False] = root
+    for op, tensor in zip(("MUL", "ADD"), affine, strict=False):
+        if tensor is not None:
+            root = step(op, [root, tensor], shape, op.lower())
+    c.forms[node.output[0], False, False] = root
 
 
 def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1262,10 +1305,12 @@ HANDLERS: dict[str, Handler] = {
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     **dict.fromkeys(("GlobalAveragePool", *_REDUCTIONS), _reduce),
+    "ReduceL2": _length,
     **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
     "Resize": _resize,
     "DepthToSpace": _depth_to_space,
     "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm,
+    "InstanceNormalization": _instance_norm,
     "Expand": _expand,
 }

@@ -20,6 +20,7 @@ _TINY = 1e-4
 _ENGINES = {
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
+    "litert": "LiteRT",
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
     "tensorrt_rtx": "TensorRT-RTX",

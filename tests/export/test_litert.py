@@ -95,6 +95,20 @@ class Encoder(nn.Module):
         return (x + self.down(F.gelu(self.up(x)))).mean(1)
 
 
+class Norms(nn.Module):
+    """GroupNorm, lengths over an image, averages with padding that counts and with a last window in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+        self.b, self.pool = nn.Conv2d(8, 8, 3, padding=1), nn.AvgPool2d(3, 2, ceil_mode=True, count_include_pad=False)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.a(x)))
+        x = self.b(x / (torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) + 1.0))
+        return self.pool(F.avg_pool2d(x, 3, 1, 1))
+
+
 def exported(model, path, *, quantized=True):
     torch.manual_seed(0)
     images = torch.rand(4, 3, 16, 16) * 2 - 1
@@ -109,7 +123,7 @@ def decibels(wanted, got):
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("network", [Residual, Squeeze, Upscale, Signal, Encoder])
+@pytest.mark.parametrize("network", [Residual, Squeeze, Upscale, Signal, Norms, Encoder])
 def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     path, images = exported(network(), tmp_path / "model.onnx", quantized=quantized)
     with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
