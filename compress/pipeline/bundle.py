@@ -28,7 +28,7 @@ def write_bundle(
 ) -> list[Path]:
     """Write `<out>/<name>/1/model.onnx`, and for Triton `<out>/<name>/config.pbtxt`.
 
-    `server` is `triton` or `openvino`; `variant` "" = the last; `name` "" = the run folder's; Triton joins batches up
+    `server` is `triton` or `openvino`; `variant` "" = the best; `name` "" = the run folder's; Triton joins batches up
     to `max_batch_size`.
 
     Raises:

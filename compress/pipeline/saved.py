@@ -37,7 +37,7 @@ def load(
 
     Args:
         path: a run folder, or a .safetensors file.
-        variant: `float`, `ptq`, `qat`, ...; "" = the last.
+        variant: `float`, `ptq`, `qat`, ...; "" = the best by the run's figures, the last where it has none.
         target: one of the run's; None = the first.
         into: takes the weights of a file, in place.
 

@@ -129,14 +129,14 @@ def test_export_again_takes_a_target(finished, tmp_path):
         export_again(finished, target="elsewhere")
 
 
-@pytest.mark.parametrize(("variant", "target"), [("float", None), ("ptq", "openvino"), ("", None)])
+@pytest.mark.parametrize(("variant", "target"), [("float", None), ("ptq", "openvino"), ("qat", None)])
 def test_a_network_is_loaded_without_its_data(finished, variant, target, monkeypatch):
     def no_data(*_):
         raise AssertionError("load reads no data")
 
     monkeypatch.setattr("compress.pipeline.again.load_data", no_data)
     model = compress.load(finished, variant=variant, target=target)
-    name = f"{variant or 'qat'}{f'.{target}' if target else ''}.onnx"
+    name = f"{variant}{f'.{target}' if target else ''}.onnx"
     images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
     with compress.build_engine(finished / name, "onnxruntime") as engine, torch.no_grad():
         (expected,) = engine.run({"input": images.numpy()}).values()
@@ -193,7 +193,7 @@ def test_the_card_has_the_front_matter_of_hubs_and_the_engines_numbers(finished)
 
 
 def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
-    triton = write_bundle(finished, "triton", tmp_path / "triton", name="digits")
+    triton = write_bundle(finished, "triton", tmp_path / "triton", name="digits", variant="qat")
     assert [str(p.relative_to(tmp_path)) for p in triton] == [
         "triton/digits/1/model.onnx",
         "triton/digits/config.pbtxt",
@@ -280,3 +280,19 @@ def test_what_cannot_be_is_refused_in_one_sentence():
     ):
         with pytest.raises(RecipeError, match=match):
             parse_recipe({"quantization": {"target": target}})
+
+
+def test_the_file_of_litert_is_the_one_that_it_loads(tmp_path):
+    pytest.importorskip("ai_edge_litert", reason="the extra litert is not installed")
+    tree = {
+        **TREE,
+        "train": {"epochs": 0},
+        "quantization": {**TREE["quantization"], "target": ["litert", "onnxruntime"]},
+        "bench": {**TREE["bench"], "engines": ["litert", "onnxruntime"]},
+    }
+    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
+    sizes = {
+        row.engine: row.file_bytes for row in summary_table(read_run(tmp_path / "run").metrics) if row.variant == "ptq"
+    }
+    assert sizes["litert"] == (tmp_path / "run" / "ptq.tflite").stat().st_size
+    assert sizes["onnxruntime"] == (tmp_path / "run" / "ptq.onnxruntime.onnx").stat().st_size

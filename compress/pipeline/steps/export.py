@@ -92,9 +92,13 @@ def _write(run: Run, variant: Variant, target: Target | None) -> Path:
 
 
 def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterator[Metric]:
-    sizes, engine = model_sizes(path), target or ""
-    for name, value in (("file_bytes", sizes.file_bytes), ("weight_bytes", sizes.weight_bytes)):
-        method = f"of {path.name}" if name == "file_bytes" else f"initializers of {path.name}"
+    sizes, own = model_sizes(path), path.with_suffix(".tflite")
+    rows = [("file_bytes", sizes.file_bytes, f"of {path.name}", target or "")]
+    if own.exists():  # what the interpreter of LiteRT loads
+        rows = [row for row in rows if row[-1] != "litert"]
+        rows.append(("file_bytes", own.stat().st_size, f"of {own.name}", "litert"))
+    rows.append(("weight_bytes", sizes.weight_bytes, f"initializers of {path.name}", target or ""))
+    for name, value, method, engine in rows:
         yield Metric(name=name, variant=variant, engine=engine, value=float(value), unit="bytes", method=method)
 
 
