@@ -204,6 +204,18 @@ class Joined(nn.Module):
         return self.c(self.join(self.a(x).relu(), self.b(x), self.grid))
 
 
+class TwoReaders(nn.Module):
+    """A tensor with a sign that a convolution and a transposed one read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y).relu() + self.c(y).sigmoid()
+
+
 IN_INT8 = {
     "transposed 1d": (up(1, output_padding=1), 1, 2),
     "transposed 3d": (up(3), 3, 2),
@@ -213,6 +225,7 @@ IN_INT8 = {
         2,
     ),
     "transposed, of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1), 16, nn.ConvTranspose2d), 2, 3),
+    "transposed, beside a convolution": (TwoReaders(), 2, 3),
     "function": (Product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
     "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
     "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
@@ -234,7 +247,8 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
     assert sum(t in {"u8", "i8"} for t in types) == count
     audit = compress.audit_onnx(path)
-    assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, count]
+    pairs = count - isinstance(model, TwoReaders)  # its two readers have one pair
+    assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, pairs]
 
 
 ROWS = {

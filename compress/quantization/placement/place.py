@@ -254,7 +254,8 @@ def _sites(
         spec = _common_spec(members).resolved(whole=products)  # clipping outliers costs more
         signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
         least = _lowest(members, table, positive, lowest) if signed and integers else 0.0
-        offset = any(item.layer.kind in table.offset for item in members)
+        kinds = {item.layer.kind for item in members}
+        offset = bool(kinds & table.offset) and not kinds & table.symmetric
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
             signed=signed or not integers,
