@@ -1,4 +1,4 @@
-"""Whether kernels, fusion, recorded steps and the engine `cuda` work on this machine's GPUs: a verdict a line.
+"""Check kernels, fusion, recorded steps and the engine `cuda` on this machine's GPUs; print one verdict a line.
 
     python -m analysis.gpu_check
 
@@ -110,7 +110,7 @@ def _tried(what: str, action: Callable[[], tuple[str, bool]]) -> Row:
 
 
 def _called(*options: str, processes: int = 0, **environment: str) -> Any:
-    """What a worker printed last, from JSON."""
+    """Return the last line that a worker printed, read as JSON."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     command = [sys.executable, *start, "-m", "analysis.gpu_check", "--worker", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})

@@ -81,7 +81,7 @@ _COMMANDS = {
     ),
     "erf": Entry(
         "compress.cli.receptive_field:erf",
-        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as images and numbers.",
+        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as figures and numbers.",
         recipe=True,
     ),
     "roofline": Entry(

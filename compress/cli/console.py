@@ -197,7 +197,7 @@ def print_next(*commands: str) -> None:
 
 
 def decibels(value: float, mend: str) -> str:
-    """Say what a signal-to-noise ratio means; `mend` is the command that finds what costs it.
+    """Explain a signal-to-noise ratio in words; `mend` is the command that finds the layers that cause the noise.
 
     >>> decibels(40.0, "inspect parity")
     '40.0 dB, good: the noise is 1.0 % of the signal'

@@ -78,7 +78,7 @@ def predict(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what the network finds in each image: classes by their share, boxes as left, top, right, bottom."""
+    """Print for each image the classes with their probabilities, or the boxes as left, top, right, bottom."""
     found = predict_images(folder, images, engine=engine, variant=variant, out=out)
     if as_json:
         print_json([asdict(prediction) for prediction in found])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 QUIET_S = 30.0
 """The longest time without a line while work goes on, in seconds."""
 _SHORT_S = 3.0
-"""A phase that ends sooner says nothing of itself."""
+"""A phase that takes fewer seconds has no line."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class LineProgress:
                 self._say(self._state(task))
 
     def finish(self, task: str) -> None:
-        """Keep what a phase has done, to be written unless a note follows."""
+        """End a phase; its line is written unless a note of the same name follows."""
         with self._lock:
             if task in self._tasks:
                 self._flush()

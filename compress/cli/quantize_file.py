@@ -1,4 +1,4 @@
-"""`ptq --onnx`: an ONNX file is quantized without its source, and what is printed of it."""
+"""The command `ptq --onnx`: quantizes an ONNX file without its source network, and prints the result."""
 
 from __future__ import annotations
 

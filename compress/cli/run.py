@@ -146,7 +146,7 @@ def ptq(
 
 
 def show_plan(recipe: Recipe, folder: Path | None, device: str | None, *, start: Path | None) -> None:
-    """Print on standard error what a run is about to do, without torch."""
+    """Print on standard error what a run will do; torch is not imported for it."""
     model, data, spec = recipe.model, recipe.data, recipe.data
     weights = f"float network of {start}" if start else f"weights {model.weights}" if model.weights else "fresh weights"
     if not start and recipe.train.epochs:

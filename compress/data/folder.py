@@ -21,9 +21,9 @@ from compress.errors import DataError, first_few
 from compress.files import expand_user
 
 _EACH = 4
-"""Of so many images without classes one is for evaluation."""
+"""One of this many images without labels is for evaluation; the others are for calibration and training."""
 _NAMED_AT_ONCE = 32
-"""Images of one batch to be named."""
+"""Images of one batch when the float network names their classes."""
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 

@@ -30,7 +30,7 @@ NORMALIZATION: dict[str, tuple[Channels, Channels]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-"""Of data sets with their own; all others have ImageNet's."""
+"""Mean and standard deviation of the data sets that have their own; all others are normalized as ImageNet is."""
 
 _ROOTED = ("folder", "images", "cifar10", "cifar100", "masks", "voc", "coco")
 _FILES = ("folder", "images")

@@ -22,13 +22,11 @@ from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
+from compress.onnx_ptq.smooth import spread
 from compress.onnx_ptq.to_torch.builder import Place
 from compress.quantization.numerics import fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 from compress.quantization.placement.view import Node
-
-IMAGES = 16
-"""Images that means are taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,7 @@ def correct_biases(
         reading: the graph that the placement is for.
         placement: the quantizers.
         amax: ranges by quantizer.
-        images: inputs by name; `IMAGES` of them, evenly spread, are looked at.
+        images: inputs by name; at most `smooth.LOOKED_AT` of them, evenly spread, are looked at.
 
     Returns:
         A note, if there is such a layer.
@@ -78,7 +76,7 @@ def correct_biases(
         return ()
     session = FloatSession(source, dict.fromkeys(layer.input for layer in layers))
     means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    for image in images[:: -(-len(images) // IMAGES)]:
+    for image in spread(images):
         found = session.run(image)
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
@@ -159,7 +157,7 @@ def _place(reading: Reading, layer: Node) -> Place | None:
 
 
 def _mean_inputs(layer: _Layer, x: Tensor) -> Tensor:
-    """The mean of what a layer's window meets, over images and places: (C, kernel...), or (C,) of a linear layer."""
+    """The mean input at each tap of a layer's window, over images and places: (C, kernel...); (C,) if it is linear."""
     if layer.node.op_type != "Conv":
         return x.reshape(-1, x.shape[-1]).mean(0)
     kernel = layer.kernel

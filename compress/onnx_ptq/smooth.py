@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
 """Operators that a positive factor for each channel passes."""
+LOOKED_AT = 16
+"""Images whose values decide about zero points and biases."""
 _BATCHES = 8
 """Batches that are looked at where they cannot be split into images."""
 
@@ -67,6 +69,11 @@ def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches
         return work(images_of(source, batches))
     except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
         return work(batches[:_BATCHES])
+
+
+def spread(images: Sequence[Arrays]) -> Sequence[Arrays]:
+    """Return at most `LOOKED_AT` images, evenly spread."""
+    return images[:: -(-len(images) // LOOKED_AT)]
 
 
 def smooth_file(
@@ -188,7 +195,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
 
 
 _Change = tuple[onnx.NodeProto, int, NDArray[np.float32]]
-"""A node, one of its inputs, and its new constant; where the input is no constant, what it is multiplied by."""
+"""A node, the place of an input, and the new value of that constant, or the factor of an input that is computed."""
 
 
 def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.float32]) -> list[_Change] | None:

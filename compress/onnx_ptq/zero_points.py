@@ -18,7 +18,7 @@ from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
-from compress.onnx_ptq.smooth import on_images
+from compress.onnx_ptq.smooth import on_images, spread
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.targets import TABLES
@@ -26,8 +26,6 @@ from compress.quantization.placement.view import Node
 from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.spec import QuantSpec
 
-IMAGES = 16
-"""Images that are looked at."""
 MARGIN = 1 / 16
 """Share of the range that is left for images that were not looked at."""
 GAIN = 0.75
@@ -58,7 +56,7 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
 def _ranges(session: FloatSession, images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
     """The lowest and the highest value of each tensor."""
     found: dict[str, tuple[float, float]] = {}
-    for image in images[:: -(-len(images) // IMAGES)]:
+    for image in spread(images):
         for name, value in session.run(image).items():
             array = np.asarray(value)
             if array.size:

@@ -51,6 +51,16 @@ class CtrlC(NoProgress):
             raise KeyboardInterrupt
 
 
+class Notes(NoProgress):
+    """A user who reads the lines."""
+
+    def __init__(self):
+        self.texts = []
+
+    def note(self, text):
+        self.texts.append(text)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("targets") / "run"
@@ -290,7 +300,11 @@ def test_the_file_of_litert_is_the_one_that_it_loads(tmp_path):
         "quantization": {**TREE["quantization"], "target": ["litert", "onnxruntime"]},
         "bench": {**TREE["bench"], "engines": ["litert", "onnxruntime"]},
     }
-    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
+    notes = Notes()
+    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu", progress=notes)
+    (exported,) = (text for text in notes.texts if text.startswith("export: "))
+    files = [part.split()[0] for part in exported.removeprefix("export: ").split(", ")]
+    assert files == ["float.onnx", "ptq.onnx", "ptq.tflite", "ptq.onnxruntime.onnx"]
     sizes = {
         row.engine: row.file_bytes for row in summary_table(read_run(tmp_path / "run").metrics) if row.variant == "ptq"
     }

@@ -124,29 +124,26 @@ def check_start(start: Path | None, recipe: Recipe, data: DataSet) -> None:
         )
 
 
-def _take_over(run: Run, start: Path, model: nn.Module) -> nn.Module:
+def _take_over(run: Run, start: Path, model: nn.Module) -> None:
     load_model(model, start / Variant.FLOAT.weights_file)
     facts = {name: value for name, value in read_state(start).facts_of(Variant.FLOAT.step).items() if name != "notes"}
     run.notes.append(f"the float network is that of {start}")
     if run.processes.is_main and (start / TRAIN.name).is_file():
         write_text(run.path(TRAIN.name), (start / TRAIN.name).read_text(encoding="utf-8"))
     save_variant(run, Variant.FLOAT, model, **facts)
-    return model.to(run.device).eval()
 
 
 def float_step(run: Run, built: BuiltModel) -> nn.Module:
     """Return the float baseline: that of `run.start`, else trained unless `train.epochs` is 0."""
-    model = built.model
-    if run.folder.done(Variant.FLOAT.step):
+    model, done = built.model, run.folder.done(Variant.FLOAT.step)
+    if done:
         load_model(model, run.path(Variant.FLOAT.weights_file))
-        run.name_classes(model.to(run.device).eval())
-        return model
-    run.notes += built.notes
-    if run.start is not None:
-        model = _take_over(run, run.start, model)
-        run.name_classes(model)
-        return model
+    else:
+        run.notes += built.notes
+        if run.start is not None:
+            _take_over(run, run.start, model)
     run.name_classes(model.to(run.device).eval())
-    report = train(run, model.to(run.device), run.recipe.train, Variant.FLOAT)
-    save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
+    if not done and run.start is None:
+        report = train(run, model, run.recipe.train, Variant.FLOAT)
+        save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
     return model.eval()

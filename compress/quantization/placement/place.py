@@ -253,13 +253,13 @@ def _sites(
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
         spec = _common_spec(members).resolved(whole=products)  # clipping outliers costs more
         signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
-        least = _lowest(members, table, positive, lowest) if signed and integers else 0.0
         kinds = {item.layer.kind for item in members}
-        offset = bool(kinds & table.offset) and not kinds & table.symmetric
+        shifts = signed and integers and not kinds & table.symmetric
+        least = _lowest(members, table, positive, lowest) if shifts else 0.0
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
             signed=signed or not integers,
-            offset=signed and integers and (offset or least < 0),
+            offset=shifts and (bool(kinds & table.offset) or least < 0),
             lowest=least,
             kind=spec.kind,
         )
@@ -275,8 +275,6 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
     """The lowest value of tensors that share a scale, where the layers that read them take any zero point; else 0.0."""
     origins, kinds = {item.origin for item in members}, {item.layer.kind for item in members}
     if not all(origin in positive or origin in lowest for origin in origins):
-        return 0.0
-    if kinds & table.symmetric:
         return 0.0
     if not kinds & table.offset and not (kinds <= table.zero_points and len(origins) == 1):
         return 0.0
