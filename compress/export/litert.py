@@ -35,6 +35,10 @@ from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
 _IDENTIFIER = b"TFL3"
+_OPSET = 13
+"""The oldest whose operators are read here; axes, bounds and limits are attributes before."""
+_MOVING = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Gather")
+_OF_ANY_TYPE = frozenset((*_MOVING, "Expand", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear"))
 _ALIGNMENT = 16
 """Bytes; the schema asks it of every buffer."""
 
@@ -108,6 +112,10 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     """Return a copy with fixed shapes, in which everything that follows from shapes is a constant."""
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
+    opset = max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+    if opset < _OPSET:
+        with any_failure(lambda error: ExportError(f"the file has opset {opset}, which cannot be raised: {error}")):
+            fixed = onnx.version_converter.convert_version(fixed, _OPSET)
     for value in fixed.graph.input:
         if value.name in sizes:
             for dim, size in zip(value.type.tensor_type.shape.dim, sizes[value.name], strict=True):
@@ -180,8 +188,8 @@ class _Writer:
         self.graph.tensors, self.graph.operators = [], []
         self.codes: dict[tuple[int, int], int] = {}
         self.names: set[str] = set()
-        self.types = {np.dtype(name): getattr(fb.TensorType, name.upper()) for name in ("float32", "int8", "int16")}
-        self.types |= {np.dtype(name): getattr(fb.TensorType, name.upper()) for name in ("int32", "int64", "bool")}
+        names = ("float32", "float16", "int8", "uint8", "int16", "int32", "int64", "bool")
+        self.types = {np.dtype(name): getattr(fb.TensorType, name.upper()) for name in names}
 
     def tensor(
         self, name: str, shape: Sequence[int], dtype: Any, scales: _Scales | None = None, buffer: int = 0
@@ -292,18 +300,23 @@ class _Converter:
     def convert(self) -> bytes:
         initial = {tensor.name for tensor in self.proto.graph.initializer}
         inputs = [value.name for value in self.proto.graph.input if value.name not in initial]
-        self.out.graph.inputs = [self.new(name, self.shapes[name]) for name in inputs]
-        self.forms |= {(name, False, False): i for name, i in zip(inputs, self.out.graph.inputs, strict=True)}
+        for name in inputs:
+            given = self.new(name, self.shapes[name], dtype=self.declared(name))
+            self.out.graph.inputs = [*(self.out.graph.inputs or ()), given]
+            self.forms[name, False, False] = self.cast(given, self.dtype(name))
         for node in self.proto.graph.node:
             if node.op_type != "Constant" and node.output[0] not in self.done and not self._is_constant(node):
                 self._node(node)
-        self.out.graph.outputs = [self._result(value.name) for value in self.proto.graph.output]
+        for value in self.proto.graph.output:
+            self.out.graph.outputs = [*(self.out.graph.outputs or ()), self._result(value.name)]
         return self.out.finish({entry.key: entry.value for entry in self.proto.metadata_props})
 
     def _node(self, node: onnx.NodeProto) -> None:
         handler = HANDLERS.get(node.op_type) if node.domain in {"", "ai.onnx"} else None
         if handler is None:
             raise self.refusal(node, "has no counterpart in LiteRT that is written here")
+        if node.op_type not in _OF_ANY_TYPE and self.dtype(node.output[0]) != np.float32:
+            raise self.refusal(node, f"of the type {self.dtype(node.output[0])} is not written; that of floats is")
         handler(self, node, attributes_of(node))
 
     def refusal(self, node: onnx.NodeProto, why: str) -> ExportError:
@@ -314,9 +327,33 @@ class _Converter:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def new(self, name: str, shape: Sequence[int], scales: _Scales | None = None) -> int:
-        dtype = np.float32 if scales is None else np.int16 if scales.bits == 16 else np.int8
+    def new(self, name: str, shape: Sequence[int], scales: _Scales | None = None, dtype: Any = np.float32) -> int:
+        dtype = dtype if scales is None else np.int16 if scales.bits == 16 else np.int8
         return self.out.tensor(name, shape, dtype, scales)
+
+    def declared(self, name: str) -> np.dtype[Any]:
+        """The type of an input or output of the ONNX file, which the LiteRT file keeps."""
+        found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.types[name]))
+        if found not in self.out.types:
+            raise ExportError(
+                f"{name!r} has the type {found}; a LiteRT file is written with {', '.join(map(str, self.out.types))}"
+            )
+        return found
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The type in which a tensor that is not quantized is held: float32 for all floats."""
+        kind = self.types.get(name, onnx.TensorProto.FLOAT)
+        found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind))
+        return found if found.kind in "iub" else np.dtype(np.float32)
+
+    def cast(self, source: int, dtype: np.dtype[Any]) -> int:
+        """The tensor itself, or one of that type made from it."""
+        tensor, kind = self.out.graph.tensors[source], self.out.types[dtype]
+        if tensor.type == kind:
+            return source
+        made = self.new(f"{tensor.name}/{dtype}", tensor.shape, dtype=dtype)
+        self.out.operator("CAST", [source], [made], inDataType=tensor.type, outDataType=kind)
+        return made
 
     def shape(self, name: str) -> tuple[int, ...]:
         value = self.value(name)
@@ -376,12 +413,14 @@ class _Converter:
     def _made(self, name: str, last: bool, integers: bool) -> int:
         value = None if integers else self.value(name)
         if value is not None:
-            kept = value.astype(np.int32) if value.dtype == np.int64 else value
+            wide = np.dtype(np.int32) if value.dtype == np.int64 else value.dtype
+            kept = value.astype(wide if wide.kind in "iub" else np.float32)
             return self.out.constant(kept.transpose(_LAST) if last else kept, name)
         scales = self.scales.get(name)
         shape = self.placed(self.shapes[name], last)
         if self.has(name, last=not last, integers=integers):
-            made = self.new(f"{name}/{'last' if last else 'second'}", shape, scales if integers else None)
+            held = scales if integers else None
+            made = self.new(f"{name}/{'last' if last else 'second'}", shape, held, self.dtype(name))
             order = _LAST if last else tuple(_PLACE[i] for i in range(4))
             self.move(self.forms[name, not last, integers], made, order)
             return made
@@ -412,10 +451,22 @@ class _Converter:
         return self.out.constant(np.asarray(values, np.int32))
 
     def _result(self, name: str) -> int:
-        place = self.get(name, last=False)
-        if self.out.graph.tensors[place].name != name:
-            self.out.graph.tensors[place].name = name
+        place = self.cast(self.get(name, last=False), self.declared(name))
+        tensor = self.out.graph.tensors[place]
+        if place in {*self.out.graph.inputs, *(self.out.graph.outputs or ())} or tensor.buffer:  # one name a tensor
+            copy = self.new(name, tensor.shape, dtype=self.declared(name))
+            self.reshape(place, copy)
+            place, tensor = copy, self.out.graph.tensors[copy]
+        tensor.name = name
         return place
+
+    def given(self, node: onnx.NodeProto, place: int) -> Array | None:
+        """An input that has to be a constant; None if the node has none at that place."""
+        name = node.input[place] if len(node.input) > place else ""
+        found = self.value(name) if name else None
+        if name and found is None:
+            raise self.refusal(node, f"reads {name!r}, which is computed and must be a constant here")
+        return found
 
     def _is_constant(self, node: onnx.NodeProto) -> bool:
         return self.value(node.output[0]) is not None
@@ -472,8 +523,8 @@ class _Converter:
             self._quantized(found, after.output[0])
             covered = found.scales is not None and _covers(limits, found.scales)
             kind = 0 if covered else self._fused(limits)
-            if kind is not None:
-                found.fused = kind
+            if kind is not None or found.scales is not None:
+                found.fused, found.limits = kind or 0, limits if kind is None else None
                 found.nodes.append(after)
                 found.end = after.output[0]
                 return found
@@ -498,7 +549,7 @@ class _Converter:
             return 0.0, math.inf
         if node.op_type != "Clip":
             return None
-        low, high = (self.value(name) if name else None for name in (*node.input[1:], "", "")[:2])
+        low, high = (self.given(node, place) for place in (1, 2))
         least = -math.inf if low is None else float(low.reshape(-1)[0])
         most = math.inf if high is None else float(high.reshape(-1)[0])
         return (-math.inf if least < -3e38 else least), (math.inf if most > 3e38 else most)
@@ -520,10 +571,24 @@ class _Converter:
 
     def finish(self, chain: _Chain, made: int, shape: Sequence[int], last: bool) -> None:
         """Make a tensor of the file the result of a chain of this shape."""
+        for op, limit in zip(("MAXIMUM", "MINIMUM"), chain.limits or (), strict=False):
+            if math.isfinite(limit):
+                made = self._bounded(op, made, limit, chain.scales)
         if last:
             made, last = self.of_image(made, shape, chain.scales)
         self.done.update(inner.output[0] for inner in chain.nodes)
         self.store(chain, made, last)
+
+    def _bounded(self, op: str, source: int, limit: float, scales: _Scales | None) -> int:
+        """A tensor bounded on one side; integers by the limit's own, which rounds as the limited number would."""
+        value = np.asarray(limit, np.float32)
+        if scales is not None:
+            ends = np.iinfo(np.int16 if scales.bits == 16 else np.int8)
+            value = np.clip(np.rint(value / scales.scale) + scales.zero, ends.min, ends.max).astype(ends.dtype)
+        tensor = self.out.graph.tensors[source]
+        made = self.new(f"{tensor.name}/{op.lower()}", tensor.shape, scales)
+        self.out.operator(op, [source, self.out.constant(value.reshape(()), "", scales)], [made])
+        return made
 
     def image(self, name: str, *, integers: bool) -> int:
         """An image with channels last; a signal (N, C, L) as one of a single row, (N, 1, L, C)."""
@@ -570,12 +635,16 @@ class _Converter:
 
 @dataclass
 class _Chain:
-    """A product's result and what is computed after it in the same operator; `scales` if its result is integers."""
+    """A product's result and what is computed after it in the same operator; `scales` if its result is integers.
+
+    `limits` are those of a Clip that LiteRT cannot fuse: operators of their own, on the same integers.
+    """
 
     end: str
     fused: int = 0
     bias: Array | None = None
     scales: _Scales | None = None
+    limits: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -682,8 +751,7 @@ def _conv(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
     depthwise = groups == size[1] and weight.value.shape[1] == 1
     arranged = weight.arranged((1, 2, 3, 0) if depthwise else (0, 2, 3, 1))
     read, padding = _padded(c, source, window, integers=integers, least=False, node=node)
-    bias = c.value(node.input[2]) if len(node.input) > 2 else None
-    channels = weight.value.shape[0]
+    bias, channels = c.given(node, 2), weight.value.shape[0]
     inputs = [read, c.out.constant(arranged.value, f"{node.name}/weight", arranged.scales)]
     inputs.append(_bias(c, bias, arranged, channels, source))
     options = {
@@ -759,7 +827,7 @@ def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
         c.numbers([out[0], *whole, channels]),
         c.out.constant(arranged.value, f"{node.name}/weight", arranged.scales),
         c.image(source, integers=weight.scales is not None),
-        _bias(c, c.value(node.input[2]) if len(node.input) > 2 else None, arranged, channels, source),
+        _bias(c, c.given(node, 2), arranged, channels, source),
     ]
     made = c.new(node.name, [out[0], *whole, channels], chain.scales)
     options = {"strideH": window.strides[0], "strideW": window.strides[1], "fusedActivationFunction": fused}
@@ -802,8 +870,12 @@ def _gemm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
     if attributes.get("transA") or {attributes.get(key, 1.0) for key in ("alpha", "beta")} != {1.0}:
         raise c.refusal(node, "with transA, alpha or beta is not written")
     chain, weight = _product(c, node)
-    bias = c.value(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-    _linear(c, node, chain, weight if attributes.get("transB") else weight.arranged((1, 0)), bias)
+    bias, weight = c.given(node, 2), weight if attributes.get("transB") else weight.arranged((1, 0))
+    if bias is not None:
+        if bias.size > 1 and bias.shape[-1] != bias.size:
+            raise c.refusal(node, f"with a bias of the shape {bias.shape} is not written")
+        bias = np.broadcast_to(bias.reshape(-1), weight.value.shape[:1])
+    _linear(c, node, chain, weight, bias)
 
 
 def _linear(c: _Converter, node: onnx.NodeProto, chain: _Chain, weight: _Weight, bias: Array | None) -> None:
@@ -823,7 +895,7 @@ def _matmul(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
         _linear(c, node, chain, weight.arranged((1, 0)), chain.bias)
         return
     chain, integers = c.chain(node.output[0]), c.integers(*node.input)
-    if not integers or chain.fused:
+    if not integers or chain.fused or chain.limits:
         chain = _Chain(node.output[0])
     inputs = [c.get(name, last=False, integers=chain.scales is not None) for name in node.input]
     c.emit("BATCH_MATMUL", inputs, node, chain, last=False, kind="BatchMatMul")
@@ -922,6 +994,9 @@ def _number(value: float) -> tuple[Array, ...]:
 
 def _clip(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     low, high = c.bounds(node) or (-math.inf, math.inf)
+    if math.isinf(low) and math.isinf(high):
+        c._alias(node.output[0], node.input[0])
+        return
     known = {(0.0, 6.0): "RELU6", (0.0, math.inf): "RELU", (-1.0, 1.0): "RELU_N1_TO_1", (0.0, 1.0): "RELU_0_TO_1"}
     if (low, high) in known:
         _steps(c, node, [(known[low, high], ())])
@@ -948,27 +1023,41 @@ def _prelu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
     _apply(c, "PRELU", node.input[0], node.output[0], (wide.transpose(_LAST) if last else wide)[0])
 
 
+def _scaled(c: _Converter, name: str) -> tuple[str, float] | None:
+    """(Tensor, factor) if a tensor is another times a number."""
+    node = c.graph.producers.get(name)
+    if node is None or node.op_type not in {"Div", "Mul"}:
+        return None
+    first, second = (c.value(one) for one in node.input)
+    if second is not None and second.size == 1:
+        return node.input[0], float(second.flat[0]) ** (-1 if node.op_type == "Div" else 1)
+    if first is not None and first.size == 1 and node.op_type == "Mul":
+        return node.input[1], float(first.flat[0])
+    return None
+
+
 def _erf(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     """GELU as exporters spell it, x / sqrt(2), Erf, + 1, times x and 1 / 2 in any order; LiteRT has no Erf."""
-    scaled = c.graph.producers.get(node.input[0])
-    one = c._alone(node.output[0])
-    if scaled is None or scaled.op_type not in {"Div", "Mul"} or one is None or one.op_type != "Add":
+    scaled, one = _scaled(c, node.input[0]), c._alone(node.output[0])
+    plus = None if one is None or one.op_type != "Add" else [c.value(name) for name in one.input]
+    if scaled is None or one is None or plus is None or not math.isclose(scaled[1], 0.5**0.5, rel_tol=1e-3):
         raise c.refusal(node, "outside a GELU is not in LiteRT")
-    x, end, taken = scaled.input[0], one, [one]
-    lacks = {"x", "half"}
-    while lacks:
+    if not any(value is not None and np.all(value == 1.0) for value in plus):
+        raise c.refusal(node, "outside a GELU is not in LiteRT")
+    x, end, taken = scaled[0], one, [one]
+    factors = {"x", "half"}
+    while factors:
         after = c._alone(end.output[0])
         if after is None or after.op_type != "Mul":
             raise c.refusal(node, "outside a GELU is not in LiteRT")
         other = after.input[1] if after.input[0] == end.output[0] else after.input[0]
-        halved = c.graph.producers.get(other)
         value = c.value(other)
-        if value is not None and np.all(value == 0.5):
-            lacks.discard("half")
-        elif other == x:
-            lacks.discard("x")
-        elif halved is not None and halved.op_type == "Mul" and x in halved.input:
-            lacks.clear()
+        if value is not None and np.all(value == 0.5) and "half" in factors:
+            factors.remove("half")
+        elif other == x and "x" in factors:
+            factors.remove("x")
+        elif len(factors) == 2 and _scaled(c, other) == (x, 0.5):
+            factors.clear()
         else:
             raise c.refusal(node, "outside a GELU is not in LiteRT")
         end = after
@@ -993,7 +1082,8 @@ def _moved(
     c: _Converter, node: onnx.NodeProto, result: str, shape: Sequence[int], *, last: bool, integers: bool
 ) -> int:
     """The tensor that an operator which moves elements writes."""
-    made = c.new(node.name or result, c.placed(shape, last), c.scales[result] if integers else None)
+    kept = c.scales[result] if integers else None
+    made = c.new(node.name or result, c.placed(shape, last), kept, c.dtype(result))
     c.forms[result, last, integers] = made
     return made
 
@@ -1003,7 +1093,12 @@ def _axis(axis: int, rank: int, last: bool) -> int:
 
 
 def _identity(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    c._alias(node.output[0], node.input[0])
+    source, result = node.input[0], node.output[0]
+    if c.dtype(source) == c.dtype(result):
+        c._alias(result, source)
+        return
+    last = c.is_last(source)
+    c.forms[result, last, False] = c.cast(c.get(source, last=last), c.dtype(result))
 
 
 def _reshape(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1052,10 +1147,9 @@ def _split(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
 def _slice(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, result = node.input[0], node.output[0]
     shape, integers, last = c.shape(source), _keeps(c, node, [source]), c.is_last(source)
-    given = [c.value(name) if name else None for name in node.input[1:]]
-    starts, ends, axes, steps = (*given, None, None)[:4]
+    starts, ends, axes, steps = (c.given(node, place) for place in range(1, 5))
     if starts is None or ends is None:
-        raise c.refusal(node, "with computed bounds is not written")
+        raise c.refusal(node, "without bounds is not in the standard since opset 10")
     axes = np.arange(starts.size) if axes is None else axes
     bounds = [[0, n, 1] for n in shape]
     for i, axis in enumerate(axes.reshape(-1)):
@@ -1083,8 +1177,7 @@ def _gather(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
 
 def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, result, rank = node.input[0], node.output[0], len(c.shape(node.input[0]))
-    given = [c.value(name) if name else None for name in (*node.input[1:], "", "", "")][:3]
-    pads, value, axes = given
+    pads, value, axes = (c.given(node, place) for place in range(1, 4))
     filling = 0.0 if value is None else float(value.reshape(-1)[0])
     mode = attributes.get("mode", "constant")
     if pads is None or mode not in {"constant", "reflect"} or filling or pads.min() < 0:
@@ -1120,6 +1213,8 @@ def _pool(c: _Converter, op: str, read: int, result: str, window: Window, paddin
 
 def _average_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, window = node.input[0], _window(c, node, attributes)
+    if set(window.dilations) != {1}:
+        raise c.refusal(node, "with dilations is not in LiteRT")
     counted = bool(attributes.get("count_include_pad", 0))
     apart = counted and any(map(any, window.pads))  # SAME counts no padding
     read, padding = _padded(c, source, window, integers=False, least=False, node=node, apart=apart)
@@ -1135,12 +1230,13 @@ _REDUCTIONS = {"ReduceMean": "MEAN", "ReduceSum": "SUM", "ReduceMax": "REDUCE_MA
 def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     source, rank = node.input[0], len(c.shape(node.input[0]))
     pooled = node.op_type == "GlobalAveragePool"
-    given = c.value(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-    axes = [int(a) % rank for a in (attributes.get("axes", range(rank)) if given is None else given.reshape(-1))]
-    axes, keep = (list(range(2, rank)), True) if pooled else (axes, bool(attributes.get("keepdims", 1)))
+    axes, keep = (list(range(2, rank)), True) if pooled else _axes(c, node, attributes)
+    if not axes:
+        c._alias(node.output[0], source)
+        return
     op = "MEAN" if pooled else _REDUCTIONS[node.op_type]
     chain = c.chain(node.output[0])
-    if op != "MEAN" or not c.integers(source) or chain.fused:
+    if op != "MEAN" or not c.integers(source) or chain.fused or chain.limits:
         chain = _Chain(node.output[0])
     integers, last = chain.scales is not None, c.is_last(source)
     inputs = [c.get(source, last=last, integers=integers), c.numbers([_axis(a, rank, last) for a in axes])]
@@ -1160,14 +1256,20 @@ def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     c.emit(op, inputs, node, chain, last=False, keepDims=False, kind="Reducer")
 
 
+def _axes(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> tuple[list[int], bool]:
+    """(Axes of a reduction, True if they stay as 1)."""
+    rank, given = len(c.shape(node.input[0])), c.given(node, 1)
+    axes = [int(a) % rank for a in (attributes.get("axes", ()) if given is None else given.reshape(-1))]
+    every = [] if attributes.get("noop_with_empty_axes") else list(range(rank))
+    return axes or every, bool(attributes.get("keepdims", 1))
+
+
 def _length(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     """ReduceL2, the root of the sum of squares."""
     source, result, shape = node.input[0], node.output[0], c.shape(node.input[0])
-    given = c.value(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-    axes = [int(a) % len(shape) for a in (attributes.get("axes", range(len(shape))) if given is None else given.flat)]
+    axes, keep = _axes(c, node, attributes)
     squares, total = c.new(f"{node.name}/squares", shape), c.new(f"{node.name}/sum", c.shape(result))
     c.out.operator("SQUARE", [c.get(source, last=False)], [squares])
-    keep = bool(attributes.get("keepdims", 1))
     c.out.operator("SUM", [squares, c.numbers(axes)], [total], kind="Reducer", keepDims=keep)
     c.out.operator("SQRT", [total], [_moved(c, node, result, c.shape(result), last=False, integers=False)])
 
@@ -1193,6 +1295,14 @@ def _resize(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     whole = all(b % a == 0 for a, b in zip(shape[2:], out[2:], strict=True))
     if mode == "nearest" and not exact and not (whole and kind in {"half_pixel", "asymmetric"}):
         raise c.refusal(node, f"of mode nearest with {kind} is not in LiteRT")
+    if mode == "linear" and kind not in {"half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"}:
+        raise c.refusal(node, f"of mode linear with {kind} is not in LiteRT")
+    if attributes.get("antialias") or attributes.get("exclude_outside"):
+        raise c.refusal(node, "with antialias or exclude_outside is not in LiteRT")
+    factors = c.given(node, 2)
+    sizes = [] if factors is None or kind == "align_corners" else list(zip(shape, factors.flat, out, strict=False))
+    if any(abs(n * float(factor) - size) > 1e-3 for n, factor, size in sizes):
+        raise c.refusal(node, "by a factor that makes no whole size is not in LiteRT; interpolate to a size")
     integers = mode == "nearest" and _keeps(c, node, [source])
     made = _moved(c, node, result, out, last=True, integers=integers)
     inputs = [c.get(source, last=True, integers=integers), c.numbers(out[2:])]
@@ -1218,7 +1328,7 @@ def _depth_to_space(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
 
 def _batch_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     gamma, beta, mean, variance = (c.value(name) for name in node.input[1:5])
-    if gamma is None or beta is None or mean is None or variance is None:
+    if gamma is None or beta is None or mean is None or variance is None or attributes.get("training_mode"):
         raise c.refusal(node, "has computed statistics")
     factor = gamma / np.sqrt(variance + attributes.get("epsilon", 1e-5))
     spread = (-1,) if c.is_last(node.input[0]) else (-1, *[1] * (len(c.shape(node.input[0])) - 2))

@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from compress.data.preprocessing import Preprocessing
@@ -216,7 +217,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if shapes is not None and not _named_arguments(model):
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
     try:
-        with _quiet(), torch.no_grad(), looked_up_once():
+        with _quiet(), torch.no_grad(), looked_up_once(), _FloatLimits():
             program = torch.onnx.export(
                 model,
                 tuple(inputs),
@@ -243,9 +244,23 @@ def _check_batch(proto: onnx.ModelProto) -> None:
         if first and first[0].HasField("dim_value"):
             raise ExportError(
                 f"the batch size of {value.name} cannot be left open: the model's Python uses it as a number, such as "
-                "int(x.shape[0]) or range(len(x)). Write x.shape[0] alone, or fix the size to that of example_inputs "
-                "(dynamic_batch=False; export.dynamic_batch: false in a recipe)"
+                "int(x.shape[0]), range(len(x)) or a size that is written out, such as x.reshape(8, -1). Write "
+                "x.shape[0] in its place, or fix the size to that of example_inputs (dynamic_batch=False; "
+                "export.dynamic_batch: false in a recipe)"
             )
+
+
+class _FloatLimits(TorchFunctionMode):
+    """Gives `clamp(x, 0, 0.5)` two limits of one type: torch.export finds no operator for two types (2.15)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {**dict(zip(("min", "max"), args[1:], strict=False)), **(kwargs or {})}
+        if getattr(func, "__name__", "") in _CLAMPS and {type(limit) for limit in given.values()} == {int, float}:
+            return func(args[0], **{name: float(limit) for name, limit in given.items()})
+        return func(*args, **(kwargs or {}))
+
+
+_CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_"})
 
 
 class _TensorsOf(nn.Module):

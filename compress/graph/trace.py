@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import keyword
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from compress.errors import CompressWarning, ModelError
 from compress.graph.compare import check_stateless, first_difference, run_model, same_results
@@ -53,7 +55,8 @@ class Tracer(fx.Tracer):
         leaves: paths of the modules that it does not enter.
         inputs: the example; None keeps the signature of `forward`.
         values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
-        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs.
+        proxy_buffer_attributes: True makes buffers and new tensors symbolic, which `buffer.expand(x.shape[0], -1)` and
+            `torch.ones(1, 4).expand(x.shape[0], -1)` need.
         failed: path of the innermost module in which tracing failed.
     """
 
@@ -77,7 +80,7 @@ class Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace the model, and restore what its code wrote on its modules."""
         self._thread = threading.get_ident()
-        with restored(root):
+        with restored(root), _Factories(self) if self.proxy_buffer_attributes else contextlib.nullcontext():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
@@ -181,6 +184,21 @@ class Tracer(fx.Tracer):
         if self._own is None or self._own[0] is not self.root:
             self._own = self.root, {id(module) for module in self.root.modules()}
         return id(m) not in self._own[1]
+
+
+class _Factories(TorchFunctionMode):
+    """Makes the tensors that a forward creates nodes of the graph."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAKERS and not (self.tracer.values is not None and self.tracer.values.busy):
+            return self.tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+_MAKERS = frozenset({torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace, torch.eye})
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
@@ -386,8 +404,39 @@ def _by_position(graph_module: fx.GraphModule) -> None:
                 node.args, node.kwargs = bound.args, bound.kwargs
 
 
+def _spelled(path: str) -> str:
+    """A path without the words of Python, such as `class` in a ModuleDict, which fx cannot write into its code."""
+    return ".".join(f"{part}_" if keyword.iskeyword(part) else part for part in path.split("."))
+
+
+@contextlib.contextmanager
+def _spelled_names(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
+    """Let what a graph calls have names that fx can write, on the model too while the context lasts."""
+    named = [node for node in graph.nodes if node.op in {"call_module", "get_attr"}]
+    renamed = {str(node.target) for node in named if _spelled(str(node.target)) != node.target}
+    tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)] if renamed else []
+    added: list[tuple[dict[str, Any], str]] = [(t, name) for t in tables for name in t if keyword.iskeyword(name)]
+    for table, name in added:
+        table[f"{name}_"] = table[name]
+    for node in named:
+        node.target = _spelled(str(node.target))
+    if renamed:
+        warnings.warn(
+            f"{', '.join(sorted(renamed)[:3])}: words of Python have an underscore after them in the traced network, "
+            "in its weights' names too",
+            CompressWarning,
+            stacklevel=2,
+        )
+    yield
+    for table, name in added:
+        del table[f"{name}_"]
+
+
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
-    graph_module = ReportedModule(model, graph, class_name=type(model).__name__).eval()
+    with _spelled_names(model, graph):
+        graph_module = ReportedModule(model, graph, class_name=type(model).__name__).eval()
+        leaves = {_spelled(path): reason for path, reason in leaves.items()}
+        kinds = {path: type(model.get_submodule(path)).__name__ for path in leaves}
     name_blocks(graph_module)
     _by_position(graph_module)
     for node in reversed(list(graph_module.graph.nodes)):
@@ -395,7 +444,6 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
             graph_module.graph.erase_node(node)  # it decided a branch while tracing and has no other use
     graph_module.recompile()
     used = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    kinds = {path: type(model.get_submodule(path)).__name__ for path in used}
     found = tuple(Leaf(path=p, kind=kinds[p], reason=r) for p, r in leaves.items() if p in used)
     attach_report(graph_module, GraphReport(leaves=found))
     return graph_module

@@ -86,6 +86,30 @@ def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, t
     assert answer.int8 and answer.lost == ()
 
 
+class Moved(nn.Module):
+    """Signed tensors that are rolled, repeated, cast and clipped, a grid of positions, attention on the right."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(n, 8, 1) for n in (3, 8, 16, 10, 8, 8))
+
+    def forward(self, x):
+        a, b, c, d, e, f = self.convs
+        x = c(b(a(x).roll(1, 3)).repeat(1, 2, 1, 1)).clamp(-0.5, 0.8)
+        grid = torch.stack(torch.meshgrid(torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8), indexing="ij"))
+        x = d(torch.cat([x, grid.expand(x.shape[0], -1, -1, -1)], 1)).clamp(0, 0.5)
+        rows = e(x).flatten(2)
+        weights = (rows.transpose(1, 2) @ rows).softmax(-1)
+        return f((rows @ weights.transpose(1, 2)).reshape(x.shape))
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+def test_moved_and_clipped_tensors_are_int8_where_the_audit_says_so(target, tmp_path):
+    torch.manual_seed(0)
+    answer = ask(Moved().eval(), torch.randn(2, 3, 8, 8), target, tmp_path)
+    assert len(answer.int8) >= 6 and answer.lost == ()
+
+
 @pytest.mark.parametrize(
     "network",
     [

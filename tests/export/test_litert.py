@@ -136,6 +136,48 @@ def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     assert layers["CONV_2D"].kernel == "XNNPACK"
 
 
+def _gelu(y, scale=0.5**0.5, one=1.0):
+    return y * (torch.erf(y * scale) + one) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (_gelu, ""),
+        (lambda y: _gelu(y, scale=0.5), "Erf"),
+        (lambda y: _gelu(y, one=2.0), "Erf"),
+        (lambda y: (y * 30).int().float() + (y * 50).long() * 0.5, ""),
+        (lambda y: F.hardtanh(y, -0.1, 0.15), ""),
+        (lambda y: y.clamp(0, 0.1), ""),  # limits of two types, which torch.onnx refuses
+        (lambda y: F.interpolate(y, scale_factor=1.3, mode="bilinear"), "whole size"),
+        (lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True), "antialias"),
+    ],
+)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_what_is_written_computes_the_same_or_is_refused(tmp_path, function, refused, quantized):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x):
+            return x, function(self.conv(x))  # an input is a result, too
+
+    path, images = exported(Net(), tmp_path / "model.onnx", quantized=quantized)
+    if refused:
+        with pytest.raises(ExportError, match=refused):
+            compress.export_litert(path, tmp_path / "model.tflite")
+        return
+    with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
+        wanted = engine.run({"input": images})
+    with compress.build_engine(path, "litert", batch_size=4) as engine:
+        got = engine.run({"input": images})
+        kinds = {layer.kind: layer.precision for layer in engine.runtime_layers()}
+    assert wanted.keys() == got.keys()
+    assert all(decibels(wanted[name], got[name]) > (35 if quantized else 100) for name in wanted)
+    assert kinds["CONV_2D"] == ("i8" if quantized else "f32")
+
+
 def test_two_engines_compute_the_same_integers(tmp_path):
     """ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers."""
     path, images = exported(Residual(), tmp_path / "model.onnx")

@@ -173,6 +173,7 @@ def net_of(forward):
         def __init__(self):
             super().__init__()
             self.conv, self.token = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.randn(1, 1, 8))
+            self.heads = nn.ModuleDict({"class": nn.Conv2d(9, 4, 1)})
 
     Net.forward = forward
     return Net().eval()
@@ -224,7 +225,13 @@ def numbers_of_numpy(self, x):  # as published attention code has them
     return y.clamp(np.float32(-3), np.float16(3)).reshape(len(x), np.prod(y.shape[1:]))[:, : np.int64(40)]
 
 
+def new_tensors_and_words_of_python(self, x):  # as detection heads have them
+    y, grid = self.conv(x), torch.linspace(-1, 1, x.shape[3]).view(1, 1, 1, -1)
+    return {name: head(torch.cat([y, grid.expand(len(x), 1, *y.shape[2:])], 1)) for name, head in self.heads.items()}
+
+
 FORWARDS = [
+    new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
     *(takes_another_way_without_a_tensor, sizes_as_an_array, numbers_of_numpy),
 ]

@@ -56,6 +56,7 @@ class _Traced:
     rule: str
     reason: str
     spec: ActivationSpec
+    signed: bool
 
 
 def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = None) -> Placement:
@@ -94,7 +95,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
         if found.weight is not None:
             weights.setdefault(found.weight.path, found.weight)
         for request in found.tensors:
-            origins, constants = _trace_back(request, table, positive, apart)
+            origins, constants = _trace_back(request, table, positive, apart, computed)
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
@@ -124,15 +125,18 @@ def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: l
 
 
 def _trace_back(
-    request: Request, table: TargetTable, positive: set[Node], apart: Set[Node]
+    request: Request, table: TargetTable, positive: set[Node], apart: Set[Node], computed: Set[Node]
 ) -> tuple[list[tuple[Node, Node]], list[Decision]]:
-    """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
+    """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not).
+
+    `computed` are the nodes that depend on the network's inputs; all others are constants, such as a grid of positions.
+    """
     commutes, joined = _commuting(request, table), table.joined_parts
     origins = _origins(request.tensor, request.consumer, commutes, joined, apart)
     signed = any(origin not in positive for origin, _ in origins)
     if signed and request.layer.kind in table.plain_paths and _takes_joined(request.tensor, commutes):
         origins = [(request.tensor, request.consumer)]
-    elif len(origins) > 1 and any(origin.kind == "constant" for origin, _ in origins):  # which get no pair themselves
+    elif len(origins) > 1 and any(origin not in computed for origin, _ in origins):  # which get no pair themselves
         origins = _origins(request.tensor, request.consumer, commutes, joined, apart | _concats(request.tensor))
     elif len({origin in positive for origin, _ in origins}) > 1:
         if not table.concat_shares:
@@ -149,9 +153,9 @@ def _trace_back(
             reason="a constant of the graph, not an activation",
         )
         for origin, _ in origins
-        if origin.kind == "constant"
+        if origin not in computed
     ]
-    return [pair for pair in origins if pair[0].kind != "constant" and pair[0].floating], constants
+    return [pair for pair in origins if pair[0] in computed and pair[0].floating], constants
 
 
 def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
@@ -168,7 +172,7 @@ def _origins(
     if tensor.kind == "concat" and tensor not in apart:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
     infinite = bool(tensor.tensors) and not math.isfinite(tensor.tensors[0].filling)
-    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not infinite:
+    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not infinite and not tensor.converts:
         return _origins(tensor.tensors[0], tensor, commutes, joined, apart)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):
@@ -177,7 +181,9 @@ def _origins(
 
 
 def _takes_joined(tensor: Node, commutes: frozenset[str], taken: bool = False) -> bool:
-    """True if a tensor is a part of a concat's result, or of one along another axis than the channels."""
+    """True if a tensor is a part of a concat's result, of a roll's, or of a concat along another axis than channels."""
+    if tensor.kind == "roll":  # two parts joined along its axis
+        return True
     if tensor.kind == "concat":
         along = [source.shape[1:2] == (tensor.shape or ())[1:2] for source in tensor.tensors if source.shape]
         return taken or all(along) or any(_takes_joined(source, commutes) for source in tensor.tensors)
@@ -226,6 +232,7 @@ def _share_scale(
             rule=request.rule,
             reason=request.reason + shared + (_OWN_SCALE if apart and origin.kind in TAKES_APART else ""),
             spec=spec,
+            signed=request.signed,
         )
         for origin, consumer in origins
     ]
@@ -252,9 +259,10 @@ def _sites(
         name = quantizer_path(members[0].origin.name)
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
         spec = _common_spec(members).resolved(whole=products)  # clipping outliers costs more
-        signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
+        second, integers = any(item.signed for item in members), spec.kind == "int"
+        signed = second or not positive.issuperset(item.origin for item in members)
         kinds = {item.layer.kind for item in members}
-        shifts = signed and integers and not kinds & table.symmetric
+        shifts = signed and integers and not second and not kinds & table.symmetric
         least = _lowest(members, table, positive, lowest) if shifts else 0.0
         quant_format = QuantFormat(
             num_bits=spec.num_bits,

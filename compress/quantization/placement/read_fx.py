@@ -57,6 +57,9 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
         node.kind = "zero_pad"
     if _is_neutral(source, node):
         node.kind = "identity"
+    node.converts = node.kind == "identity" and any(
+        n.meta.get("dtype", dtype) != dtype for n in source.all_input_nodes[:1]
+    )
     return node
 
 

@@ -28,13 +28,14 @@ _CONSTANT_FACTOR = (
 
 @dataclass(frozen=True)
 class Request:
-    """A tensor that `layer` wants quantized where `consumer` consumes it."""
+    """A tensor that `layer` wants quantized where `consumer` consumes it; with `signed`, as int8 without zero point."""
 
     tensor: Node
     consumer: Node
     layer: Node
     rule: str
     reason: str
+    signed: bool = False
 
 
 @dataclass
@@ -90,8 +91,9 @@ def requests_of(
     if residual:
         _request_residual(found, node, table, settings, depth)
     elif node.kind in table.inputs:
-        for source in _factors(node):
-            found.tensors.append(Request(source, node, node, f"{node.kind} input", table.inputs[node.kind]))
+        for place, source in enumerate(_factors(node)):
+            signed = place == 1 and table.signed_second
+            found.tensors.append(Request(source, node, node, f"{node.kind} input", table.inputs[node.kind], signed))
     if node.kind in table.outputs and (node.kind != "add" or residual):
         _request_output(found, node, table)
     return found
@@ -176,14 +178,24 @@ def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
     end, activated = node, False
     while len(end.consumers) == 1:
         (consumer,) = end.consumers
-        norm = consumer.kind == "batch_norm" and not activated
-        fuses = consumer.kind in table.fuses or consumer.kind in PASSING or norm
+        norm = consumer.kind == "batch_norm" and not activated and _takes_norm(node)
+        fuses = _fuses(consumer, table) or (consumer.kind in PASSING and not consumer.converts) or norm
         if not fuses and not _absorbs_add(node, end, consumer, table):
             break
         end, activated = consumer, activated or consumer.kind in table.fuses
         if end.kind == "add":
             return None
     return end
+
+
+def _takes_norm(node: Node) -> bool:
+    """True if a BatchNorm after a layer is over its channels: that of a linear layer's tokens is over the tokens."""
+    return node.kind != "linear" or len(node.shape or ()) == 2
+
+
+def _fuses(node: Node, table: TargetTable) -> bool:
+    """True if an activation fuses with the layer before it."""
+    return node.kind in table.fuses and (node.kind != "clamp" or node.low == 0.0 or not table.clips_at_zero)
 
 
 def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> bool:

@@ -35,9 +35,11 @@ class TargetTable:
             Runtime's QLinearConcat takes a scale for each input, and a shared one with a sign keeps the activation out
             of the convolution before it. Elsewhere one scale is faster.
         plain_paths: kinds of layer whose signed input is quantized where the layer reads it, if it is a part of a
-            concat's result or of a concat along another axis than the channels: OpenVINO 2026.4 does not carry a zero
-            point through these, and computes the layer in float.
+            concat's result, of a roll's, or of a concat along another axis than the channels: OpenVINO 2026.4 does not
+            carry a zero point through these, and computes the layer in float.
         fuses: activations that an engine computes in the epilogue of the layer before.
+        clips_at_zero: True lets clips of `fuses` fuse only if their lower limit is 0: ONNX Runtime drops a Clip whose
+            limits the integers after it cannot exceed.
         unsigned: True quantizes tensors that are never negative unsigned: twice the resolution, and the x86 kernels
             absorb a ReLU only into a quantizer that cannot hold negative values.
         offset: kinds of layer whose signed activations are stored as unsigned integers around 128, the same grid. ONNX
@@ -48,6 +50,8 @@ class TargetTable:
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
         symmetric: kinds of layer that an engine computes in 8 bits without a zero point only: what they read has none,
             whatever else reads it.
+        signed_second: True stores the second factor of a product of two activations as int8 without a zero point, also
+            if it is never negative: OpenVINO multiplies in float by any other, such as attention weights on the right.
         stays_float: kinds that stay float, each with the reason.
         grouped_float: kinds that stay float where they have groups, each with the reason.
         results: True also quantizes results that the model returns.
@@ -64,10 +68,12 @@ class TargetTable:
     concat_shares: bool = True
     plain_paths: frozenset[str] = frozenset()
     fuses: frozenset[str] = kinds(lambda t: t.clips)
+    clips_at_zero: bool = False
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
     zero_points: frozenset[str] = frozenset()
     symmetric: frozenset[str] = frozenset()
+    signed_second: bool = False
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
     results: bool = False
@@ -118,11 +124,13 @@ TABLES: dict[Target, TargetTable] = {
     "openvino": TargetTable(
         inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits when its input is quantized"),
         residual="both",
+        commutes=kinds(lambda t: t.commutes_with_quantization) - {"repeat"},  # Tile is float
         unsigned=True,
         offset=frozenset({"conv"}),
         plain_paths=frozenset({"conv"}),
         zero_points=frozenset({"conv", "linear"}),
         symmetric=frozenset({"conv_transpose"}),
+        signed_second=True,
         stays_float=_CPU_FLOAT,
         grouped_float={"conv_transpose": "OpenVINO computes transposed convolutions with groups in float"},
     ),
@@ -138,6 +146,7 @@ TABLES: dict[Target, TargetTable] = {
         offset=_FUSED_INTEGERS,
         zero_points=_FUSED_INTEGERS,
         joined_parts=True,
+        clips_at_zero=True,
         concat_shares=False,
         stays_float=_CPU_FLOAT | {"conv_transpose": "ONNX Runtime computes transposed convolutions in float"},
     ),

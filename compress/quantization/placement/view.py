@@ -63,6 +63,7 @@ class Node:
         factor: largest positive constant that a `mul` multiplies by; 0.0 if none.
         axes: of a reduction, counted from the front; None means all, or unknown.
         cast: type of an explicit cast, such as `float32`.
+        converts: True if its result has another type than its input.
         filling: what it pads with; 0.0 if that is taken from the tensor.
     """
 
@@ -83,6 +84,7 @@ class Node:
     low: float = float("-inf")
     mode: str = ""
     cast: str = ""
+    converts: bool = False
     filling: float = 0.0
 
     @property
