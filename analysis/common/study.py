@@ -18,7 +18,7 @@ import numpy as np
 
 Row = dict[str, Any]
 
-PATH_OPTIONS = frozenset({"--out", "--before", "--cache"})
+PATH_OPTIONS = frozenset({"--out", "--before", "--cache", "--peers", "--rows"})
 """Options whose values are paths of one machine. They do not belong to what was measured."""
 
 
@@ -107,6 +107,13 @@ def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file of one JSON object a line; none if it is not there."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [json.loads(line) for line in lines]
+
+
+def append_row(file: Path, row: Row) -> None:
+    """Add a row to a file that several processes write; a row is one write."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(row) + "\n")
 
 
 def listed(row: Row) -> str:

@@ -50,10 +50,11 @@ def ask(network: nn.Module, x: Tensor, target: Target, folder: Path) -> Answer:
     file = compress.export_onnx(qmodel, x, folder / f"{target}.onnx")
     rows = compress.audit_onnx(file).rows
     int8 = tuple(row.name for row in rows if row.int8)
-    return Answer(weighted=len(rows), int8=int8, lost=_lost(file, target, int8, len(x)))
+    return Answer(weighted=len(rows), int8=int8, lost=lost_layers(file, target, int8, len(x)))
 
 
-def _lost(file: Path, target: Target, int8: tuple[str, ...], batch_size: int) -> tuple[str, ...]:
+def lost_layers(file: Path, target: Target, int8: tuple[str, ...], batch_size: int) -> tuple[str, ...]:
+    """Return those of the layers `int8` of a file that the target's engine does not compute in 8 bits."""
     if target == "tensorrt":
         built = build_tensorrt(file, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))
         return lost_in_audit(compress.audit_engine(built.path, onnx=file), int8)

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
-import importlib.util
 import inspect
+import io
+import linecache
 import os
 import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import torch
 from onnx.backend.test.loader import load_model_tests
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import compress
-from analysis.common.study import command_line, gpu_software, listed, study_parser
+from analysis.common.study import (
+    BudgetSpentError,
+    append_row,
+    command_line,
+    gpu_software,
+    listed,
+    read_rows,
+    study_parser,
+    time_limit,
+)
 from compress.files import write_text
 from compress.quantization.spec import Target
 
+Inputs = tuple[Tensor, ...]
+SUITES = (
+    "nncf/tests",
+    "aimet/TrainingExtensions/torch",
+    "TensorRT-Model-Optimizer/tests",
+    "ao/test",
+    "brevitas/tests",
+    "ppq/tests",
+    "micronet/micronet/models",
+    "model_optimization/tests",
+    "model_optimization/tests_pytest",
+    "Torch-Pruning/tests",
+    "Torch-Pruning/reproduce/engine/models",
+)
+"""Folders with suites, the first part of each the name of its checkout."""
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.ClassDef, ast.FunctionDef, ast.Try)
+_GIVES = ("get_args", "get_example_inputs", "get_input", "example_input", "example_inputs")
+_ENDS = (Exception, SystemExit, pytest.skip.Exception)
 TARGETS: tuple[Target, ...] = ("openvino", "onnxruntime", "tensorrt")
 SHAPES = (
     (2, 3, 32, 32),
@@ -38,9 +69,9 @@ SHAPES = (
     (2, 3, 299, 299),
     (2, 10),
     (2, 16),
-    (2, 8, 16),
     (2, 4, 8, 8),
 )
+ROWS = (2, 8, 16)
 _WEIGHTED = {
     "Conv",
     "ConvTranspose",
@@ -76,6 +107,12 @@ SAID = {
 _PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}
 
 
+MOST_PARAMETERS = 100_000_000
+LIMIT_S = 300
+"""Longest time of a model for a target."""
+NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
+
+
 @dataclass(frozen=True)
 class Row:
     """What became of a model for a target; `reason` judges that of a refusal."""
@@ -87,6 +124,11 @@ class Row:
     said: str = ""
     reason: str = ""
 
+    @property
+    def column(self) -> str:
+        """The verdict, or that there was nothing to quantize and that this is right."""
+        return NOTHING if self.reason.startswith(NO_PRODUCT) else self.verdict
+
 
 def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
     """Signal to noise in dB; 100 where they are equal."""
@@ -94,37 +136,100 @@ def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
     return 10 * float(np.log10(max(float((expected**2).sum()), 1e-30) / noise)) if noise else 100.0
 
 
-def modules_of(file: Path) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield networks that are made without arguments, with an input that they take."""
-    parents = [str(parent) for parent in file.resolve().parents[:4]]
-    sys.path[:0] = [parent for parent in parents if parent not in sys.path]  # so that the suite's own imports work
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, kind in inspect.getmembers(module, inspect.isclass):
-        if issubclass(kind, nn.Module) and kind.__module__ == file.stem:
-            found = _made(kind)
+def modules_of(peers: Path, suite: str) -> Iterator[tuple[str, nn.Module, Inputs]]:
+    """Yield the networks of a suite that are made without arguments, each text once, with inputs that they take.
+
+    Args:
+        peers: folder of the checkouts.
+        suite: file or folder in it; the first part of its path is the checkout.
+    """
+    root, seen, names_seen = peers / Path(suite).parts[0], set[str](), Counter[str]()
+    files = [peers / suite] if suite.endswith(".py") else sorted((peers / suite).rglob("*.py"))
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if "Module)" not in text:
+            continue
+        names = namespace_of(file, root, ast.parse(text))
+        for made in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+            made.decorator_list = []
+            if (key := ast.dump(made)) in seen or not made.bases:
+                continue
+            seen.add(key)
+            kind = _class_of(made, names)
+            found = None if kind is None else _made(kind)
             if found is not None:
-                yield name, *found
+                name = f"{file.stem}.{made.name}"
+                names_seen[name] += 1
+                yield f"{name} {names_seen[name]}" if names_seen[name] > 1 else name, *found
 
 
-def _made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor] | None:
+def namespace_of(file: Path, root: Path, tree: ast.Module) -> dict[str, Any]:
+    """Run the definitions of a file one by one; one that needs the suite's own tool is left out, the others stay."""
+    sys.path[:0] = [str(part) for part in (root, root / "src", file.parent) if str(part) not in sys.path]
+    package = ".".join(file.relative_to(root).parent.parts)
+    module = ModuleType(f"{package}.{file.stem}".lstrip("."))
+    names = vars(module) | {"__package__": package, "__file__": str(file)}
+    sys.modules.setdefault(module.__name__, module)
+    for statement in tree.body:
+        if isinstance(statement, _DEFINITIONS):
+            with contextlib.suppress(*_ENDS), contextlib.redirect_stdout(io.StringIO()):
+                linecache.lazycache(str(file), names)
+                exec(compile(ast.Module([statement], []), str(file), "exec"), names)
+    return names
+
+
+def _class_of(definition: ast.ClassDef, names: dict[str, Any]) -> type[nn.Module] | None:
+    """The class of a definition, which a function or another class may hold; None where it needs values of theirs."""
+    own = dict(names)
+    with contextlib.suppress(Exception):
+        exec(compile(ast.Module([definition], []), names["__file__"], "exec"), own)
+        if issubclass(own[definition.name], nn.Module):
+            names.setdefault(definition.name, own[definition.name])
+            return cast(type[nn.Module], own[definition.name])
+    return None
+
+
+def _made(kind: type[nn.Module]) -> tuple[nn.Module, Inputs] | None:
     torch.manual_seed(0)
-    own = [tuple(value) for key, value in vars(kind).items() if key.startswith("INPUT_S") and value]
     try:
         network = kind().eval()
+        count = sum(
+            one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+            for one in inspect.signature(network.forward).parameters.values()
+        )
     except Exception:  # it needs arguments, or other packages: not a network of this study
         return None
-    for shape in [*own, *SHAPES]:
-        x = torch.randn(shape)
-        try:
-            with torch.no_grad():
-                if copy.deepcopy(network)(x) is not None:
-                    return network, x
-        except Exception:  # the shape does not fit: the next
-            continue
+    if sum(one.numel() for one in network.parameters()) > MOST_PARAMETERS:
+        return None
+    for x in _inputs(network, max(count, 1)):
+        with contextlib.suppress(Exception), torch.no_grad():  # the shape does not fit: the next
+            if first_tensor(copy.deepcopy(network)(*x)) is not None:
+                return network, x
     return None
+
+
+def _inputs(network: nn.Module, count: int) -> Iterator[Inputs]:
+    """Yield what the class itself gives as its inputs, then `count` tensors of each shape."""
+    for name in _GIVES:
+        with contextlib.suppress(Exception):
+            given = getattr(network, name)()
+            given = given if isinstance(given, tuple) else (given,)
+            if all(isinstance(one, Tensor) for one in given):
+                yield given
+    own = [tuple(value) for key, value in vars(type(network)).items() if key.startswith("INPUT_S") and value]
+    for shape in [*own, *SHAPES, *_guessed(network), ROWS]:
+        yield tuple(torch.randn(shape) for _ in range(count))
+
+
+def _guessed(network: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes by the channels that the first layer takes."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            return [(2, layer.in_features), (2, 5, layer.in_features)]
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            count = len(layer.kernel_size)
+            return [(2, layer.in_channels, *(side,) * count) for side in (8, 16, 32, 64) if side < 64 or count < 3]
+    return []
 
 
 def first_tensor(output: object) -> Tensor | None:
@@ -135,20 +240,21 @@ def first_tensor(output: object) -> Tensor | None:
     return next((t for value in inner if (t := first_tensor(value)) is not None), None)
 
 
-def judge_network(network: nn.Module, x: Tensor, target: Target, folder: Path) -> tuple[str, str]:
+def judge_network(network: nn.Module, x: Inputs, target: Target, folder: Path) -> tuple[str, str]:
     """Return verdict and text of a torch network."""
     with torch.no_grad():
-        expected = first_tensor(copy.deepcopy(network)(x))
+        expected = first_tensor(copy.deepcopy(network)(*x))
     qmodel = compress.quantize(network, x, [x], spec=compress.QuantSpec(target=target))
     with torch.no_grad():
-        fake = first_tensor(qmodel(x))
+        fake = first_tensor(qmodel(*x))
     if expected is None or fake is None:
         return "passed", "no floating output"
     file = compress.export_onnx(qmodel, x, folder / f"{target}.onnx")
     engine = "openvino" if target == "openvino" else "onnxruntime"
     f32 = "f32" if engine == "openvino" else None
-    with compress.build_engine(file, engine, batch_size=len(x), precision=f32) as built:
-        found = built.run({built.inputs[0].name: x.numpy()})[built.outputs[0].name]
+    with compress.build_engine(file, engine, batch_size=len(x[0]), precision=f32) as built:
+        named = {value.name: one.numpy() for value, one in zip(built.inputs, x, strict=True)}
+        found = built.run(named)[built.outputs[0].name]
     near, same = sqnr(expected.numpy(), fake.numpy()), sqnr(fake.numpy(), found)
     return _verdict(near, same)
 
@@ -158,17 +264,18 @@ def _verdict(near: float, same: float) -> tuple[str, str]:
     return ("wrong" if same < min(SAME_DB, near) else "coarse" if near < NEAR_DB else "passed"), said
 
 
-def reason_of(name: str, said: str, network: object, x: object) -> str:
+def reason_of(name: str, said: str, network: object, x: Any) -> str:
     """Judge the reason of a refusal: that there is nothing to quantize by torch's own count of products."""
-    if "has no layer that can be quantized" in said and isinstance(network, nn.Module):
+    if isinstance(network, nn.Module):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            copy.deepcopy(network)(x)
+            copy.deepcopy(network)(*x)
         if not counter.get_total_flops():
-            return "right: torch counts no product"
+            return f"{NO_PRODUCT}: torch counts none"
     if isinstance(network, Path) and "has no layer that can be quantized" in said:
         made = {node.op_type for node in onnx.load(network).graph.node}
-        return "not read" if made & _PRODUCTS else "right: the file has no convolution or product of its own"
-    return next((reason for part, reason in (READ | SAID).items() if part == name or part in said), "not read")
+        return "not read" if made & _PRODUCTS else f"{NO_PRODUCT}: none of its own in the file"
+    own = name.rpartition(".")[2].partition(" ")[0]
+    return next((reason for part, reason in (READ | SAID).items() if part in (own, name) or part in said), "not read")
 
 
 def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
@@ -205,72 +312,75 @@ def _run(file: Path, x: np.ndarray) -> np.ndarray:
 def main() -> None:
     """Run the study from the command line."""
     parser = study_parser(__doc__, out="results")
-    parser.add_argument("--modules", nargs="+", type=Path, default=[], help="Python files of suites")
+    parser.add_argument("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests")
+    parser.add_argument("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers")
     parser.add_argument("--onnx-tests", action="store_true")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--rows", type=Path, default=Path("runs/peers_suites.jsonl"), help="goes on from these rows")
     o = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = []
-    for suite, name, judge, given in _work(o.modules, o.onnx_tests):
+    rows = [Row(**row) for row in read_rows(o.rows)]
+    done = {(row.suite, row.model, row.target) for row in rows}
+    for suite, name, judge, given in _work(o.peers or Path(), o.suites if o.peers else [], o.onnx_tests):
         for target in o.targets:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    verdict, said = judge(*given, target, Path(folder))
-                except compress.CompressError as error:
-                    verdict, said = "refused", str(error)
-                except Exception as error:  # a row of the table
-                    verdict, said = "failed", f"{type(error).__name__}: {error}"
-            reason = reason_of(name, said, *given) if verdict == "refused" else ""
-            said = " ".join(_without(said, [*o.modules, Path(folder) / "x"]).split())[:200]
-            rows.append(Row(suite, name, target, verdict, said, reason))
-            print(*vars(rows[-1]).values(), sep=" | ", flush=True)
-    command = command_line([Path(word).name if "/" in word else word for word in sys.argv[1:]])
-    write_text(o.out / "peers_suites.md", page(rows, command))
+            if (suite, name, target) not in done:
+                rows.append(_row((suite, name, target), judge, given, o.peers))
+                append_row(o.rows, asdict(rows[-1]))
+                print(*vars(rows[-1]).values(), sep=" | ", flush=True)
+    write_text(o.out / "peers_suites.md", page(rows, command_line()))
 
 
-def _without(text: str, files: list[Path]) -> str:
-    """Take the folders of files out of a text: they are of one machine."""
-    for file in files:
-        text = text.replace(f"{file.parent}/", "")
-    return text
+def _row(
+    key: tuple[str, str, Target], judge: Callable[..., tuple[str, str]], given: tuple[Any, ...], peers: Path | None
+) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with time_limit(LIMIT_S):
+                verdict, said = judge(*given, key[2], Path(folder))
+        except BudgetSpentError:
+            verdict, said = "failed", f"not done in {LIMIT_S} s"
+        except compress.CompressError as error:
+            verdict, said = "refused", str(error)
+        except Exception as error:  # a row of the table
+            verdict, said = "failed", f"{type(error).__name__}: {error}"
+        for place in filter(None, (folder, peers)):  # they are of one machine
+            said = said.replace(f"{place}/", "")
+    reason = reason_of(key[1], said, *given) if verdict == "refused" else ""
+    return Row(*key, verdict, " ".join(said.split())[:200], reason)
 
 
 def _work(
-    files: list[Path], onnx_tests: bool
+    peers: Path, suites: list[str], onnx_tests: bool
 ) -> Iterator[tuple[str, str, Callable[..., tuple[str, str]], tuple[Any, ...]]]:
     """Yield suite, model, what judges it, and what that is given."""
-    for file in files:
-        try:
-            for name, network, x in modules_of(file):
-                yield file.stem, name, judge_network, (network, x)
-        except Exception as error:  # a suite that needs its own tool
-            print(f"{file.name} is left out: {error}", flush=True)
+    for suite in suites:
+        for name, network, x in modules_of(peers, suite):
+            yield Path(suite).parts[0], name, judge_network, (network, x)
     for name, model, inputs in onnx_cases() if onnx_tests else ():
         yield "onnx", name, judge_file, (model, inputs)
 
 
 def page(rows: list[Row], command: str) -> str:
-    """The table of counts, and a row for each model that did not pass on all targets."""
+    """The table of counts, and a row for each model that did not pass on all targets and has something to quantize."""
     lines = [
         "# Models of other tools' test suites",
         "",
         f"`{command}`; {listed(gpu_software('onnx', 'onnxruntime', 'openvino'))}; a CPU with {os.cpu_count()} cores.",
         "",
     ]
-    verdicts = ("passed", "coarse", "refused", "wrong", "failed")
+    verdicts = ("passed", "coarse", NOTHING, "refused", "wrong", "failed")
     lines += ["| suite | target | " + " | ".join(verdicts) + " |", "|---|---|" + "---:|" * len(verdicts)]
     for suite, target in dict.fromkeys((row.suite, row.target) for row in rows):
-        count = Counter(row.verdict for row in rows if (row.suite, row.target) == (suite, target))
+        count = Counter(row.column for row in rows if (row.suite, row.target) == (suite, target))
         lines.append(f"| {suite} | {target} | " + " | ".join(str(count[v]) for v in verdicts) + " |")
-    lines += ["", "| suite | model | targets | verdict | reason | said |", "|---|---|---|---|---|---|"]
-    alike: dict[tuple[str, ...], list[str]] = {}
+    lines += ["", "| suite | models | targets | verdict | reason | said |", "|---|---|---|---|---|---|"]
+    alike: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        if row.verdict != "passed":
-            alike.setdefault((row.suite, row.model, row.verdict, row.reason, row.said), []).append(row.target)
-    lines += [
-        f"| {suite} | {model} | {', '.join(targets)} | {verdict} | {reason} | {said.replace('|', '/')} |"
-        for (suite, model, verdict, reason, said), targets in alike.items()
-    ]
+        if row.column not in ("passed", NOTHING):
+            alike.setdefault((row.suite, row.verdict, row.reason, row.said.replace("|", "/")), []).append(row)
+    for (suite, verdict, reason, said), same in alike.items():
+        models, targets = (", ".join(dict.fromkeys(x)) for x in ([r.model for r in same], [r.target for r in same]))
+        lines.append(f"| {suite} | {models} | {targets} | {verdict} | {reason} | {said} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from analysis.common.study import read_rows
+from analysis.common.study import append_row, read_rows
 from analysis.random_networks import check
 from analysis.random_networks.check import TARGETS, failure_of, shrunk
 from analysis.random_networks.network import OPERATIONS, steps_of
@@ -35,13 +34,6 @@ def row_of(seed: int, export_every: int) -> dict[str, Any]:
     return row | {"cpu_s": round(time.process_time() - began, 2)}
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a file that several processes write; a row is one write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
 def left(path: Path, seeds: range) -> list[int]:
     """Return the seeds that have no row yet."""
     done = {row.get("seed") for row in read_rows(path)}
@@ -54,7 +46,7 @@ def try_all(path: Path, seeds: range, export_every: int, end: float) -> None:
     for seed in left(path, seeds):
         if time.time() > end:
             return
-        append(path, row_of(seed, export_every))
+        append_row(path, row_of(seed, export_every))
 
 
 def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int) -> None:
@@ -79,7 +71,7 @@ def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int
                 target = TARGETS[seed % len(TARGETS)]
                 reason = f"the process ended with status {process.exitcode}"
                 steps = [[step.name, step.seed] for step in steps_of(seed)]
-                append(path, {"seed": seed, "target": target, "exported": True, "reason": reason, "steps": steps})
+                append_row(path, {"seed": seed, "target": target, "exported": True, "reason": reason, "steps": steps})
                 running[share] = started(share)
 
 
@@ -100,7 +92,7 @@ def main() -> None:
         "onnxruntime": onnxruntime.__version__,
         "python": platform.python_version(),
     }
-    append(options.rows, about)
+    append_row(options.rows, about)
     seeds, end = range(options.seed, options.seed + options.count), time.time() + options.seconds
     supervise(options.rows, seeds, options.export_every, end, options.jobs)
     rows = [row for row in read_rows(options.rows) if row.get("seed") in seeds]

@@ -153,10 +153,16 @@ def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
         nodes.append(after)
     for wanted in ("Mul", "Add"):
         after = index.alone(nodes[-1].output[0])
-        if after is None or after.op_type != wanted or index.fixed.isdisjoint(after.input):
+        if after is None or after.op_type != wanted or not any(_of_last_axis(index, name) for name in after.input):
             break
         nodes.append(after)
     return Compound(kind="layer_norm", nodes=tuple(nodes), input=x)
+
+
+def _of_last_axis(index: Index, name: str) -> bool:
+    """Whether a tensor is a constant of one number, or has one for each place of the last axis."""
+    value = index.value(name) if name in index.unchanging else None
+    return value is not None and value.size in (1, *value.shape[-1:])
 
 
 _FINDERS: dict[str, Finder] = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import compress
+from analysis.random_networks.graphs import SHAPE, Graph
 from compress.errors import CalibrationError, QuantizationError
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.spec import TARGETS
@@ -18,7 +19,6 @@ from tests.exact import open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq import files
 from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, weights
-from tests.onnx_ptq.random_graphs import SHAPE, Graph
 
 RARELY = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 
@@ -72,7 +72,7 @@ def test_random_graphs_are_near_float_or_say_where_most_is_lost(tmp_path_factory
 def test_random_graphs_in_int8_and_half_are_as_near_as_in_int8(tmp_path_factory, seed, opset, target):
     folder = tmp_path_factory.mktemp("graph")
     graph = Graph(seed, opset)
-    graph.pool.append(graph.op_depthwise("x"))
+    graph.weighted()
     path = saved(graph.model(25), folder / "float.onnx")
     x = np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
     made = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import numpy as np
 import onnx
@@ -13,8 +12,9 @@ from onnx import helper
 from torch import nn
 
 import compress
-from analysis.random_networks.check import inputs
-from analysis.random_networks.network import TABLES, Network, Step
+from analysis.random_networks import readers
+from analysis.random_networks.check import TARGETS as RANDOM_TARGETS
+from analysis.random_networks.network import TABLES, Step
 from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.errors import ModelError
 from compress.onnx_ptq import passes
@@ -322,42 +322,20 @@ def test_quantizers_of_our_own_float_export(exported, tmp_path):
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
 
-FLOAT_IN_TORCH = {"hook after", "hook before"}
-"""A layer with hooks stays float and says so."""
-OTHERWISE_WRITTEN = {
-    "shared bn": "a BatchNorm that is called twice stays, and a file holds two",
-    "in place": "SiLU in place is not looked for",
-    "list of branches": "of two branches of one length, the other is the identity",
-    "conv of circles": "the exporter writes slices, which share the scale of the image that they are of",
-}
-"""Operations that an older exporter's file spells with others, or that it does not write."""
-LAYERS_ALIKE = [name for name in TABLES[0] if name not in FLOAT_IN_TORCH | OTHERWISE_WRITTEN.keys()]
+LAYERS_ALIKE = [name for name in TABLES[0] if name not in readers.OTHERWISE_WRITTEN]
 
 
-@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
-@pytest.mark.parametrize("first", range(0, 48, 12))
-def test_random_networks_get_the_same_quantizers_through_both_readers(tmp_path, first, target):
-    """Each layer of the random networks between two convolutions, as a module and as the file of that module."""
-    x, spec = inputs(), QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
-    differ = []
-    for name in LAYERS_ALIKE[first : first + 12]:
-        model = Network((Step("conv bn relu", 1), Step(name, 2), Step("conv", 3))).eval()
-        file = tmp_path / "float.onnx"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                torch.onnx.export(model, (x,), str(file), dynamo=False, opset_version=17)
-            except torch.onnx.OnnxExporterError:
-                continue  # it loses the size of what it pads
-        result = quantize_onnx_file(file, [x], spec=spec, out=tmp_path / "int8.onnx")
-        (ours, our_weights), (theirs, their_weights) = (
-            quantizers(one.placement, report.amax)
-            for qmodel in [compress.quantize(model, x, [x], spec=spec)]
-            for one, report in ((qmodel, qmodel.report.calibration), (result, result.calibration))
-        )
-        same = [key for key, _ in ours] == [key for key, _ in theirs] and np.allclose(
-            [scale for _, scale in ours], [scale for _, scale in theirs], rtol=1e-3
-        )
-        if not same or {str(f) for f, _ in our_weights} != {str(f) for f, _ in their_weights}:
-            differ.append(name)
-    assert not differ
+@pytest.mark.parametrize("first", range(0, len(LAYERS_ALIKE), 9))
+def test_random_networks_are_the_same_through_both_readers(tmp_path, first):
+    """Quantizers, results and INT8 layers of a module and of its file: each layer between two convolutions."""
+    differ = {}
+    for i, name in enumerate(LAYERS_ALIKE[first : first + 9], first):
+        steps, target = (Step("conv bn relu", 1), Step(name, 2), Step("conv", 3)), RANDOM_TARGETS[i % 3]
+        depth = "quantizers" if i > first else "results" if target == "tensorrt" else "engine"
+        differ[name] = readers.of_network(steps, target, tmp_path, depth=depth)
+    assert not any(differ.values()), differ
+
+
+@pytest.mark.parametrize("seed", [8, 36])  # 36: a written LayerNorm times one number
+def test_random_graphs_are_the_same_through_both_readers(tmp_path, seed):
+    assert not readers.of_graph(seed, RANDOM_TARGETS[seed % 3], tmp_path, depth="quantizers")

@@ -181,7 +181,8 @@ def plain_layer_norm(b: Builder, found: Compound) -> bool:
 def _layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, epsilon: float) -> nn.LayerNorm:
     module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
     if weight is not None:
-        _filled(module, weight.reshape(shape), None if bias is None else bias.reshape(shape))
+        given = [part.reshape(part.shape[-len(shape) :]).expand(shape) for part in (weight, bias) if part is not None]
+        _filled(module, given[0], given[1] if len(given) > 1 else None)
     return module
 
 

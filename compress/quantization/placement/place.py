@@ -40,6 +40,9 @@ _REFUSALS = {
     "last convolution of a head",
     "float on the engine",
     "conv_transpose stays float",
+    "attention stays float",
+    "window_attention stays float",
+    "einsum stays float",
 }
 _APART = "the recipe gives its inputs scales of their own"
 _OF_CONSTANTS = "it computes with constants and sizes alone, once for all images"

@@ -271,6 +271,17 @@ def hooked(layer):
     return layer
 
 
+class Unbatched(nn.Module):
+    """Attention over rows without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
 def test_what_cannot_gain_is_refused_with_the_first_reasons():
     pools = nn.Sequential(nn.AvgPool2d(2), nn.ReLU())
     with pytest.raises(QuantizationError, match="no layer that can be quantized.*inspect model"):
@@ -281,6 +292,8 @@ def test_what_cannot_gain_is_refused_with_the_first_reasons():
     with pytest.raises(QuantizationError, match="no layer that can be quantized") as error:
         placement(four, shape=(2, 2, 5))
     assert str(error.value).count("has hooks") == 3
+    with pytest.raises(QuantizationError, match="attention: one opaque attention"):
+        placement(Unbatched(), shape=(5, 4))
     with pytest.raises(QuantizationError, match="quantized already"):
         place(read_fx(insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))), QuantSpec())
 
