@@ -384,6 +384,35 @@ def _computes_with_sizes(nodes: Sequence[onnx.NodeProto]) -> bool:
     )
 
 
+def signs_apart(proto: onnx.ModelProto) -> int:
+    """Give the other consumers of a signed tensor that transposed convolutions read an unsigned pair of equal values.
+
+    The plugin computes a transposed convolution in 8 bits without a zero point only, and on processors without AMX a
+    convolution of unsigned integers only. Of two readers of one pair, one would be float there.
+    """
+    view = OnnxGraph(proto.graph)
+
+    def two(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        pair = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        zero = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
+        readers = view.consumers.get(node.output[0], [])
+        others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
+        if pair is None or zero is None or zero.dtype != np.int8 or zero.any() or len(others) in {0, len(readers)}:
+            return None
+        q, result = (view.free(added_tensor(name, "unsigned")) for name in (node.input[0], node.output[0]))
+        middle = view.add_constant(added_constant(result, "zero_point"), np.full(zero.shape, 128, np.uint8))
+        for reader in others:
+            consumed_as(reader, node.output[0], result)
+        names = [added_tensor(one.name, "unsigned") for one in (pair, node)]
+        return [
+            node,
+            helper.make_node("QuantizeLinear", [*pair.input[:2], middle], [q], name=names[0]),
+            helper.make_node("DequantizeLinear", [q, node.input[1], middle], [result], name=names[1]),
+        ]
+
+    return view.rewrite(two)
+
+
 _ZERO = np.zeros((), np.uint8)
 
 

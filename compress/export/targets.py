@@ -17,6 +17,7 @@ from compress.export.openvino import (
     float_averages,
     joins_apart,
     products_apart,
+    signs_apart,
     strides_kept,
     zero_points_into_biases,
 )
@@ -49,6 +50,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
 def finish_for(proto: onnx.ModelProto, target: str) -> None:
     """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied."""
     if target == "openvino":
+        signs_apart(proto)
         zero_points_into_biases(proto)
         batches_kept(proto)
         biases_apart(proto)
