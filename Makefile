@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # Where the environment forbids bytecode, each process would compile torch anew: two thirds of the time to import it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check package notebooks course docs lint types install clean
+.PHONY: help demo test release check package notebooks course docs lint types install clean
 
 help:           ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -14,9 +14,14 @@ help:           ## what this file can do
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
 
-# loadfile: a process runs a file whole, so that what its tests share is made once
-test: install   ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+# loadfile: a process runs a file whole, so that what its tests share is made once; the longest come first (conftest.py)
+TESTS := -n 2 --dist loadfile --no-loadscope-reorder
+
+test: install   ## the test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m "not release" --durations 15
+
+release: install  ## the tests of `make test`, and their further cases: networks, recipes and faults of the same kind
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --durations 15
 
 # Tests of the same name as a changed file, or of its room; SINCE names the branch to compare with.
 SINCE ?= main

@@ -15,6 +15,15 @@ import pytest
 NETWORK, FILES = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "docs/api.md").read_text(), re.DOTALL)[:2]
 
 
+FIRST = ("tests/pipeline", "tests/engines", "tests/report", "tests/qat_fusion", "tests/cli", "tests/export")
+"""Rooms whose files take longest: two processes end together where the last files are short ones."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest files run first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
 def pytest_collection_finish() -> None:
     """Leave out of garbage collection what the modules of all tests hold, and collect the rest less often."""
     gc.collect()

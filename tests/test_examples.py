@@ -13,6 +13,7 @@ import torch
 
 import compress
 from tests.exact import open_session
+from tests.further import further
 from tests.networks import tiny
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -34,7 +35,10 @@ def made_by(name, monkeypatch, tmp_path, /, **arguments):
     return Path(importlib.import_module(name).main(**FEW, **arguments))
 
 
-@pytest.mark.parametrize("name", ["own_loop", "lightning_qat", "accelerate_loop", "onnx_in", "ddp"])
+LOOPS = ("own_loop", "lightning_qat", "accelerate_loop", "onnx_in", "ddp")
+
+
+@pytest.mark.parametrize("name", further(LOOPS, ["own_loop", "onnx_in"]))
 def test_an_example_makes_a_file_that_runs(name, monkeypatch, tmp_path):
     if name == "ddp":  # as torchrun sets it, for one process
         for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():

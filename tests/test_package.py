@@ -73,21 +73,6 @@ def test_every_public_function_and_class_says_what_it_does():
             assert getattr(compress, name).__doc__, name
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def test_readme_lines_run(tmp_path, monkeypatch):
-    """The library examples, in order, in one namespace and an empty folder, exactly as they stand."""
-    monkeypatch.chdir(tmp_path)
-    blocks = python_blocks()
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert (tmp_path / "model.onnx").stat().st_size > 0
-
-
 def test_every_hint_to_install_names_this_distribution():
     """`compress` in the registry is another project: nobody may be sent there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

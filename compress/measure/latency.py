@@ -353,7 +353,6 @@ def _timed_run(engine: Engine, inputs: Mapping[str, NDArray[np.generic]]) -> flo
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -17,6 +17,7 @@ from analysis.random_networks import check
 from analysis.random_networks.check import TARGETS, failure_of
 from analysis.random_networks.network import OPERATIONS, Step, steps_of
 from analysis.text.lines import HEIGHT, WIDTH, decode, lines
+from tests.further import further
 
 ANALYSIS = Path(__file__).parents[2] / "analysis"
 OPTIONAL = {"fvcore", "nncf", "modelopt", "pytorch_quantization", "timm", "triton", "tensorrt_rtx", "cosmic_ray"}
@@ -119,7 +120,7 @@ def test_the_engine_computes_what_the_audit_says(name, target, tmp_path):
 # Random networks keep their results through quantization and export, by the float network and ONNX Runtime.
 
 
-@pytest.mark.parametrize("first", range(0, 150, 25))
+@pytest.mark.parametrize("first", further(range(0, 150, 25), [0, 25]))
 def test_random_networks_keep_their_results(first):
     failures = {
         seed: (failure, steps_of(seed))

@@ -27,6 +27,7 @@ from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization.spec import TARGETS
 from tests.exact import open_session
+from tests.further import further
 from tests.networks import TinyResNet, network
 
 X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -207,7 +208,7 @@ ARCHITECTURES = {  # every kind of block of the network, few of each
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", further(ARCHITECTURES, ["mobilenet_v2"]))
 def test_other_architectures(name, tmp_path):
     model, x = ARCHITECTURES[name]().eval(), torch.randn(2, 3, 32, 32)
     qmodel = quantize(model, x, [x], spec=QuantSpec(activations=MAX))

@@ -13,6 +13,7 @@ from compress import export_onnx
 from compress.detection.detectors import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
+from tests.further import further
 from tests.tiny_detectors import FAMILIES, SIZE
 
 CLASSES = 3
@@ -56,7 +57,7 @@ def found(engine, pictures):
 
 
 @pytest.mark.parametrize("engine_name", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", further(FAMILIES, ["ssd"]))
 def test_boxes_are_those_of_torchvisions_decoding(name, engine_name):
     made, network, pictures = detector(name)
     precision = "f32" if engine_name == "openvino" else None

@@ -24,6 +24,7 @@ from compress.quantization.spec import TARGETS
 from examples.yolo import Yolo
 from tests.exact import open_session
 from tests.families import FAMILIES
+from tests.further import further
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export, model_of, run, sqnr, weights
 
@@ -297,7 +298,7 @@ def assert_same(qmodel, result):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "target"), SAME_CASES)
+@pytest.mark.parametrize(("name", "target"), further(SAME_CASES, SAME_CASES[::2]))
 def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, target):
     (model, file), data = exported(name), data_of(name)
     spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
@@ -325,7 +326,7 @@ def test_quantizers_of_our_own_float_export(exported, tmp_path):
 LAYERS_ALIKE = [name for name in TABLES[0] if name not in readers.OTHERWISE_WRITTEN]
 
 
-@pytest.mark.parametrize("first", range(0, len(LAYERS_ALIKE), 9))
+@pytest.mark.parametrize("first", further(range(0, len(LAYERS_ALIKE), 9), [0, 18]))
 def test_random_networks_are_the_same_through_both_readers(tmp_path, first):
     """Quantizers, results and INT8 layers of a module and of its file: each layer between two convolutions."""
     differ = {}

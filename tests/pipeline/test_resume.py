@@ -14,6 +14,7 @@ from torch import nn
 from compress import run
 from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
+from tests.further import further
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 
 MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("top-1: torch", 1)]
@@ -73,6 +74,7 @@ def recipe(tmp_path_factory):
     )
 
 
+@pytest.mark.release
 def test_a_run_that_is_stopped_again_and_again_tells_what_an_undisturbed_one_tells(recipe, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(recipe, "qat", whole, device="cpu")
@@ -121,7 +123,7 @@ def clock_goes_back(folder, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9 - 3600 * next(hours))
 
 
-@pytest.mark.parametrize(("kind", "share"), [("dies", 0.3), ("full", 0.2)])
+@pytest.mark.parametrize(("kind", "share"), further([("dies", 0.3), ("full", 0.2)], [("dies", 0.3)]))
 def test_a_run_goes_on_after_a_fault(whole, tmp_path, monkeypatch, kind, share):
     seen, expected = whole
     points = [point for point in seen if happens(kind, point.operation)]

@@ -80,10 +80,7 @@ def _labels_off_the_axes(figure):
     ("device", "precision"),
     [
         ("t4", "fp32"),
-        ("a100", "int8"),
-        ("l40s", "fp16"),
         ("rtx4090", "int8-2:4"),
-        ("h200", "int8"),
         ("orin-nano", "fp16"),
     ],
 )

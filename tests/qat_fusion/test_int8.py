@@ -10,6 +10,7 @@ from tests.kernels.interpreter import interpreted
 from tests.qat_fusion.interpreted_int8 import close, gradients, made
 
 
+@pytest.mark.release
 def test_in_the_interpreter_it_trains_as_the_plain_path_does():
     assert "1 network, 1 compiled, 1 with BatchNorm" in interpreted("tests.qat_fusion.interpreted_int8")
 

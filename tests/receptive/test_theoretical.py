@@ -25,6 +25,7 @@ from compress.receptive.fields import (
     transposed,
     unite,
 )
+from tests.further import further
 from tests.receptive.support import support, supports, torchvision_model, without_chance
 
 
@@ -475,7 +476,7 @@ def test_published_sizes(name):
     assert row.effective_stride == (32, 32)
 
 
-@pytest.mark.parametrize(("name", "path", "size"), FAMILIES, ids=[f[0] for f in FAMILIES])
+@pytest.mark.parametrize(("name", "path", "size"), further(FAMILIES, FAMILIES[::3]), ids=[f[0] for f in FAMILIES])
 def test_intervals_equal_the_support_of_the_gradient(name, path, size):
     row = receptive_field(torchvision_model(name), torch.zeros(1, 3, *size)).row(path)
     height, width = row.units

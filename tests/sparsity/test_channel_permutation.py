@@ -18,6 +18,7 @@ from compress.sparsity import channel_permutation
 from compress.sparsity.channel_permutation import kept_by_order, permute_channels, search_permutation
 from compress.sparsity.parametrization import kept_magnitude, masked_layers, nm_mask
 from compress.sparsity.spec import SparsityRule
+from tests.further import further
 from tests.sparsity.nets import QUICK, batch, permuted, small
 
 
@@ -450,7 +451,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", further(FAMILIES, ["alexnet", "resnet18", "mobilenet_v2", "shufflenet_v2", "convnext"])
+)
 def test_families_of_torchvision(family):
     make, size = FAMILIES[family]
     report = permuted(make(), torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(3)))

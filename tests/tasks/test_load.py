@@ -167,6 +167,7 @@ def train_own(folder, progress, *, resume):
     return model.state_dict(), report
 
 
+@pytest.mark.release
 def test_the_users_own_file_goes_on_after_kill_9_to_the_bit(tmp_path):
     whole, expected = train_own(None, NoProgress(), resume=False)
     steps = expected.history[-1].step

@@ -79,6 +79,7 @@ print(sorted((name, kernel.cache_key) for name, kernel in kernels.items()))
 """
 
 
+@pytest.mark.release
 def test_the_cache_finds_a_kernel_whichever_was_asked_for_before():
     pytest.importorskip("triton")
     found = [

@@ -33,6 +33,7 @@ from compress.engines.tensorrt.options import TensorRTOptions, parse_options
 from compress.errors import EngineError, EngineUnavailableError
 from compress.support.progress import NoProgress
 from tests.engines.tensorrt.files import KINDS, network, unsupported, write_all
+from tests.further import further
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
 
@@ -53,7 +54,7 @@ def layers(log, kind):
     return [re.findall(r"Datatype: (\w+)", line.split("Constants:")[0]) for line in lines]
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+@pytest.mark.parametrize("sm", further([80, 86, 89, 120], [89, 120]))
 def test_every_kind_builds_for_every_gpu(files, tmp_path, sm):
     for kind in KINDS:
         made = build_tensorrt(files[kind], options=TensorRTOptions(sms=(sm,)), out=tmp_path / f"{kind}.engine")

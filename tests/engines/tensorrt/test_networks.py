@@ -26,6 +26,7 @@ from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
 from compress.recipe.files import recipe_names
 from compress.sparsity.parametrization import nm_mask
+from tests.further import further
 from tests.networks import TinyResNet
 
 SMS = (80, 120)  # test_build.py builds for every GPU
@@ -150,7 +151,8 @@ def check_traced(path, audit, nodes):
 
 
 @pytest.mark.parametrize(
-    ("network", "precision"), [(resnet, "fp32"), (vit, "fp32"), *((network, "fp16") for network in NETWORKS)]
+    ("network", "precision"),
+    further([(resnet, "fp32"), (vit, "fp32"), *((n, "fp16") for n in NETWORKS)], [(resnet, "fp32"), (vit, "fp16")]),
 )
 def test_float(network, precision, tmp_path):
     model, x = made(network)
@@ -163,7 +165,7 @@ def test_float(network, precision, tmp_path):
     assert quantized_in(path)[1] <= nodes.keys()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", further(NETWORKS, [resnet, mobilenet, vit]))
 def test_int8_and_two_of_four(network, tmp_path):
     model, x = made(network)
     count = prune(model)
@@ -199,7 +201,7 @@ def distinct_recipes():
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", distinct_recipes())
+@pytest.mark.parametrize("name", further(distinct_recipes(), ["resnet50", "resnet50-sparse"]))
 def test_recipes(name, tmp_path):
     """The Q/DQ of every shipped classifier, for TensorRT: calibrators, rules and masks; another target is refused."""
     recipe = load_recipe(name)

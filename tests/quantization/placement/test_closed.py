@@ -8,6 +8,7 @@ from torch import nn
 
 import compress
 from tests.exact import open_session
+from tests.further import further
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -115,8 +116,12 @@ def test_onnx_runtime_computes_the_convolution_before_a_skip_in_integers(tmp_pat
     assert kinds.count("QLinearConv") == 3 and not {"Conv", "FusedConv"}.intersection(kinds)
 
 
-@pytest.mark.parametrize("bias", [-float("inf"), -1e9])
-@pytest.mark.parametrize("source", ["torch", "file"])
+@pytest.mark.parametrize(
+    ("bias", "source"),
+    further(
+        [(b, s) for b in (-float("inf"), -1e9) for s in ("torch", "file")], [(-float("inf"), "torch"), (-1e9, "file")]
+    ),
+)
 def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, source, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
