@@ -211,29 +211,34 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
     counts: list[int] = []
     above = {_identity(folder), *(_identity(folder / label) for label in labels)}
     for label in labels:
-        found = sorted(
-            os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 (a Path for each is ten times slower)
-            for parent, names in _walk(folder / label, above)
-            for name in names
-            if name.lower().endswith(EXTENSIONS) and name[0] != "."
-        )
+        found = _files_of(folder / label, above)
         if not found:
             raise DataError(f"the class folder {folder / label} holds no images ({', '.join(EXTENSIONS)})")
-        files += map(os.fsencode, found)
+        files += [os.fsencode(os.path.join(label, name)) for name in found]  # noqa: PTH118 (as in _files_of)
         counts.append(len(found))
     return np.array(files), torch.repeat_interleave(torch.arange(len(labels)), torch.tensor(counts))
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The image files of a folder, to any depth, sorted.
+    """The image files of a folder, to any depth, sorted; links are followed.
 
     Raises:
         DataError: there is none.
     """
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
+    found = [folder / name for name in _files_of(folder, set())] if folder.is_dir() else []
     if not found:
         raise DataError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
     return found
+
+
+def _files_of(folder: Path, above: set[tuple[int, int]]) -> list[str]:
+    """The image files of a folder relative to it, sorted; links to folders `above` it are not followed."""
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 (a Path for each is ten times slower)
+        for parent, names in _walk(folder, above)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and name[0] != "."
+    )
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:

@@ -57,11 +57,12 @@ class DataSpec:
         image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks`,
             `voc`, `coco` and functions.
         batch_size: images of one step over all processes together (the global batch).
-        workers: loader processes of `folder`, `masks`, `voc` and `coco`; None = one per core and process, 8 at most.
-        decode: what decodes the JPEG files of `folder` for a GPU: the `cpu`, in the loader processes, or the `gpu`
-            itself (nvJPEG), which also cuts and resizes them; other formats, grey and CMYK stay with the CPU. Pixels of
-            the two differ by a few grey levels; order and random parts are the same. Without effect where a CPU
-            computes.
+        workers: loader processes of `folder`, `images`, `masks`, `voc` and `coco`; None = one per core and process, 8
+            at most.
+        decode: what decodes the JPEG files of `folder` and `images` for a GPU: the `cpu`, in the loader processes, or
+            the `gpu` itself (nvJPEG), which also cuts and resizes them; other formats, grey and CMYK stay with the CPU.
+            Pixels of the two differ by a few grey levels; order and random parts are the same. Without effect where a
+            CPU computes.
         on_error: `raise` names an unreadable image, or one whose annotation is wrong, and stops; `skip` leaves it out
             and counts it.
         max_pixels: largest image file that is decoded, width times height; one that says it has more cannot be read. It
@@ -81,11 +82,13 @@ class DataSpec:
         seed: seed of everything random in the data: shuffling, augmentation, drawing.
         mean, std: normalization per channel in [0, 1] units; None = the data set's own. The data of a function may have
             any number of channels.
-        crop_ratio: `folder` evaluation: image_size over the side that images are resized to before the centre crop.
-        resize: `folder` evaluation: `crop` scales an image until it covers the input and takes the centre, `squash`
-            scales both sides to the input, `pad` keeps all of the image and its shape, with black borders.
-        interpolation: how `folder` resizes images, in training and in evaluation: `bilinear`, or `bicubic`, with which
-            EfficientNets and most networks of timm were trained (0.6 points of EfficientNet-Lite0's top-1).
+        crop_ratio: evaluation of `folder` and `images`: image_size over the side that images are resized to before the
+            centre crop.
+        resize: evaluation of `folder` and `images`: `crop` scales an image until it covers the input and takes the
+            centre, `squash` scales both sides to the input, `pad` keeps all of the image and its shape, with black
+            borders.
+        interpolation: how `folder` and `images` are resized, in training and in evaluation: `bilinear`, or `bicubic`,
+            with which EfficientNets and most networks of timm were trained (0.6 points of EfficientNet-Lite0's top-1).
 
     Examples:
         >>> data = compress.load_data(compress.DataSpec(name="digits", image_size=16))
