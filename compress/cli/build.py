@@ -74,9 +74,20 @@ def build_recipe(
     """Build the engine of a recipe's network, or print its commands."""
     parsed = load_recipe(recipe, set_ or ())
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
-    if not commands:
-        check_builder(engine, options)  # before a run that may be missing is made
+    if not commands:  # before a run that may be missing is made
+        check_builder(engine, options)
+        _check_target(parsed, variant)
     _build(exported_file(recipe, parsed, variant, engine), engine, options, out=out, commands=commands, as_json=as_json)
+
+
+def _check_target(recipe: Recipe, variant: str) -> None:
+    """Refuse a recipe whose INT8 files TensorRT cannot build."""
+    spec = recipe.quantization
+    if spec is not None and "tensorrt" not in spec.targets and variant not in {"float", "sparse"}:
+        raise RecipeError(
+            f"quantization.target is {', '.join(spec.targets)}, whose INT8 files hold unsigned integers or offsets: "
+            "TensorRT takes none: --set quantization.target=tensorrt, or --variant float"
+        )
 
 
 def _write_litert(file: Path, out: Path | None, batch: str | None, as_json: bool) -> None:

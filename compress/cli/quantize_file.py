@@ -14,7 +14,7 @@ from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, decibels, print_json, print_next, print_table, progress
 from compress.cli.onnx_data import batches_of
 from compress.data.files import ImageInput
-from compress.errors import first_few
+from compress.errors import RecipeError, first_few
 from compress.files import write_json, write_text
 from compress.measure.file_check import FileCheck, check_onnx
 from compress.onnx_ptq.dequantize import dequantize_onnx
@@ -38,6 +38,10 @@ def quantize_file(
     as_json: bool,
 ) -> None:
     """Quantize a file, compare it with float, and print both."""
+    if out is not None and out.suffix in {".onnx", ".tflite", ".engine"} and not out.is_dir():
+        raise RecipeError(
+            f"--out is {out}, a file's name; --out names a folder, in which {onnx.stem}.int8.onnx is written"
+        )
     batches = batches_of(data, form, spec.calibration_images)
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
     if again:

@@ -94,6 +94,7 @@ REFUSALS = [
     (("inspect", "onnx", "/dev/zero"), "/dev/zero"),
     (("inspect", "parity", "--run", "."), "holds no quantized network (there is: none)"),
     (("build", "explore", "resnet50", "--device", "h2000"), "did you mean 'h200'"),
+    (("build", "recipe", "quickstart", "--sm", "89"), "quantization.target is openvino"),
 ]
 
 

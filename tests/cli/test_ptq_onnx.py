@@ -93,6 +93,7 @@ def test_notes_are_shown(compress, folder):
         (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "os has no function 'nothing'"),
         (("ptq", "--onnx", "net.onnx", "--data", "net.npz"), "cannot be read as an .npz file"),
         (("ptq", "--recipe", "resnet50.yaml", "--data", "pictures"), "belong to --onnx"),
+        (("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "new.onnx"), "--out names a folder"),
     ],
 )
 def test_refusals(compress, folder, words, text):
