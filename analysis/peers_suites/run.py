@@ -88,11 +88,37 @@ NEAR_DB, SAME_DB = 15.0, 25.0
 """Signal to noise of the quantized network to float, and of the engine to the quantized network."""
 
 
+NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
 READ = {
     "ModelWithFunctionalOps": "right: draws a weight at random in each call",
     "CustomFunctionalConv": "right: its only product is a fixed filter",
     "MultiBranchesConnectedModelWithConcat": "right: joins a constant of one image, so its batch is fixed",
     "MultiBranchesModel": "right reason, no help: the layer that forward makes belongs in `__init__`",
+    "ModuleWithMixedModules": "right: the dropout that forward makes is always in training",
+    "MultiHeadAttention": "right: draws its weights at random in each call",
+    "ConvolutionWithAllConstantInputsModel": "right: it convolves constants alone",
+    "ConvJitNormModel": "right: torch.fx does not trace a function of torch.jit.script, and a submodule helps",
+    "DynamicConv2d": "right: its weight is computed from the input",
+    "DynamicLinear": "right: its weight is computed from the input",
+    "ModelWithNonTorchFunction": "right: divides by the size of its batch",
+    "MhaModel": "right: an attention without a batch dimension stays whole",
+    "Submodel": "right: branches on values",
+    "TorchCondModule": "right: branches on values",
+    "TorchIsInstanceModule": "no product, but the reason is wrong: isinstance(x, Tensor) is False in a trace",
+    "MatMulRight": "right, without its reason: its product sums over the batch",
+    **dict.fromkeys(
+        (
+            "test_matmul_3d",
+            "test_matmul_4d",
+            "test_matmul_bcast",
+            "test_matmul_1d_3d",
+            "test_matmul_4d_1d",
+            "test_matmul_1d_1d",
+        ),
+        "without its reason: a product with a vector or with a matrix for each image",
+    ),
+    "NonZeroLinearModel": "right: the sizes after nonzero depend on values",
+    "test_quantize_pt2e.M 5": "right: adds a parameter of two rows",
 }
 """What a person who read the model says of the reason for its refusal."""
 
@@ -100,8 +126,11 @@ READ = {
 SAID = {
     "opsets 6 to 25 are read": "right: a later opset",
     "ONNX Runtime cannot load": "right: ONNX Runtime does not load it",
+    "transposed convolutions": "right: the engine computes them in float",
+    "takes 1 positional argument": f"{NO_PRODUCT}: an autograd function's static forward",
     "is bfloat16": "right: ONNX Runtime takes no such input",
     "NaN or Inf was collected": "wrong: a mask of -inf is no broken weight",
+    "CastLike_Attention": "wrong: its products were quantized on commit a23f6d6",
 }
 """The same of reasons that many files have in common."""
 _PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}
@@ -110,7 +139,6 @@ _PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}
 MOST_PARAMETERS = 100_000_000
 LIMIT_S = 300
 """Longest time of a model for a target."""
-NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ OTHERWISE_WRITTEN = {
     "variance": "the exporter writes the mean of a product",
     "addition of a product": "the exporter writes a product and a sum",
     "addcmul": "the same",
+    "add method": "the same, for its alpha",
 }
 """Operations that an older exporter's file spells with others, and a hook, which a file does not hold."""
 OPERATIONS_OF_A_GRAPH, OPSET = 25, 19

@@ -146,8 +146,12 @@ def _site(layer: Node, sites: Mapping[tuple[str, str], ActivationSite]) -> Activ
 def _place(reading: Reading, layer: Node) -> Place | None:
     """Where the bias of a layer is, or can be without another operation; None where that is not known."""
     made, own = reading.nodes[layer.name], reading.weights[layer.path].node
-    if own.op_type == "Gemm" and (attribute(own, "alpha", 1.0), attribute(own, "beta", 1.0)) != (1.0, 1.0):
+    given = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    if own.op_type == "Gemm" and any(attribute(own, name, usual) != usual for name, usual in given.items()):
         return None
+    bias = None if layer.parameters is None else layer.parameters.bias()
+    if own.op_type != "Conv" and bias is not None and bias.numel() != (bias.shape[-1] if bias.ndim else 1):
+        return None  # one of each row
     if own.op_type == "Conv" and attribute(own, "auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
         return None
     if len(made) == 1:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from torch import nn
 
 import compress
@@ -92,3 +92,19 @@ def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
     wanted, plain, _ = quantized(model, tmp_path, x, smooth=None, **options)
     _, found, _ = quantized(model, tmp_path, x, **options)
     assert sqnr(wanted, found) > sqnr(wanted, plain) + 6
+
+
+@pytest.mark.parametrize(("transposed", "shape"), [(0, (4, 4)), (0, (4, 1)), (1, (4,))])
+def test_a_bias_of_each_row_and_a_transposed_input_stay(tmp_path, transposed, shape):
+    """Means over images are not of one row; numpy's product is the oracle."""
+    draw = np.random.default_rng(0).standard_normal
+    x, weight, bias = (draw(size).astype(np.float32) for size in ((4, 4), (4, 4), shape))
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4]) for name in "xy"]
+    node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], transA=transposed)
+    constants = [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(bias, "b")]
+    graph = helper.make_graph([node], "g", values[:1], values[1:], constants)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10), tmp_path / "float.onnx"
+    )
+    made = compress.quantize_onnx(tmp_path / "float.onnx", [x], spec=compress.QuantSpec(target="openvino"))
+    assert sqnr((x.T if transposed else x) @ weight + bias, run(made, x)) > 30

@@ -46,8 +46,8 @@ def lowest_values(view: GraphView, positive: Set[Node]) -> dict[Node, float]:
 
 
 def _read(node: Node) -> list[Node]:
-    """Return the tensors that a node consumes, and what takes one apart, which has no shape itself."""
-    return [source for source in node.inputs if source.shape is not None or source.kind == "split"]
+    """Return the tensors that a node consumes, and what takes one apart or some of its parts, which have no shape."""
+    return [source for source in node.inputs if source.shape is not None or source.kind in ("split", "getitem")]
 
 
 def _is_never_negative(node: Node, known: set[Node]) -> bool:

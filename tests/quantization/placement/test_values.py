@@ -85,6 +85,7 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
     "moved by nothing": (lambda m, y, z: F.relu(y) + 0, True),
     "a module that resizes": (lambda m, y, z: m.cubic(F.relu(y)), False),
     "a part": (lambda m, y, z: F.relu(y).repeat(1, 2, 1, 1).chunk(2, 1)[1], True),
+    "parts in turn": (lambda m, y, z: torch.cat(F.relu(y).chunk(2, 1)[::-1], 1), True),
     "a part of anything": (lambda m, y, z: y.repeat(1, 2, 1, 1).chunk(2, 1)[1], False),
     "a border of zeros": (lambda m, y, z: F.pad(F.relu(y), (1, 1)).flip(2), True),
     "a border below zero": (lambda m, y, z: F.pad(F.relu(y), (1, 1), value=-1.0), False),
