@@ -38,7 +38,7 @@ _IDENTIFIER = b"TFL3"
 _OPSET = 13
 """The oldest whose operators are read here; axes, bounds and limits are attributes before."""
 _MOVING = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Gather")
-_OF_ANY_TYPE = frozenset((*_MOVING, "Expand", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear"))
+_OF_ANY_TYPE = frozenset((*_MOVING, "Expand", "Tile", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear"))
 _ALIGNMENT = 16
 """Bytes; the schema asks it of every buffer."""
 
@@ -1385,9 +1385,12 @@ def _normalized(
 
 
 def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    result = node.output[0]
-    made = _moved(c, node, result, c.shape(result), last=False, integers=False)
-    c.out.operator("BROADCAST_TO", [c.get(node.input[0], last=False), c.numbers(c.shape(result))], [made])
+    """Expand and Tile."""
+    source, result, integers = node.input[0], node.output[0], _keeps(c, node, [node.input[0]])
+    times = c.given(node, 1) if node.op_type == "Tile" else None
+    made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
+    read = [c.get(source, last=False, integers=integers), c.numbers(c.shape(result) if times is None else times)]
+    c.out.operator("BROADCAST_TO" if times is None else "TILE", read, [made])
 
 
 HANDLERS: dict[str, Handler] = {
@@ -1422,5 +1425,5 @@ HANDLERS: dict[str, Handler] = {
     "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm,
     "InstanceNormalization": _instance_norm,
-    "Expand": _expand,
+    **dict.fromkeys(("Expand", "Tile"), _expand),
 }

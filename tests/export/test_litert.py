@@ -151,6 +151,7 @@ def _gelu(y, scale=0.5**0.5, one=1.0):
         (lambda y: _gelu(y, one=2.0), "Erf"),
         (lambda y: (y * 30).int().float() + (y * 50).long() * 0.5, ""),
         (lambda y: F.hardtanh(y, -0.1, 0.15), ""),
+        (lambda y: torch.cat([y.repeat(1, 2, 1, 1), y[:, :1].expand(-1, 2, -1, -1)], 1), ""),
         (lambda y: y.clamp(0, 0.1), ""),  # limits of two types, which torch.onnx refuses
         (lambda y: F.interpolate(y, scale_factor=1.3, mode="bilinear"), "whole size"),
         (lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True), "antialias"),

@@ -126,9 +126,9 @@ class Calibrator(ABC):
 
     @property
     def only_zeros(self) -> bool:
-        """True if no value but zero was collected."""
+        """True if no value but zero was collected, or none that float32 has a scale for."""
         amax = self._seen()
-        return amax is None or not bool(amax.any())
+        return amax is None or bool((amax < SMALLEST_AMAX).all())
 
     def _seen(self) -> Tensor | None:
         return self._largest() if self._read is None else self._read
