@@ -48,9 +48,10 @@ def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator
         names = dict.fromkeys(consumer for site in sites for _, consumer in site.edges)
         rows = [row for placement in placements for row in placement.decisions if row.quantizer in error.quantizers]
         paths = {weight.path.replace(".", "_"): weight.path for p in placements for weight in p.weights}
-        # A layer that needs a pair at its output, as on ONNX Runtime, is float with the consumers of that pair.
+        # An operation that needs a pair at its output, as on ONNX Runtime, is float with the consumers of that pair.
         around = {name for row in rows for name in row.layer.split()}
         names |= dict.fromkeys(name for name in paths.values() if name in around)
+        names |= dict.fromkeys(tensor for site in sites for tensor, _ in site.edges if tensor in around)
         raise ClosedError(error, [paths.get(name, name) for name in names]) from None
 
 
