@@ -1389,7 +1389,10 @@ def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     source, result, integers = node.input[0], node.output[0], _keeps(c, node, [node.input[0]])
     times = c.given(node, 1) if node.op_type == "Tile" else None
     made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
-    read = [c.get(source, last=False, integers=integers), c.numbers(c.shape(result) if times is None else times)]
+    read = [
+        c.get(source, last=False, integers=integers),
+        c.numbers(c.shape(result) if times is None else times.tolist()),
+    ]
     c.out.operator("BROADCAST_TO" if times is None else "TILE", read, [made])
 
 
