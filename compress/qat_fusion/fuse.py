@@ -29,6 +29,7 @@ from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, called_module,
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import FusedNormModule, fuse_norms
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
+from compress.qat_fusion.response import FusedResponseModule, fuse_responses
 from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
@@ -147,6 +148,7 @@ def fuse_for_training(
     chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "float" and kernels != "torch":
         blocks = fuse_squeezes(fused, _quantizing(fused), kernels)
+        blocks.update(fuse_responses(fused, _quantizing(fused, operands=2), kernels))
         chains = [replace(c, nodes=blocks.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
@@ -154,8 +156,8 @@ def fuse_for_training(
     if kernels != "torch":
         batch_norms = fuse_batch_norms(fused, _fused_chains(fused), kernels)
         chains = [replace(c, nodes=(*batch_norms.get(qmodel.get_submodule(c.quantizer), ()), *c.nodes)) for c in chains]
-        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExciteModule)
-        recompute_inputs(fused, producers, (FusedChainModule, FusedLayerModule))
+        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExciteModule, FusedResponseModule)
+        recompute_inputs(fused, producers, (FusedChainModule, FusedLayerModule, FusedResponseModule))
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
@@ -282,12 +284,16 @@ def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModul
     return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
 
 
-def _quantizing(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+def _quantizing(graph_module: fx.GraphModule, operands: int = 1) -> dict[fx.Node, FusedChainModule]:
+    """Nodes that only quantize, or add two tensors and quantize the sum, each with its module."""
     chains = _fused_chains(graph_module)
     return {
         node: chain
         for node, chain in chains.items()
-        if chain.layer is None and not chain.activation and chain.window is None and len(node.all_input_nodes) == 1
+        if chain.layer is None
+        and not chain.activation
+        and chain.window is None
+        and len(node.all_input_nodes) == operands
     }
 
 

@@ -15,7 +15,7 @@ import compress
 from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS
 from compress.kernels.triton import squeeze as triton_squeeze
-from compress.kernels.triton.squeeze import excite, excite_again, fits, squeeze
+from compress.kernels.triton.squeeze import excite, excite_again, fits, response_again, response_quantize, squeeze
 from compress.qat_fusion.squeeze import FusedSqueezeModule
 from compress.quantization.numerics import fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
@@ -75,6 +75,73 @@ def check_block(activation, shape, quant_format, rounds, has_bias, dtype, device
     for one, other in zip(found, wanted, strict=True):
         assert_close_in_norm(one, other, precision, (activation, shape, dtype, rounds, has_bias))
     assert found[1].stride() == y.stride()
+
+
+def check_response(activation, shape, quant_format, has_bias, dtype, device):
+    """Result and gradients of a global response norm; a channel is zero, and some values saturate."""
+    generator = torch.Generator().manual_seed(4)
+    y = 2 * torch.randn(shape, generator=generator)
+    y[:, 1] = 0
+    weight, shift, bias = (torch.randn(shape[1], generator=generator) for _ in range(3))
+    bias[1] = 0
+    y = y.to(device, dtype).contiguous(memory_format=torch.channels_last)
+    made = [y, *(tensor.to(device) for tensor in (weight, shift, bias)[: 3 if has_bias else 2])]
+    amax = torch.tensor(3.0, device=device)
+    grid, numbers = IntegerGrid(amax, quant_format.low, quant_format.high), {"activation": activation}
+
+    def fused(y, weight, shift, bias=None):
+        result, gain = response_quantize(y, weight, shift, grid, bias=bias, eps=1e-6, **numbers)
+        again = response_again(y.detach(), gain, shift.detach(), amax, bias, low=grid.low, high=grid.high, **numbers)
+        assert torch.equal(again, result)
+        return result
+
+    def reference(x, weight, shift, bias=None):
+        x = x if bias is None else x + bias.view(1, -1, 1, 1)
+        apart = torch.ones_like(x, dtype=torch.bool)
+        for corner in CORNERS.get(activation, ()):
+            apart &= (x - corner).abs() > 1e-5
+        a = ACTIVATIONS[activation](x)
+        norms = a.norm(dim=(2, 3), keepdim=True)
+        ratios = norms / (norms.mean(1, keepdim=True) + 1e-6)
+        y = a + torch.addcmul(shift.view(1, -1, 1, 1), weight.view(1, -1, 1, 1), a * ratios)
+        mask = sure(y, amax, quant_format) & apart.detach()
+        return fake_quantize(y, scale_from_amax(amax.double(), quant_format), quant_format), mask
+
+    _, found, wanted, mask = beside_float64(fused, reference, made, generator)
+    assert mask.double().mean() > 0.4
+    precision = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip(found, wanted, strict=True):
+        assert_close_in_norm(one, other, precision, (activation, shape, dtype, has_bias))
+
+
+class ResponseNet(nn.Module):
+    """A block of ConvNeXt V2 on (N, H, W, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        from timm.layers.grn import GlobalResponseNorm  # optional: tests run without timm
+
+        self.stem, self.norm, self.one, self.drop = nn.Conv2d(3, 8, 3), nn.LayerNorm(8), nn.Linear(8, 16), nn.Dropout(0)
+        self.grn, self.two, self.head = GlobalResponseNorm(16), nn.Linear(16, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x).permute(0, 2, 3, 1)
+        y = self.grn(self.drop(F.gelu(self.one(self.norm(x)))))
+        return self.head(self.two(y) + x).mean((1, 2))
+
+
+def response_net():
+    torch.manual_seed(1)
+    net = ResponseNet().eval()
+    nn.init.normal_(net.grn.weight)
+    return net
+
+
+def check_response_network():
+    """A whole network with a global response norm: the plain path's gradients."""
+    qmodel, x = quantized(response_net)
+    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
 
 
 def check_parts():
@@ -151,12 +218,15 @@ def main():
     cases = list(itertools.product(ACTIVATIONS, SHAPES, (torch.float32, torch.float16)))
     for i, (activation, shape, dtype) in enumerate(cases):
         check_block(activation, shape, FORMATS[i % 2], i % 3 > 0, i % 4 > 0, dtype, "cpu")
+        if i % 6 == 0:
+            check_response(activation, SHAPES[i // 6 % 3], FORMATS[i % 4 // 2], i % 4 > 0, dtype, "cpu")
     networks = ((nn.SiLU, nn.Sigmoid), (nn.ReLU, nn.Sigmoid), (nn.Hardswish, nn.Hardsigmoid))
     for activation, gate in networks:
         check_network(activation, gate)
+    check_response_network()
     check_parts()
     check_other_layouts()
-    print(f"{len(cases)} blocks, {len(networks)} networks")
+    print(f"{len(cases)} blocks, {len(networks) + 1} networks")
 
 
 if __name__ == "__main__":

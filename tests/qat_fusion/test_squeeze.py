@@ -9,6 +9,7 @@ from torchvision.ops import SqueezeExcitation, StochasticDepth
 import compress
 from compress import learn_scales
 from compress.kernels.triton.launch import Launch
+from compress.qat_fusion.response import FusedResponseModule
 from compress.qat_fusion.squeeze import FusedExciteModule, FusedSqueezeModule
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted
@@ -132,6 +133,22 @@ def test_modules_of_timm(name):
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-10, atol=1e-10)
 
 
+def test_a_global_response_norm_and_its_layer_are_one_operation():
+    from tests.kernels.interpreted_squeeze import response_net
+
+    pytest.importorskip("timm")
+    qmodel, x = quantized(response_net)
+    fused = compress.fuse_for_training(qmodel)
+    assert sum(isinstance(module, FusedResponseModule) for module in fused.modules()) == 1
+    (chain,) = [chain for chain in fused.report.chains if "addcmul" in chain.nodes]
+    assert chain.nodes[:3] == ("one", "gelu", "drop")
+    expected = gradients(qmodel, qmodel, x)
+    assert_same(gradients(fused, qmodel, x), expected, rtol=1e-4, atol=1e-4)
+    assert_same(compiled_gradients(qmodel, x), expected, rtol=1e-4, atol=1e-4)
+    kept = compress.fuse_for_training(qmodel, kernels="torch")
+    assert not any(isinstance(module, FusedResponseModule) for module in kept.modules())
+
+
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
 def test_other_targets(target):
     """A result of SiLU that is quantized for both of its consumers has a zero point, which no kernel computes."""
@@ -186,13 +203,14 @@ def test_only_the_layers_result_is_kept(monkeypatch):
 
 
 def test_triton_kernels_compute_the_same_in_the_interpreter():
-    assert "42 blocks, 3 networks" in interpreted("tests.kernels.interpreted_squeeze")
+    assert "42 blocks, 4 networks" in interpreted("tests.kernels.interpreted_squeeze")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_gpu_the_blocks_compute_what_torch_does(dtype):
-    from tests.kernels.interpreted_squeeze import ACTIVATIONS, FORMATS, GPU_SHAPES, check_block
+    from tests.kernels.interpreted_squeeze import ACTIVATIONS, FORMATS, GPU_SHAPES, check_block, check_response
 
     for i, activation in enumerate(ACTIVATIONS):
+        check_response(activation, GPU_SHAPES[i % 4], FORMATS[i % 2], i % 3 > 0, dtype, "cuda")
         check_block(activation, GPU_SHAPES[i % 4], FORMATS[i % 2], i % 3 > 0, i % 4 > 0, dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Squeeze and excitation with its neighbours: two passes over an image forward, two backward."""
+"""Squeeze and excitation, and global response norm, with their neighbours: two passes over an image each way."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.epilogue import IntegerGrid, rounding_threshold
-from compress.kernels.memory_format import BITS_PER_BYTE, is_channels_last, like
+from compress.kernels.memory_format import BITS_PER_BYTE, empty_as, is_channels_last, like
 from compress.kernels.triton.activation import bias_of, smooth_factor, with_bias
 from compress.kernels.triton.fake_quantize import on_grid, step_of, steps_of
 from compress.kernels.triton.language import tl, triton
@@ -61,45 +61,15 @@ def _tile(rows, eights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def squeeze_kernel(
-    y_ptr,
-    bias_ptr,
-    amax_ptr,
-    out_ptr,
-    rows,
-    eights,
-    low,
-    high,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Average y + bias, activated and quantized if ROUNDS, over an image, for a strip of columns."""
-    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
-    scale, reciprocal = step_of(tl.load(amax_ptr), high)
-    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
-    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for row in range(0, rows, ROWS):
-        there = (local < rows - row)[:, None] & inside[None, :]
-        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
-        value, _ = _activated(x, ACTIVATION, EXACT)
-        if ROUNDS:
-            value = on_grid(_steps(value, scale, reciprocal, EXACT), low, high)
-        total += tl.where(there, value, 0.0)
-    mean = tl.sum(total, axis=0) / rows
-    if ROUNDS:
-        mean *= scale
-    tl.store(out_ptr + tl.program_id(1) * columns + column, mean.to(out_ptr.dtype.element_ty), mask=inside)
+def _part():
+    """The number of this program's part of an image, over all images."""
+    return tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
 
 
 @triton.jit
-def excite_kernel(
+def squeeze_kernel(
     y_ptr,
     bias_ptr,
-    gate_ptr,
     amax_ptr,
     out_ptr,
     rows,
@@ -109,21 +79,77 @@ def excite_kernel(
     high,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantize the product of the gate and of y + bias, activated, for a strip of columns of a part of an image."""
+    """Average y + bias, activated and quantized if ROUNDS, over an image, for a strip of columns.
+
+    SQUARES: the sum of its squares over a part of an image instead.
+    """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    low = tl.cast(low, tl.float32)  # torch.compile passes Python's numbers in float64
+    high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
     bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
-    gate = tl.load(gate_ptr + tl.program_id(1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(0, steps):
         row = (tl.program_id(2) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
         x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, _ = _activated(x, ACTIVATION, EXACT)
-        found = on_grid(_steps(value * gate[None, :], scale, reciprocal, EXACT), low, high) * scale
+        if ROUNDS:
+            value = on_grid(_steps(value, scale, reciprocal, EXACT), low, high)
+        if SQUARES:
+            value *= value
+        total += tl.where(there, value, 0.0)
+    found = tl.sum(total, axis=0)
+    if not SQUARES:
+        found = found / rows
+    if ROUNDS:
+        found *= scale
+    tl.store(out_ptr + _part() * columns + column, found.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def excite_kernel(
+    y_ptr,
+    bias_ptr,
+    gate_ptr,
+    shift_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    eights,
+    steps,
+    low,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize gate * activation(y + bias) + shift, for a strip of columns of a part of an image."""
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    low = tl.cast(low, tl.float32)
+    high = tl.cast(high, tl.float32)
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
+    gate = tl.load(gate_ptr + tl.program_id(1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    shift = bias_of(shift_ptr, column, inside, HAS_SHIFT)
+    for step in range(0, steps):
+        row = (tl.program_id(2) * steps + step) * ROWS
+        there = (local < rows - row)[:, None] & inside[None, :]
+        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
+        value, _ = _activated(x, ACTIVATION, EXACT)
+        value *= gate[None, :]
+        if HAS_SHIFT:
+            value += shift
+        found = on_grid(_steps(value, scale, reciprocal, EXACT), low, high) * scale
         tl.store(out_ptr + first + row * columns + at, found.to(out_ptr.dtype.element_ty), mask=there)
 
 
@@ -133,33 +159,52 @@ def gate_gradient_kernel(
     y_ptr,
     bias_ptr,
     gate_ptr,
+    shift_ptr,
     amax_ptr,
     out_ptr,
+    sums_ptr,
     rows,
     eights,
+    steps,
     least,
     high,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the gradient, masked by the quantizer, times the activation over an image, for a strip of columns."""
+    """Sum the gradient, masked by the quantizer, times the activation over a part of an image, for a strip of columns.
+
+    HAS_SHIFT: `sums` gets the sum of the masked gradient itself.
+    """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    least = tl.cast(least, tl.float32)
+    high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
     bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
-    gate_at = tl.program_id(1) * columns + column
-    gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + tl.program_id(1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    shift = bias_of(shift_ptr, column, inside, HAS_SHIFT)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for row in range(0, rows, ROWS):
+    of_shift = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for step in range(0, steps):
+        row = (tl.program_id(2) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
         grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
         x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, _ = _activated(x, ACTIVATION, EXACT)
-        found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
-        total += tl.where((found > least) & (found < high + 0.5), grad * value, 0.0)  # `grad` is 0 outside
-    tl.store(out_ptr + gate_at, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
+        found = value * gate[None, :]
+        if HAS_SHIFT:
+            found += shift
+        found = _steps(found, scale, reciprocal, EXACT)
+        passed = tl.where((found > least) & (found < high + 0.5), grad, 0.0)  # `grad` is 0 outside
+        total += passed * value
+        if HAS_SHIFT:
+            of_shift += passed
+    tl.store(out_ptr + _part() * columns + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_SHIFT:
+        tl.store(sums_ptr + _part() * columns + column, tl.sum(of_shift, axis=0), mask=inside)
 
 
 @triton.jit
@@ -168,6 +213,7 @@ def gradient_kernel(
     y_ptr,
     bias_ptr,
     gate_ptr,
+    shift_ptr,
     amax_ptr,
     mean_grad_ptr,
     mean_amax_ptr,
@@ -182,6 +228,7 @@ def gradient_kernel(
     mean_high,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     ROUNDS: tl.constexpr,
     SUMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -189,15 +236,23 @@ def gradient_kernel(
 ):
     """Compute the gradient of y from those of the product and of the mean, for a strip of columns of part of an image.
 
-    ROUNDS: the mean is of quantized values. SUMS: sum it over the rows of this part, for the bias.
+    HAS_SHIFT: the mean's is a factor of the activation. ROUNDS: the mean is of quantized values. SUMS: sum it over the
+    rows of this part, for the bias.
     """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    least = tl.cast(least, tl.float32)
+    high = tl.cast(high, tl.float32)
+    mean_least = tl.cast(mean_least, tl.float32)
+    mean_high = tl.cast(mean_high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
     bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     gate_at = tl.program_id(1) * columns + column
     gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
-    mean_grad = tl.load(mean_grad_ptr + gate_at, mask=inside, other=0.0).to(tl.float32) / rows
+    shift = bias_of(shift_ptr, column, inside, HAS_SHIFT)
+    mean_grad = tl.load(mean_grad_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    if not HAS_SHIFT:
+        mean_grad = mean_grad / rows
     if ROUNDS:
         mean_scale, mean_reciprocal = step_of(tl.load(mean_amax_ptr), mean_high)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -207,9 +262,14 @@ def gradient_kernel(
         grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
         x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, slope = _activated(x, ACTIVATION, EXACT)
-        found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
+        found = value * gate[None, :]
+        if HAS_SHIFT:
+            found += shift
+        found = _steps(found, scale, reciprocal, EXACT)
         passed = tl.where((found > least) & (found < high + 0.5), grad * gate[None, :], 0.0)
-        if ROUNDS:
+        if HAS_SHIFT:
+            passed += mean_grad[None, :] * value
+        elif ROUNDS:
             found = _steps(value, mean_scale, mean_reciprocal, EXACT)
             passed += tl.where((found > mean_least) & (found < mean_high + 0.5), mean_grad[None, :], 0.0)
         else:
@@ -219,8 +279,7 @@ def gradient_kernel(
         if SUMS:
             total += tl.where(there, passed, 0.0)
     if SUMS:
-        sums_at = (tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)) * columns + column
-        tl.store(sums_ptr + sums_at, tl.sum(total, axis=0), mask=inside)
+        tl.store(sums_ptr + _part() * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
 class Tiles(NamedTuple):
@@ -257,7 +316,7 @@ class Tiles(NamedTuple):
     def run(self, kernel: Any, tensors: tuple[Tensor, ...], constants: tuple[Any, ...], split: bool = False) -> None:
         """Launch a kernel; if `split`, with several programs for a strip."""
         grid = (self.strips, self.images, *((self.parts,) if split else ()))
-        sizes = (self.pixels, self.eights, *((self.steps,) if split else ()))
+        sizes = (self.pixels, self.eights, self.steps if split else -(-self.pixels // self.rows))
         launch(kernel, grid, tensors, (*sizes, *constants, self.rows, self.columns), num_warps=self.warps)
 
 
@@ -320,8 +379,8 @@ def excite_again(
 ) -> Tensor:
     """The result of `excite`, to the last bit, without gradients; arguments as of `excite` and `squeeze`."""
     out = torch.empty_like(kept, dtype=torch.promote_types(kept.dtype, gate.dtype))
-    tensors = (kept, kept if bias is None else bias, _rows(gate, kept), amax, out)
-    constants = (float(low), float(high), activation, bias is not None)
+    tensors = (kept, kept if bias is None else bias, _rows(gate, kept), kept, amax, out)
+    constants = (float(low), float(high), activation, bias is not None, False)
     Tiles.of(kept, *_FORWARD).run(excite_kernel, tensors, constants, split=True)
     return out
 
@@ -340,7 +399,7 @@ class _Squeeze(torch.autograd.Function):
         out = torch.empty((*y.shape[:2], 1, 1), dtype=y.dtype, device=y.device)
         low, high = _ANY if grid is None else (grid.low, grid.high)
         tensors = (y, y if bias is None else bias, y if grid is None else grid.amax, out)
-        constants = (float(low), float(high), link.activation, bias is not None, grid is not None)
+        constants = (float(low), float(high), link.activation, bias is not None, grid is not None, False)
         Tiles.of(y, *_FORWARD).run(squeeze_kernel, tensors, constants)
         ctx.save_for_backward(y, bias, None if grid is None else grid.amax)
         ctx.grid, ctx.link = None if grid is None else (grid.low, grid.high), link
@@ -364,9 +423,9 @@ class _Squeeze(torch.autograd.Function):
         wants = bias is not None and ctx.needs_input_grad[1]
         shape = (t.images * t.parts, y.shape[1]) if wants else (1,)
         sums = torch.empty(shape, dtype=torch.float32, device=y.device)
-        tensors = (like(grad, y), y, y if bias is None else bias, gate, grid.amax, mean_grad.contiguous())
+        tensors = (like(grad, y), y, y if bias is None else bias, gate, gate, grid.amax, mean_grad.contiguous())
         bounds = (rounding_threshold(grid.low), float(grid.high), rounding_threshold(mean_low), float(mean_high))
-        constants = (*bounds, ctx.link.activation, bias is not None, ctx.grid is not None, wants)
+        constants = (*bounds, ctx.link.activation, bias is not None, False, ctx.grid is not None, wants)
         t.run(
             gradient_kernel, (*tensors, grid.amax if mean_amax is None else mean_amax, out, sums), constants, split=True
         )
@@ -392,7 +451,109 @@ class _Excite(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad, None, None, None
         out = torch.empty_like(gate)
-        tensors = (like(grad, y), y, y if link.bias is None else link.bias, gate, amax, out)
-        constants = (rounding_threshold(low), float(high), link.activation, link.bias is not None)
+        tensors = (like(grad, y), y, y if link.bias is None else link.bias, gate, gate, amax, out, out)
+        constants = (rounding_threshold(low), float(high), link.activation, link.bias is not None, False)
         Tiles.of(y, *_BACKWARD).run(gate_gradient_kernel, tensors, constants)
         return grad, out, None, None
+
+
+def response_quantize(
+    y: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    grid: IntegerGrid,
+    *,
+    bias: Tensor | None,
+    activation: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Fake quantization of a global response norm (arXiv 2301.00808) of activation(y + bias).
+
+    It is a + weight * a * n + shift of the activation a, where n is its norm over the pixels of a channel, over the
+    mean of an image's norms + eps.
+
+    - `y`: (N, C, H, W), the result of a layer without its bias; `fits`.
+    - `weight`, `shift`, `bias`: (C,).
+    - `activation`: as of `squeeze`.
+
+    Returns:
+        (the result, in the type and layout of `y`; 1 + weight * n, (N, C), for `response_again`).
+
+    Raises:
+        QuantizationError: a second derivative is asked for.
+    """
+    return _Response.apply(y, bias, weight, shift, grid.amax, activation, eps, grid.low, grid.high)
+
+
+def response_again(
+    y: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    *,
+    low: int,
+    high: int,
+    activation: str,
+) -> Tensor:
+    """The result of `response_quantize`, to the last bit, without gradients; arguments as of it, with its `gain`."""
+    to_out, out = empty_as(y, y.dtype)
+    tensors = (y, y if bias is None else bias, gain, shift, amax, to_out)
+    constants = (float(low), float(high), activation, bias is not None, True)
+    Tiles.of(y, *_FORWARD).run(excite_kernel, tensors, constants, split=True)
+    return out
+
+
+class _Response(torch.autograd.Function):
+    """Keeps `y` and a few numbers of each image; the result is kept by the layer that consumes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        shift: Tensor,
+        amax: Tensor,
+        activation: str,
+        eps: float,
+        low: int,
+        high: int,
+    ) -> tuple[Tensor, Tensor]:
+        t = Tiles.of(y, *_FORWARD)
+        squares = torch.empty((t.images, t.parts, y.shape[1]), dtype=torch.float32, device=y.device)
+        constants = (float(low), float(high), activation, bias is not None, False, True)
+        t.run(squeeze_kernel, (y, y if bias is None else bias, amax, squares), constants, split=True)
+        norms = squares.sum(1).sqrt()
+        means = norms.mean(1, keepdim=True) + eps
+        gain = 1 + weight * (norms / means)
+        out = response_again(y, gain, shift, amax, bias, low=low, high=high, activation=activation)
+        ctx.save_for_backward(y, norms, means, gain, weight, shift, amax, *([] if bias is None else [bias]))
+        ctx.numbers = (rounding_threshold(low), float(high)), activation
+        ctx.mark_non_differentiable(gain)
+        ctx.set_materialize_grads(False)  # nobody reads zeros for the gain
+        return out, gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _gain: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
+        if grad is None:
+            return (None,) * 9
+        y, norms, means, gain, weight, shift, amax, *rest = ctx.saved_tensors
+        bias, grad, (bounds, activation) = rest[0] if len(rest) else None, like(grad, y), ctx.numbers
+        t = Tiles.of(y, *_BACKWARD)
+        shape = (t.images, t.parts, y.shape[1])
+        along, passed, sums = (torch.empty(shape, dtype=torch.float32, device=y.device) for _ in range(3))
+        tensors = (grad, y, y if bias is None else bias, gain, shift, amax)
+        constants = (*bounds, activation, bias is not None, True)
+        t.run(gate_gradient_kernel, (*tensors, along, passed), constants, split=True)
+        of_gain, of_shift = along.sum(1), passed.sum((0, 1))
+        of_norms = of_gain * weight / means
+        of_norms -= (of_norms * norms).sum(1, keepdim=True) / (means * y.shape[1])
+        factor = torch.where(norms > 0, of_norms / norms, 0.0)
+        (to_out, out), wants = empty_as(y, y.dtype), bias is not None and ctx.needs_input_grad[1]
+        constants = (*bounds, *bounds, activation, bias is not None, True, False, wants)
+        t.run(gradient_kernel, (*tensors, factor, amax, to_out, sums), constants, split=True)
+        of_bias = sums.sum((0, 1)).to(bias.dtype) if bias is not None and wants else None
+        of_weight = (of_gain * norms / means).sum(0).to(weight.dtype)
+        return out, of_bias, of_weight, of_shift.to(shift.dtype), *(None,) * 5
