@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from compress.graph.ops import node_kind, node_module
 from compress.kernels.triton import attention_launch
 from compress.kernels.triton.attention_launch import WIDEST
 from compress.kernels.triton.attention_packed import packed_attention, packed_fits
+from compress.kernels.triton.attention_window import window_attention, window_fits
 from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.chain import called_module, quantizer_of
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
@@ -23,7 +24,7 @@ _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 
 
 class FusedAttentionModule(nn.Module):
-    """matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul, without stored scores.
+    """matmul -> (scale) -> (add) -> softmax -> quantizer -> (dropout) -> matmul, without stored scores.
 
     `scaling` is the factor of the scores, `quantize` of the probabilities only. `kernels` None: Triton on a GPU in half
     precision.
@@ -38,15 +39,26 @@ class FusedAttentionModule(nn.Module):
         self.dropout = dropout
         self.kernels: Kernels | None = kernels
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(..., tokens, E) of query (..., tokens, D), transposed key (..., D, keys) and value (..., keys, E)."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(..., tokens, E) of query (..., tokens, D), transposed key (..., D, keys) and value (..., keys, E).
+
+        `table` is added to the scores of each batch, then `mask`, (1, W, 1, tokens, keys), to those of W windows.
+        """
         quantizer = quantizer_of(self.quantize)
-        if self.takes(query):
+        if table is None and self.takes(query):
             dtype = weight_dtype(query)
             q, k, v = [t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value)]
             if attention_launch.fits(q, k, v):
                 return attention_launch.attention(q, k, v, quantizer.amax, self.scaling, quantizer.format.high)
-        weights = self.quantize(torch.softmax(torch.matmul(query, key) * self.scaling, dim=-1))
+        scores = torch.matmul(query, key) * self.scaling
+        if table is not None:
+            scores = scores + table
+        if mask is not None:
+            shape = scores.shape
+            scores = (scores.reshape(-1, mask.shape[-4], *shape[1:]) + mask).reshape(shape)
+        weights = self.quantize(torch.softmax(scores, dim=-1))
         return torch.matmul(weights if self.dropout is None else self.dropout(weights), value)
 
     def takes(self, query: Tensor) -> bool:
@@ -71,8 +83,8 @@ class PackedAttentionModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.result = result
 
-    def forward(self, packed: Tensor) -> Tensor:
-        """(B, tokens, heads, D) of a packed (3, B, heads, tokens, D)."""
+    def forward(self, packed: Tensor, table: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """(B, tokens, heads, D) of a packed (3, B, heads, tokens, D); table and mask as of the attention."""
         attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
         modules = [*self.parts, *([] if self.result is None else [self.result]), attention.quantize]
         ours = [module.quantizer for module in modules]
@@ -81,11 +93,15 @@ class PackedAttentionModule(nn.Module):
             grids = [grid_of(quantizer) for quantizer in ours]
             parts = (grids[0], grids[1], grids[2]) if len(self.parts) else None
             result = None if self.result is None else grids[-2]
-            return packed_attention(qkv, grids[-1], attention.scaling, parts, result)
+            if table is None:
+                return packed_attention(qkv, grids[-1], attention.scaling, parts, result)
+            still = mask is None or not mask.requires_grad
+            if window_fits(qkv) and parts is not None and result is not None and still:
+                return window_attention(qkv, table, mask, grids[-1], parts, result, attention.scaling)
         q, k, v = packed.unbind(0)
         if len(self.parts):
             q, k, v = [quantize(part) for quantize, part in zip(self.parts, (q, k, v), strict=True)]
-        attended = attention(q, k.transpose(-2, -1), v).transpose(1, 2)
+        attended = attention(q, k.transpose(-2, -1), v, table, mask).transpose(1, 2)
         return attended if self.result is None else self.result(attended)
 
 
@@ -103,7 +119,7 @@ def fuse_attention(
         quantize = quantizing[node]
         quantizer = quantizer_of(quantize)
         try:
-            names, fused = _fuse(graph_module, node, quantize, kernels)
+            names, fused = _fuse(graph_module, node, quantizing, kernels)
             found[quantizer] = (names, "")
             found.update(_pack(graph_module, fused, names[-1], quantizing))
         except _RefusalError as refusal:
@@ -116,23 +132,26 @@ class _RefusalError(Exception):
 
 
 def _fuse(
-    graph_module: fx.GraphModule, node: fx.Node, quantize: nn.Module, kernels: Kernels | None
+    graph_module: fx.GraphModule, node: fx.Node, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> tuple[tuple[str, ...], fx.Node]:
     """Replace an attention; return the names of the replaced nodes and the new node."""
+    quantize = quantizing[node]
     if quantizer_of(quantize).format.axis is not None:
         raise _RefusalError("the probabilities have a range for every channel")
-    before, scaling = _before(node)
+    before, scaling, added = _before(node)
     dropout, product = _after(node)
     for old in before:
         if len(old.users) != 1:
             raise _RefusalError(f"{old.name} has {len(old.users)} consumers")
-    source = before[-1]
-    _check_shapes(*(cast(fx.Node, factor) for factor in (*source.args, product.args[1])))
+    factors: Any = (*before[-1].args, product.args[1])
+    _check_shapes(*factors)
+    if added and _parts_of(factors, quantizing) is None:
+        raise _RefusalError(f"{added[0].name} is added to scores of tensors that are no parts of one")
     name = f"fused_attentions.{node.name}"
     drop = None if dropout is None else called_module(dropout)
     graph_module.add_submodule(name, FusedAttentionModule(scaling, quantize, drop, kernels))
     with graph_module.graph.inserting_before(product):
-        fused = graph_module.graph.call_module(name, (*source.args, product.args[1]))
+        fused = graph_module.graph.call_module(name, (*factors, *added))
     fused.meta.update(product.meta)
     product.replace_all_uses_with(fused)
     after = [product] if dropout is None else [product, dropout]
@@ -148,7 +167,8 @@ def _pack(
 
     Returns the quantized node and "" for each quantizer that became part of it.
     """
-    parts = _parts_of(fused, quantizing)
+    inputs: Any = fused.args
+    parts = _parts_of(inputs[:3], quantizing)
     if parts is None:
         return {}
     quantized = [part.quantized for part in parts if part.quantized is not None]
@@ -162,7 +182,7 @@ def _pack(
     graph_module.add_submodule(name, PackedAttentionModule(attention, modules, result))
     graph = graph_module.graph
     with graph.inserting_before(fused):
-        packed = graph.call_module(name, (parts[0].source,))
+        packed = graph.call_module(name, (parts[0].source, *inputs[3:]))
         back = graph.call_method("transpose", (packed, 1, 2))  # the next node transposes again, and nothing is copied
     (last or fused).replace_all_uses_with(back)
     back.meta.update(fused.meta)
@@ -186,20 +206,25 @@ class _Part(NamedTuple):
     nodes: list[fx.Node]
 
 
-def _parts_of(fused: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[_Part, _Part, _Part] | None:
+def _parts_of(factors: Sequence[fx.Node], quantizing: Mapping[fx.Node, nn.Module]) -> tuple[_Part, _Part, _Part] | None:
     """Inputs of an attention that are the parts of a (3, B, heads, tokens, D), all quantized to one grid or none."""
-    arguments: Any = fused.args
-    query, key, value = arguments
+    query, key, value = factors
     if key.target != "transpose" or key.args[1:] not in {(-2, -1), (-1, -2), (2, 3), (3, 2)} or len(key.users) != 1:
         return None
-    q, k, v = (_part_of(node, quantizing) for node in (query, key.args[0], value))
-    if q is None or k is None or v is None or not q.source is k.source is v.source:
+    q, k, v = (_part_of(node, quantizing) for node in (query, key.all_input_nodes[0], value))
+    if q is None or k is None or v is None or not (_are_alike(q.source, k.source) and _are_alike(q.source, v.source)):
         return None
     shape: tuple[int, ...] = tuple(q.source.meta.get("shape") or ())
     if (q.place, k.place, v.place) != (0, 1, 2) or len(shape) != 5 or shape[0] != 3:
         return None
     grids = {_integers(part, quantizing) for part in (q, k, v)}
     return (q, k._replace(nodes=[key, *k.nodes]), v) if len(grids) == 1 else None
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    """True if two nodes are one, or permute one tensor alike."""
+    permutes = one.target == other.target and one.target in ("permute", torch.permute)
+    return one is other or (permutes and (one.args, one.kwargs) == (other.args, other.kwargs))
 
 
 def _integers(part: _Part, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[int, int] | None:
@@ -236,19 +261,43 @@ def _part_of(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Part | 
     return _Part(source, place, quantized, nodes)
 
 
-def _before(node: fx.Node) -> tuple[list[fx.Node], float]:
-    """(nodes from the softmax back to the product of queries and keys, factor of that product)."""
+def _before(node: fx.Node) -> tuple[list[fx.Node], float, tuple[fx.Node, ...]]:
+    """(nodes from the softmax back to the product of queries and keys, factor of that product, table and mask)."""
     softmax = node.all_input_nodes[0]
     _check_softmax(softmax)
     found, scaling = [softmax], 1.0
-    source = softmax.all_input_nodes[0]
+    source, nodes, added = _added(softmax.all_input_nodes[0])
+    found += nodes
     if node_kind(source) in {"mul", "div"}:
         scaling = _scaling(source)
         found.append(source)
         source = source.all_input_nodes[0]
     if not _is_matmul(source):
         raise _RefusalError(f"{node_kind(source)} {source.name} comes before the softmax instead of a scaled product")
-    return [*found, source], scaling
+    return [*found, source], scaling, added
+
+
+def _added(node: fx.Node) -> tuple[fx.Node, list[fx.Node], tuple[fx.Node, ...]]:
+    """(the scaled product, nodes after it from the last one, (table, mask) if they are added) of a softmax's input."""
+    nodes: list[fx.Node] = []
+    mask: tuple[fx.Node, ...] = ()
+    source, shape = node, _shape(node)
+    if node.target in ("reshape", "view") and node_kind(node.all_input_nodes[0]) == "add" and len(shape) == 4:
+        add = node.all_input_nodes[0]
+        first, *others = add.all_input_nodes
+        windows = _shape(add)[1:2]
+        if len(others) == 1 and _shape(others[0])[-4:] == (*windows, 1, *shape[2:]) and first.target == node.target:
+            source = first.all_input_nodes[0]
+            nodes, mask = [node, add, first], (others[0],)
+    if node_kind(source) == "add" and len(source.all_input_nodes) == 2 and len(shape) == 4:
+        scores, table = source.all_input_nodes
+        if _shape(source) == _shape(scores) == shape and _shape(table) in {shape[1:], (1, *shape[1:])}:
+            return scores, [*nodes, source], (table, *mask)
+    return node, [], ()
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta.get("shape") or ())
 
 
 def _after(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:

@@ -148,7 +148,7 @@ def fuse_for_training(
     chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "float" and kernels != "torch":
         blocks = fuse_squeezes(fused, _quantizing(fused), kernels)
-        blocks.update(fuse_responses(fused, _quantizing(fused, operands=2), kernels))
+        blocks |= fuse_responses(fused, _quantizing(fused, operands=2), kernels)
         chains = [replace(c, nodes=blocks.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
@@ -156,8 +156,7 @@ def fuse_for_training(
     if kernels != "torch":
         batch_norms = fuse_batch_norms(fused, _fused_chains(fused), kernels)
         chains = [replace(c, nodes=(*batch_norms.get(qmodel.get_submodule(c.quantizer), ()), *c.nodes)) for c in chains]
-        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExciteModule, FusedResponseModule)
-        recompute_inputs(fused, producers, (FusedChainModule, FusedLayerModule, FusedResponseModule))
+        recompute_inputs(fused, _PRODUCERS, (FusedChainModule, FusedLayerModule, FusedResponseModule))
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
@@ -275,6 +274,9 @@ class FusedLayerModule(nn.Module):
         layer: Any = self.layer
         with recomputed(x, recipe):
             return product(layer, x, weight, layer.bias, self.kernels)
+
+
+_PRODUCERS = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExciteModule, FusedResponseModule)
 
 
 def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 
 import compress
 from compress.kernels.epilogue import IntegerGrid
+from compress.kernels.triton import attention_window
 from compress.kernels.triton.attention_launch import AttentionTile as Tile
 from compress.kernels.triton.attention_launch import AttentionTiles as Tiles
 from compress.kernels.triton.attention_launch import attention, fits
 from compress.kernels.triton.attention_packed import packed_attention, packed_fits
+from compress.kernels.triton.attention_window import window_attention, window_fits
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
 from tests.qat_fusion.common import assert_same, gradients
-from tests.qat_fusion.test_attention import quantized, vit
+from tests.qat_fusion.test_attention import quantized, swin, vit
 
 SMALL = Tiles(Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2))
 SIGNED, UNSIGNED = QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False)
@@ -56,10 +58,17 @@ GPU_PACKED = (
     (2, 197, 3, 64, True, False),
 )
 
+WINDOWS = (
+    # windows in all, of a mask, tokens, heads, width, format of probabilities, dtype
+    (5, None, 19, 2, 8, SIGNED, torch.float32),
+    (4, 2, 16, 1, 24, UNSIGNED, torch.float16),
+)
+GPU_WINDOWS = ((256, None, 49, 3, 32), (128, 64, 49, 6, 32), (12, 4, 64, 2, 64))
 
-def plain(q, k, v, amax, scaling, quant_format):
+
+def plain(q, k, v, amax, scaling, quant_format, added=0.0):
     """(the attended values, which of their rows stand on no tie: a kernel may round a tie to either neighbour)."""
-    weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling, dim=-1)
+    weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling + added, dim=-1)
     scale = scale_from_amax(amax, quant_format)
     return torch.matmul(fake_quantize(weights, scale, quant_format), v), ~at_tie(weights / scale).any(-1, keepdim=True)
 
@@ -110,16 +119,10 @@ def check_packed(case, device, compiled=False):
             qkv, IntegerGrid(weights, quant_format.low, quant_format.high), scaling, grids, last, tiles
         )
 
-    def written(x, amax):
-        """As the plain path writes it, in the precision of the network."""
-        value = fake_quantize(x.detach().float(), scale_from_amax(amax, SIGNED), SIGNED).to(dtype)
-        passed = fake_quantize(x, scale_from_amax(amax.double(), SIGNED), SIGNED)
-        return passed + (value - passed).detach()
-
     def reference(qkv):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if parts_rounded:
-            q, k, v = (written(x, amax) for x, amax in zip((q, k, v), parts, strict=True))
+            q, k, v = (written(x, amax, dtype) for x, amax in zip((q, k, v), parts, strict=True))
         out, sure = (x.transpose(1, 2) for x in plain(q, k, v, weights.double(), scaling, quant_format))
         if not result_rounded:
             return out, sure
@@ -127,6 +130,46 @@ def check_packed(case, device, compiled=False):
         return fake_quantize(out, scale, UNSIGNED), sure & ~at_tie(out / scale)
 
     compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, [qkv], generator)
+
+
+def written(x, amax, dtype):
+    """As the plain path writes it, in the precision of the network."""
+    value = fake_quantize(x.detach().float(), scale_from_amax(amax, SIGNED), SIGNED).to(dtype)
+    passed = fake_quantize(x, scale_from_amax(amax.double(), SIGNED), SIGNED)
+    return passed + (value - passed).detach()
+
+
+def check_window(case, device, compiled=False):
+    """As `check_packed`, with a table of scores, and a mask where windows are shifted."""
+    count, masks, tokens, heads, width, quant_format, dtype = case
+    if dtype == torch.float32:
+        tokens, width = min(tokens, 32), min(width, 32)
+    scaling = width**-0.5
+    generator = torch.Generator().manual_seed(tokens)
+    qkv = torch.randn((count, tokens, 3, heads, width), generator=generator).to(device, dtype)
+    table = torch.randn((1, heads, tokens, tokens), generator=generator).to(device)
+    mask = None if masks is None else -100.0 * (torch.rand((1, masks, 1, tokens, tokens), generator=generator) < 0.3)
+    mask = None if mask is None else mask.to(device)
+    *parts, weights, result = [torch.tensor(value, device=device) for value in (1.3, 1.7, 1.1, 0.3, 0.25)]
+    grids = tuple(IntegerGrid(amax, SIGNED.low, SIGNED.high) for amax in parts)
+    assert window_fits(qkv)
+
+    def fused(qkv, table):
+        of_weights = IntegerGrid(weights, quant_format.low, quant_format.high)
+        return window_attention(
+            qkv, table, mask, of_weights, grids, IntegerGrid(result, SIGNED.low, SIGNED.high), scaling
+        )
+
+    def reference(qkv, table):
+        q, k, v = (written(x, a, dtype) for x, a in zip(qkv.permute(2, 0, 3, 1, 4), parts, strict=True))
+        if mask is not None:
+            table = table + mask.double()[0].repeat(count // masks, 1, 1, 1)
+        found = plain(q, k, v, weights.double(), scaling, quant_format, table)
+        out, sure = (x.transpose(1, 2) for x in found)
+        scale = scale_from_amax(result.double(), SIGNED)
+        return fake_quantize(out, scale, SIGNED), sure & ~at_tie(out / scale)
+
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, [qkv, table], generator)
 
 
 def compare(run, reference, made, generator):
@@ -139,14 +182,18 @@ def compare(run, reference, made, generator):
         precision = max(precision, 2e-4)
     assert result.is_contiguous()
     for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
         assert one.is_contiguous()
         assert_close_in_norm(one, other, precision, made[0].shape)
 
 
 def check_network():
     """A whole network: but for values at ties, the plain path; in half precision, but for its rounding."""
-    qmodel, x = quantized(vit())
+    for make in (vit, swin):
+        check_one_network(make)
+
+
+def check_one_network(make):
+    qmodel, x = quantized(make())
     fused = compress.fuse_for_training(qmodel, kernels="triton")
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
     assert_near(in_half(fused, qmodel, x), in_half(qmodel, qmodel, x), 0.99)
@@ -173,8 +220,11 @@ def main():
         check(case, "cpu")
     for case in PACKED:
         check_packed(case, "cpu")
+    attention_window._PROGRAMS = 4  # each program goes through several windows
+    for case in WINDOWS:
+        check_window(case, "cpu")
     check_network()
-    print(f"{len(CASES) + len(PACKED)} attentions, 1 network")
+    print(f"{len(CASES) + len(PACKED) + len(WINDOWS)} attentions, 2 networks")
 
 
 if __name__ == "__main__":

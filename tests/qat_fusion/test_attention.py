@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer
 
 import compress
@@ -23,6 +24,13 @@ def vit():
     torch.manual_seed(1)
     sizes = {"image_size": 16, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 16}
     return VisionTransformer(**sizes, num_classes=5, attention_dropout=0.5).eval()
+
+
+def swin():
+    """Two blocks, the second with shifted windows, of 4 windows of 4 tokens with 2 heads."""
+    torch.manual_seed(1)
+    sizes = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": [2, 2]}
+    return SwinTransformer(**sizes, stochastic_depth_prob=0.0, num_classes=5).eval()
 
 
 class Attention(nn.Module):
@@ -86,6 +94,16 @@ def test_a_vision_transformer_has_the_gradients_of_the_plain_path(target):
     chains = [chain for chain in fused.report.chains if "matmul" in chain.nodes or "matmul_2" in chain.nodes]
     assert [len(chain.nodes) for chain in chains] == [5, 5]  # product, scale, softmax, dropout, product
     assert all(chain.reason == "" for chain in chains)
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_windows_with_tables_of_scores_have_the_gradients_of_the_plain_path(target):
+    qmodel, x = quantized(swin(), target)
+    qmodel, x = qmodel.double(), x.double()
+    fused = compress.fuse_for_training(qmodel)
+    assert len(attentions(fused)) == len(packed(fused)) == 2
+    assert sorted(len(chain.nodes) for chain in fused.report.chains if "softmax" in chain.quantizer) == [5, 8]
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-9, atol=1e-9)
 
 
@@ -169,7 +187,7 @@ def test_compiled():
 
 
 def test_triton_kernels_compute_the_same_in_the_interpreter():
-    assert "10 attentions, 1 network" in interpreted("tests.kernels.interpreted_attention")
+    assert "12 attentions, 2 networks" in interpreted("tests.kernels.interpreted_attention")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -179,10 +197,12 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
     from tests.kernels.interpreted_attention import (
         GPU_CASES,
         GPU_PACKED,
+        GPU_WINDOWS,
         SIGNED,
         UNSIGNED,
         check,
         check_packed,
+        check_window,
     )
 
     for quant_format in (SIGNED, UNSIGNED):
@@ -192,6 +212,9 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
         for sizes in GPU_PACKED:
             torch.compiler.reset()
             check_packed((*sizes, quant_format, dtype, None), "cuda", compiled)
+        for sizes in GPU_WINDOWS:
+            torch.compiler.reset()
+            check_window((*sizes, quant_format, dtype), "cuda", compiled)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
