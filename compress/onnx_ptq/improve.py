@@ -65,8 +65,8 @@ def improve_file(
     """
     made, order = converted(source, batches[0]), [tensor.name for tensor in inputs_of_file(source)]
     data = [tensors_of_feed(feed, order) for feed in batches]
-    # `auto` has scaled the channels of the file already
-    own = for_network(replace(spec, smooth=None if spec.smooth == "auto" else spec.smooth), made, Index(source))
+    auto: dict[str, Any] = {name: None for name in ("smooth", "bias_correction") if getattr(spec, name) == "auto"}
+    own = for_network(replace(spec, **auto), made, Index(source))  # they are of the file itself
     qmodel = quantize(made.network, data[0], data, spec=own, progress=progress)
     ready, _ = smoothed(made.network, data[0], data, kept(qmodel, own))
     rescaled, prepared = float_graph(ready, data[0], replace(kept(qmodel, own), bias_correction=None))

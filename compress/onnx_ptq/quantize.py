@@ -45,8 +45,9 @@ from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
-from compress.quantization.ptq.channel_scales import IMAGES, looks_at_layers
+from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.ptq.guard import methods
+from compress.quantization.ptq.on_images import IMAGES
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, Rule, check_quant_spec
 from compress.support.progress import Progress
@@ -198,7 +199,7 @@ def _quantized(
                 source, reading, placement, images, total=total, check=check, progress=progress
             )
     else:
-        placement = place(reading.view, spec)
+        placement = place(reading.view, spec, fine_tuned.lowest())
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     if fine_tuned is None and not improved.later and spec.bias_correction == "auto":

@@ -29,7 +29,6 @@ from compress.onnx_ptq.run import FloatSession
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.view import Node
 from compress.quantization.ptq.channel_scales import (
-    IMAGES,
     ChannelScale,
     Consumer,
     Group,
@@ -41,14 +40,13 @@ from compress.quantization.ptq.channel_scales import (
     scaling_note,
     with_scale,
 )
+from compress.quantization.ptq.on_images import IMAGES
 from compress.quantization.spec import QuantSpec, Rule
 
 T = TypeVar("T")
 
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
 """Operators that a positive factor for each channel passes."""
-LOOKED_AT = 16
-"""Images whose values decide about zero points and biases."""
 _BATCHES = 8
 """Batches that are looked at where they cannot be split into images."""
 
@@ -69,11 +67,6 @@ def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches
         return work(images_of(source, batches))
     except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
         return work(batches[:_BATCHES])
-
-
-def spread(images: Sequence[Arrays]) -> Sequence[Arrays]:
-    """Return at most `LOOKED_AT` images, evenly spread."""
-    return images[:: -(-len(images) // LOOKED_AT)]
 
 
 def smooth_file(

@@ -26,6 +26,12 @@ class Trained:
     network: nn.Module
     made: Converted
 
+    def lowest(self) -> dict[str, float]:
+        """Return the values that tensors of the file are not expected below, which images showed before."""
+        sites = placement_of(self.network).activations
+        found = {name: self._quantizer(site.name).format.lowest for site in sites for name in _tensors(site, self.made)}
+        return {name: least for name, least in found.items() if least}
+
     def ranges(self, placement: Placement) -> CalibrationReport:
         """Return the ranges of the network's quantizers under the names of the file's.
 
@@ -36,7 +42,7 @@ class Trained:
         amax: dict[str, Tensor] = {}
         for site in placement.activations:
             trained = own.pop(frozenset(tensor for tensor, _ in site.edges), None)
-            if trained is None or {trained.format, self._quantizer(trained.name).format} != {site.format}:
+            if trained is None or self._quantizer(trained.name).format != site.format:
                 raise _other_placement(site.name)
             amax[site.name] = self._amax(trained.name)
         if own:

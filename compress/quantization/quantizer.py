@@ -7,6 +7,7 @@ name: float state_dicts load, and masks on it keep working.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.graph.modules import Named
 from compress.graph.ops import altered, calls_alike, tensor_of
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax, zero_of
+
+LOWEST = "lowest"
+"""Name in a state_dict of the lowest value that a quantizer holds; older files have none."""
 
 
 class Collector(Protocol):
@@ -122,7 +126,15 @@ class Quantizer(nn.Module):
     def _quantized(self, x: Tensor) -> Tensor:
         return fake_quantize(x, self.scale, self.format)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.format.signed and self.format.offset:
+            destination[f"{prefix}{LOWEST}"] = torch.tensor(self.format.lowest, dtype=torch.float64)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        lowest = state_dict.pop(f"{prefix}{LOWEST}", None)  # images may have chosen it, so that it belongs to the range
+        if lowest is not None:
+            self.format = replace(self.format, offset=True, lowest=float(lowest))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if f"{prefix}amax" in state_dict:
             self._ready = bool((torch.isfinite(self.amax) & (self.amax > 0)).all())

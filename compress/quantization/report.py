@@ -170,11 +170,13 @@ class Correction:
     Attributes:
         shift: largest change of a channel's bias; 0 when it was left as it is.
         reason: why it was left as it is; "" when it was corrected.
+        added: what was added to the bias, (out,); None when it was left as it is.
     """
 
     layer: str
     shift: float
     reason: str = ""
+    added: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,8 +227,8 @@ class QuantSpec:
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
         reconstruct: learn roundings and ranges block by block, for few bits; instead of `adaround`.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the
-            BatchNorm statistics, `empirical`, layer after layer on calibration images, or `auto`, in ONNX files each
-            layer by itself on 16 of the images; in torch models, whose biases training moves, nothing.
+            BatchNorm statistics, `empirical`, layer after layer on calibration images, or `auto`, each layer by itself
+            on 16 of the images.
         insist: keep `equalize`, `relu6`, `smooth`, `adaround` and `bias_correction` also where they make the outputs on
             the calibration images worse than plain PTQ does; otherwise they are taken back, with a note.
 

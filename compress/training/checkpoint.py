@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
 from compress.models.weights import mask_hint
+from compress.quantization.quantizer import LOWEST
 from compress.training.best import BestWeights, WeightAverage, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors
 
@@ -167,8 +168,8 @@ def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None
         if name in common and (got[name].shape, got[name].dtype) != (expected[name].shape, expected[name].dtype)
     ]
     complaints = {
-        "missing": [name for name in expected if name not in common],
-        "unexpected": [name for name in got if name not in common],
+        "missing": [name for name in expected if name not in common and not name.endswith(f".{LOWEST}")],
+        "unexpected": [name for name in got if name not in common and not name.endswith(f".{LOWEST}")],
         "different": mismatched,
     }
     parts = [f"{len(names)} {kind}: {first_few(names)}" for kind, names in complaints.items() if names]

@@ -1,4 +1,4 @@
-"""What files get by default where images show that it helps: zero points, scales in gates, biases."""
+"""What files and torch models get where images show that it helps: zero points, scales in gates, biases."""
 
 from __future__ import annotations
 
@@ -43,20 +43,29 @@ class Excited(nn.Module):
         return self.last(x * self.squeezed(x.mean((2, 3), keepdim=True)).sigmoid())
 
 
-def quantized(model, tmp_path, x, **options):
+def quantized(model, tmp_path, x, reader="file", **options):
     """The float results on ONNX Runtime, those of the quantized file, and its path."""
     file = export(model.eval(), tmp_path / "float.onnx", x=x[:2])
-    spec = compress.QuantSpec(**options)
-    path = compress.quantize_onnx(file, list(x.split(4)), spec=spec, out=tmp_path / "int8.onnx")
+    spec, path = compress.QuantSpec(**options), tmp_path / "int8.onnx"
+    if reader == "file":
+        compress.quantize_onnx(file, list(x.split(4)), spec=spec, out=path)
+    else:
+        qmodel = compress.quantize(model, x[:2], list(x.split(4)), spec=spec)
+        compress.export_onnx(qmodel, x[:2], path, dynamic_batch=True)
+        saved = compress.save(qmodel, tmp_path / "int8.safetensors")
+        again = compress.load(saved, into=compress.insert_quantizers(model, x[:2], spec))
+        assert torch.equal(again(x), qmodel(x))
     return run(file, x.numpy()), run(path, x.numpy()), path
 
 
-@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
-def test_no_integers_for_values_that_images_do_not_have(tmp_path, target):
+@pytest.mark.parametrize(
+    ("target", "reader"), [("openvino", "file"), ("onnxruntime", "file"), ("onnxruntime", "torch")]
+)
+def test_no_integers_for_values_that_images_do_not_have(tmp_path, target, reader):
     torch.manual_seed(0)
     model, x = Affine(), torch.cat(batches(4))
-    wanted, plain, _ = quantized(model, tmp_path, x, target=target, smooth=None, bias_correction=None)
-    _, found, path = quantized(model, tmp_path, x, target=target, bias_correction=None)
+    wanted, plain, _ = quantized(model, tmp_path, x, reader, target=target, smooth=None, bias_correction=None)
+    _, found, path = quantized(model, tmp_path, x, reader, target=target, bias_correction=None)
     assert sqnr(wanted, found) > sqnr(wanted, plain) + 0.5
     file = onnx.load(path)
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in file.graph.initializer}
@@ -72,14 +81,16 @@ def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
 
 
 @pytest.mark.parametrize("depthwise", [False, True])
-@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
-def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise):
+@pytest.mark.parametrize(
+    ("target", "reader"), [("tensorrt", "file"), ("openvino", "file"), ("onnxruntime", "file"), ("openvino", "torch")]
+)
+def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
     """With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer."""
     torch.manual_seed(0)
     model, x = Affine(depthwise), torch.cat(batches(16))
     error = {}
     for chosen in ("auto", None):
-        wanted, found, _ = quantized(model, tmp_path, x, target=target, bias_correction=chosen)
+        wanted, found, _ = quantized(model, tmp_path, x, reader, target=target, bias_correction=chosen)
         error[chosen] = np.abs((found - wanted).mean((0, 2, 3))).mean()
     assert error["auto"] < 0.5 * error[None]
 

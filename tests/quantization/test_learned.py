@@ -33,7 +33,9 @@ from tests.exact import open_session
 from tests.networks import network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-SPEC = QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=4, calibrator="max"))
+SPEC = QuantSpec(
+    weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=4, calibrator="max"), bias_correction=None
+)
 
 
 def definition(v, s, low, high):

@@ -13,6 +13,7 @@ from compress.pipeline.steps.ptq import calibration_images, save_further
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
+from compress.quantization.quantizer import LOWEST
 from compress.quantization.report import placement_of
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training.checkpoint import load_model
@@ -84,7 +85,7 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
 
 def take_weights(model: nn.Module, trained: fx.GraphModule) -> None:
     """Copy weights and statistics, without ranges; in place."""
-    state = {name: value for name, value in trained.state_dict().items() if not name.endswith("amax")}
+    state = {name: value for name, value in trained.state_dict().items() if not name.endswith(("amax", LOWEST))}
     model.load_state_dict(state, strict=False)
 
 

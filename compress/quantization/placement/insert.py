@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -73,11 +74,18 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         >>> [site.path for site in qmodel.placement.weights]
         ['0', '5']
     """
-    spec = spec or QuantSpec()
+    chosen = spec or QuantSpec()
+    return insert_placed(model, example_inputs, chosen, lambda graph: place(read_fx(graph), chosen))
+
+
+def insert_placed(
+    model: nn.Module, example_inputs: Inputs, spec: QuantSpec, placed: Callable[[fx.GraphModule], Placement]
+) -> QuantizedModule:
+    """Do what `insert_quantizers` does, with the placement that a function decides on for the float graph."""
     check_quant_spec(spec)
     check_float_model(model)
     graph_module, prepared = float_graph(model, example_inputs, spec)
-    placement = place(read_fx(graph_module), spec)
+    placement = placed(graph_module)
     if spec.bias_correction in ("analytic", "empirical"):
         ensure_biases(graph_module, [site.path for site in placement.weights])
     bound = bound_to_size(graph_module, as_inputs(example_inputs))

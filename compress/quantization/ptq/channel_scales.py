@@ -31,8 +31,6 @@ T = TypeVar("T")
 Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]
 """Makes a function that runs the float network on an image and returns the tensors of these names, float32."""
 
-IMAGES = 32
-"""Images that are looked at: the even ones measure ranges, the others the error."""
 POOR_DB, GAIN_DB = 34.0, 1.0
 """Signal to noise of a layer's result below which scales are tried, and the gain that is worth one."""
 FLOAT_DB = 27.0

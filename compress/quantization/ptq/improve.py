@@ -6,12 +6,12 @@
 4. `adaround` and the empirical `bias_correction` process the layers in one walk: a layer is rounded, then its bias is
    corrected, and the inputs of the next layer include both;
 5. or `reconstruct` learns roundings and ranges block by block, before the bias correction;
-6. the analytic `bias_correction` follows from the quantized weights, without a walk.
+6. the analytic `bias_correction` follows from the quantized weights, `auto` from means of inputs too, without a walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,12 @@ from compress.graph.inputs import Inputs
 from compress.graph.ops import tensor_of
 from compress.graph.report import attach_report
 from compress.quantization.ptq.adaround import Rounder
-from compress.quantization.ptq.bias_correction import IMAGES, correct_bias_analytic, correct_to_targets
+from compress.quantization.ptq.bias_correction import (
+    IMAGES,
+    correct_bias_analytic,
+    correct_bias_means,
+    correct_to_targets,
+)
 from compress.quantization.ptq.reconstruct import reconstruct
 from compress.quantization.ptq.smoothquant import smooth
 from compress.quantization.ptq.walk import Visit, walk
@@ -71,6 +76,7 @@ def improve(
     batches: Iterable[Any],
     spec: QuantSpec,
     *,
+    seen: Sequence[Any] = (),
     smoothing: Smoothing | None = None,
     folder: Path | None = None,
     all_reduce: bool = False,
@@ -79,7 +85,8 @@ def improve(
     """Apply the rounding and bias correction of `spec` to a calibrated network, in place; return the report.
 
     With `all_reduce` every process learns on its own images, and all take the result of rank 0. AdaRound saves finished
-    layers in `folder`, to go on from after a stop. `smoothing`, of `smoothed`, is for the report.
+    layers in `folder`, to go on from after a stop. `smoothing`, of `smoothed`, is for the report. `bias_correction:
+    auto` looks at `seen`, some of the batches, and leaves what `reconstruct` learned.
 
     Raises:
         QuantizationError: analytic correction without BatchNorm statistics.
@@ -90,9 +97,9 @@ def improve(
         raise QuantizationError(
             "the model was not made by insert_quantizers: improve needs the spec that it was made with"
         )
-    paths = [site.path for site in report.placement.weights]
-    analytic = paths if spec.bias_correction == "analytic" else []
-    weights = {path: tensor_of(qmodel.get_submodule(path)).detach().clone() for path in analytic}
+    paths, rounds = [site.path for site in report.placement.weights], spec.adaround is not None
+    before = paths if spec.bias_correction == "analytic" or rounds else []
+    weights = {path: tensor_of(qmodel.get_submodule(path)).detach().clone() for path in before}
     blocks = reconstruct(qmodel, batches, spec.reconstruct, progress=progress) if spec.reconstruct else ()
     rounder = None
     if spec.adaround is not None:
@@ -111,6 +118,8 @@ def improve(
     rows = tuple(corrections.values())
     if spec.bias_correction == "analytic":
         rows = correct_bias_analytic(qmodel, report.prepared.moments, weights=weights)
+    elif spec.bias_correction == "auto" and spec.batchnorm == "fold" and spec.reconstruct is None:
+        rows = correct_bias_means(qmodel, seen, weights)
     if all_reduce and (rounding or rows or blocks):
         for tensor in (*qmodel.parameters(), *qmodel.buffers()):
             torch.distributed.broadcast(tensor.data, 0)

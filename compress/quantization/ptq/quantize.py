@@ -16,9 +16,11 @@ from compress.graph.inputs import Batches, Inputs, as_inputs, device_of, model_i
 from compress.graph.isolation import alone
 from compress.graph.ops import Watching
 from compress.graph.report import attach_report
-from compress.quantization.calibration.calibrate import calibrate, calibrating, check_batches, take_ranges
+from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
-from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.insert import insert_placed
+from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.ptq.guard import (
@@ -32,7 +34,9 @@ from compress.quantization.ptq.guard import (
     methods,
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
-from compress.quantization.ptq.scale_channels import Scaled, scale_channels, some_of
+from compress.quantization.ptq.on_images import some_of
+from compress.quantization.ptq.scale_channels import Scaled, scale_channels
+from compress.quantization.ptq.zero_points import place_on_images
 from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
@@ -123,7 +127,8 @@ def quantize_targets(
     asked = methods(spec)
     if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
-    seen, batches = some_of(batches) if looks_at_layers(spec) else ([], batches)
+    looks = looks_at_layers(spec) or spec.bias_correction == "auto"
+    seen, batches = some_of(batches) if looks else ([], batches)
     work = _Work(model, example_inputs, batches, seen, spec, folder, all_reduce, progress)
     if not asked:
         return work.make(spec, spec.targets)
@@ -156,13 +161,14 @@ class _Work:
         ready, smoothing = smoothed(model, example, batches, spec, all_reduce=together, progress=self.progress)
         done = self._scaled(spec, targets[0]) if looks_at_layers(spec) else Scaled(model=ready)
         ready, spec = done.model, replace(spec, rules=(*done.rules, *spec.rules))
-        found = {t: _inserted(ready, example, spec.for_target(t), batches, all_reduce=together) for t in targets}
+        found = {t: self._inserted(ready, spec.for_target(t)) for t in targets}
         ranges = self.ranges.setdefault(before_calibration(spec), {})
         with closed_branches(_inputs(found), *(quantization_report_of(made).placement for made in found.values())):
-            _calibrate(found, batches, ranges, (ready, example, spec), all_reduce=together, progress=self.progress)
+            self._calibrate(found, ranges, ready, spec)
         for target, made in found.items():
             place = self.folder and (self.folder if target == self.spec.targets[0] else self.folder / target)
-            improve(made, batches, spec, smoothing=smoothing, folder=place, all_reduce=together, progress=self.progress)
+            options: dict[str, Any] = {"smoothing": smoothing, "folder": place, "all_reduce": together}
+            improve(made, batches, spec, seen=self.seen, progress=self.progress, **options)
             attach_report(made, replace(quantization_report_of(made), scaling=done.notes))
         return found
 
@@ -175,63 +181,70 @@ class _Work:
             )
         return self.scaled[key]
 
+    def _inserted(self, model: nn.Module, spec: QuantSpec) -> QuantizedModule:
+        """Insert quantizers, for inputs of a concat whose ranges are far apart with scales of their own."""
 
-def _inserted(
-    model: nn.Module, example_inputs: Inputs, spec: QuantSpec, batches: Batches, *, all_reduce: bool
-) -> QuantizedModule:
-    """Insert quantizers, with scales of their own for inputs of a concat whose ranges are far apart."""
-    made = insert_quantizers(model, example_inputs, spec)
-    apart = _apart(made, example_inputs, batches, all_reduce=all_reduce)
-    return insert_quantizers(model, example_inputs, replace(spec, rules=(*apart, *spec.rules))) if apart else made
+        def placed(graph_module: fx.GraphModule) -> Placement:
+            view = read_fx(graph_module)
+            placement = place(view, spec)
+            rules = _apart(graph_module, placement, self.example_inputs, self.batches, all_reduce=self.all_reduce)
+            chosen = replace(spec, rules=(*rules, *spec.rules))
+            return place_on_images(graph_module, chosen, self.seen, all_reduce=self.all_reduce)
+
+        return insert_placed(model, self.example_inputs, spec, placed)
+
+    def _calibrate(
+        self,
+        found: dict[Target, QuantizedModule],
+        seen: dict[Target, CalibrationReport],
+        model: nn.Module,
+        spec: QuantSpec,
+    ) -> None:
+        """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added."""
+        if set(seen) >= set(found):
+            for target, qmodel in found.items():
+                take_ranges(qmodel, seen[target])
+            return
+        first, judged = next(iter(found.items()))
+        usual = None if seen else default_ranges(spec.for_target(first))
+        yardstick = [] if usual is None else [self._inserted(model, usual)]
+        sample = FirstBatches(model, self.batches, judged)
+        one, *rest = (*found.values(), *yardstick)
+        calibrate(one, sample, also=rest, all_reduce=self.all_reduce, progress=self.progress)
+        changed = spec.relu6 == "relu"  # a network of its own, which is not the model's on purpose
+        own = canonical_graph(model, self.example_inputs) if changed else one
+        check_shapes(model, own, sample, self.example_inputs)
+        for other in yardstick:
+            beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=self.all_reduce)
+            take_ranges(judged, replace(calibration_of(judged), compared=beside))
+        seen |= {target: calibration_of(qmodel) for target, qmodel in found.items()}
 
 
 def _inputs(made: dict[Target, QuantizedModule]) -> set[str]:
     return {node.name for network in made.values() for node in network.graph.nodes if node.op == "placeholder"}
 
 
-def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, all_reduce: bool) -> tuple[Rule, ...]:
+@torch.no_grad()
+def _apart(
+    graph_module: fx.GraphModule,
+    placement: Placement,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    all_reduce: bool,
+) -> tuple[Rule, ...]:
     """Rules for concats whose inputs' ranges are far apart on the first batch, or on the example."""
-    placement = quantization_report_of(qmodel).placement
     shared = shared_tensors(placement)
     if not shared:
         return ()
-    inputs = as_inputs(example_inputs) if iter(batches) is batches else model_inputs(qmodel, next(iter(batches)))
+    inputs = as_inputs(example_inputs) if iter(batches) is batches else model_inputs(graph_module, next(iter(batches)))
     found: dict[str, float] = {}
 
     def note(name: str, x: Tensor) -> None:
         found[name] = float(x.abs().max()) if x.numel() else 0.0
 
-    with torch.no_grad(), calibrating(qmodel, {}):
-        Watching(qmodel, frozenset(shared), note).run(*inputs)
-    ranges = torch.tensor([found.get(name, 0.0) for name in shared], device=device_of(qmodel))
+    Watching(graph_module, frozenset(shared), note).run(*inputs)
+    ranges = torch.tensor([found.get(name, 0.0) for name in shared], device=device_of(graph_module))
     if all_reduce:  # every process decides alike
         torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MAX)
-    return concats_apart(read_fx(qmodel), placement, dict(zip(shared, ranges.tolist(), strict=True)))
-
-
-def _calibrate(
-    found: dict[Target, QuantizedModule],
-    batches: Batches,
-    seen: dict[Target, CalibrationReport],
-    made_from: tuple[nn.Module, Inputs, QuantSpec],
-    *,
-    all_reduce: bool,
-    progress: Progress | None,
-) -> None:
-    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added."""
-    if set(seen) >= set(found):
-        for target, qmodel in found.items():
-            take_ranges(qmodel, seen[target])
-        return
-    (model, example_inputs, spec), (first, judged) = made_from, next(iter(found.items()))
-    usual = None if seen else default_ranges(spec.for_target(first))
-    yardstick = [] if usual is None else [insert_quantizers(model, example_inputs, usual)]
-    sample = FirstBatches(model, batches, judged)
-    one, *rest = (*found.values(), *yardstick)
-    calibrate(one, sample, also=rest, all_reduce=all_reduce, progress=progress)
-    changed = spec.relu6 == "relu"  # a network of its own, which is not the model's on purpose
-    check_shapes(model, canonical_graph(model, example_inputs) if changed else one, sample, example_inputs)
-    for other in yardstick:
-        beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=all_reduce)
-        take_ranges(judged, replace(calibration_of(judged), compared=beside))
-    seen |= {target: calibration_of(qmodel) for target, qmodel in found.items()}
+    return concats_apart(read_fx(graph_module), placement, dict(zip(shared, ranges.tolist(), strict=True)))

@@ -7,11 +7,9 @@ take it there is no scale.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -20,14 +18,12 @@ from torch.nn.utils import parametrize
 
 from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
-from compress.graph.inputs import Batches, Inputs, model_inputs
-from compress.graph.ops import Watching, node_kind, node_module
+from compress.graph.inputs import Inputs
+from compress.graph.ops import node_kind, node_module
 from compress.graph.traits import PASSING
-from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.view import Node
 from compress.quantization.ptq.channel_scales import (
-    IMAGES,
     ChannelScale,
     Consumer,
     Group,
@@ -38,17 +34,15 @@ from compress.quantization.ptq.channel_scales import (
     products_of,
     scaling_note,
 )
+from compress.quantization.ptq.on_images import on_images, tensors_of
 from compress.quantization.ptq.ranges import scale_inputs, scale_outputs, shared_parameters
+from compress.quantization.ptq.zero_points import place_on_images
 from compress.quantization.spec import QuantSpec, Rule
 
 _THROUGH = PASSING | {"relu", "leaky_relu"}
 """Operations that a positive factor for each channel passes."""
 _POOLS = frozenset({"max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool"})
 """Those that it passes where channels are the second axis."""
-_BATCHES = 8
-"""Batches that are looked at where they cannot be split into images."""
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What torch raises for inputs that a network does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +52,6 @@ class Scaled:
     model: nn.Module
     rules: tuple[Rule, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def some_of(batches: Batches) -> tuple[list[Any], Batches]:
-    """Batches from all over the data, or the first ones of what can be read once; and all batches."""
-    if isinstance(batches, Sequence):
-        return list(batches[:: -(-len(batches) // IMAGES) or 1]), batches
-    source, seen, images = iter(batches), list[Any](), 0
-    for batch in source:
-        seen.append(batch)
-        images += _length(batch)
-        if images >= IMAGES:
-            break
-    return seen, (chain(seen, source) if source is batches else _Begun(batches, seen, source))
-
-
-class _Begun:
-    """Batches whose first pass has begun: it goes on after what was read."""
-
-    def __init__(self, batches: Batches, seen: Sequence[Any], rest: Iterator[Any]) -> None:
-        self.batches, self.seen = batches, seen
-        self.rest: Iterator[Any] | None = rest
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.rest is None:
-            return iter(self.batches)
-        rest, self.rest = self.rest, None
-        return chain(self.seen, rest)
-
-    def __length_hint__(self) -> int:
-        return length_hint(self.batches)
 
 
 @torch.no_grad()
@@ -103,7 +67,8 @@ def scale_channels(
         return Scaled(model=model)
     graph_module = canonical_graph(model, example_inputs, fold=False)
     view = read_fx(graph_module)
-    placement, nodes = place(view, spec), {node.name: node for node in graph_module.graph.nodes}
+    placement = place_on_images(graph_module, spec, batches, all_reduce=all_reduce)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
     layers = _Layers(graph_module)
     groups = [
         group for group in groups_of(view, placement, layers.plain) if layers.producer(nodes[group.tensor], group)
@@ -112,15 +77,7 @@ def scale_channels(
     if not groups and not products:
         return Scaled(model=model)
     choose = partial(_chosen, graph_module, groups, products, spec)
-    try:
-        scales, rules = choose(list(_images(graph_module, batches)))
-    except _FAILURES:  # the first dimension of its inputs is no batch
-        try:
-            scales, rules = choose([model_inputs(graph_module, batch) for batch in batches[:_BATCHES]])
-        except _FAILURES:  # calibration meets the same batch, and describes it
-            return Scaled(model=model)
-    if all_reduce:
-        scales, rules = _of_rank_0((scales, rules))
+    scales, rules = on_images(choose, graph_module, batches, all_reduce=all_reduce) or ({}, ())
     if not scales:
         return Scaled(model=model, rules=rules)
     reference = Reference.of(model, example_inputs)
@@ -145,34 +102,10 @@ def _chosen(
 ) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
 
     def watch(names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], Mapping[str, Tensor]]:
-        return partial(_tensors, graph_module, frozenset(names))
+        return partial(tensors_of, graph_module, frozenset(names))
 
     scales = choose_scales(groups, images, spec, watch=watch, consumer=partial(_consumer, graph_module))
     return {group.tensor: scale for group, scale in scales}, poor_products(products, images, spec, watch=watch)
-
-
-def _tensors(graph_module: fx.GraphModule, names: frozenset[str], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, x: Tensor) -> None:
-        found[name] = x.detach().float().cpu()
-
-    Watching(graph_module, names, keep).run(*inputs)
-    return found
-
-
-def _images(graph_module: fx.GraphModule, batches: Sequence[Any]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield single images, evenly spread over the batches."""
-    places = [(batch, place) for batch in batches for place in range(_length(batch))]
-    chosen = [places[i * len(places) // IMAGES] for i in range(IMAGES)] if len(places) > IMAGES else places
-    for batch, start in chosen:
-        yield tuple(x[start : start + 1] for x in model_inputs(graph_module, batch))
-
-
-def _length(batch: Any) -> int:
-    while isinstance(batch, (tuple, list, Mapping)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    return len(batch) if isinstance(batch, Tensor) and batch.ndim else 1
 
 
 def _consumer(graph_module: fx.GraphModule, layer: Node) -> Consumer:
@@ -181,12 +114,6 @@ def _consumer(graph_module: fx.GraphModule, layer: Node) -> Consumer:
     if layer.kind == "linear":
         return Consumer(weight=weight, groups=1, compute=lambda x, w: x @ w.T)
     return Consumer(weight=weight, groups=groups, compute=convolve(module.stride, module.dilation, groups))
-
-
-def _of_rank_0(found: Any) -> Any:
-    box = [found]
-    torch.distributed.broadcast_object_list(box, 0)
-    return box[0]
 
 
 class _Layers:

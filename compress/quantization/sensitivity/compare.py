@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.compare import module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, flat_tensors, model_inputs
-from compress.graph.ops import node_kind
+from compress.graph.ops import node_kind, tensor_of
 from compress.graph.traits import WEIGHTED
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.quantizer import weight_quantizer_of
-from compress.quantization.report import placement_of
+from compress.quantization.report import placement_of, quantization_report_of
 from compress.support.meters import MeanOf, TaskMetric, task_metric
 
 
@@ -110,13 +110,16 @@ def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> objec
 class Sides(fx.Interpreter):
     """Runs a quantized graph with several subsets of its quantizers side by side.
 
-    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized).
+    A node's value is a tuple, one for each subset; that of a quantizer is (plain, quantized). A layer whose weight is
+    float has the bias that it had before correction.
     """
 
     def __init__(self, module: fx.GraphModule, subsets: Sequence[Subset]) -> None:
         super().__init__(module)
         self.subsets, self.side = subsets, 0
         self.weights = {site.path for site in placement_of(module).weights}
+        rows = quantization_report_of(module).corrections
+        self.added = {row.layer: row.added for row in rows if row.added is not None}
         self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
     def run_node(self, n: fx.Node) -> tuple[Any, ...]:
@@ -134,12 +137,19 @@ class Sides(fx.Interpreter):
             return plain, self.fetch_attr(str(n.target))(plain) if wanted else plain
         if n.target not in self.weights:
             return super().run_node(n)
-        quantizer = weight_quantizer_of(self.fetch_attr(str(n.target)))
+        layer: Any = self.fetch_attr(str(n.target))
+        quantizer, added = weight_quantizer_of(layer), self.added.get(str(n.target))
         enabled, quantizer.enabled = quantizer.enabled, n.target in subset.weights
+        bias = tensor_of(layer, "bias") if added is not None and not quantizer.enabled else None
+        before = None if bias is None else bias.clone()
         try:
+            if bias is not None and added is not None:
+                bias.sub_(added.to(bias.device))
             return super().run_node(n)
         finally:
             quantizer.enabled = enabled
+            if bias is not None and before is not None:
+                bias.copy_(before)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """The arguments of a node on this side."""

@@ -267,8 +267,8 @@ def sensitivity(
         batches: calibration data, as for `quantize`.
         images: batches that effects are measured on; with targets for the metric too. They and the float network's
             outputs stay in memory; two forward passes are made for each layer.
-        spec: layers that its rules leave float are no rows. AdaRound and bias correction are not applied, because they
-            change the weights that a layer would have in float.
+        spec: layers that its rules leave float are no rows. AdaRound and a bias correction that walks are not applied,
+            because they change what other layers would have in float.
         metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
         known: rows of an earlier call that was stopped; they are not measured a second time.
         keep: called with each row as soon as it is measured.
@@ -282,7 +282,8 @@ def sensitivity(
         >>> [row.layer for row in compress.sensitivity(model, images[:1], batches, batches).rows]
         ['0', '3', '5']
     """
-    spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
+    spec = replace(spec or QuantSpec(), adaround=None)
+    spec = replace(spec, bias_correction="auto" if spec.bias_correction == "auto" else None)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
     spec = kept(qmodel, spec)
     graph, _ = float_graph(model, example_inputs, spec)

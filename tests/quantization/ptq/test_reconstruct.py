@@ -92,7 +92,8 @@ def test_better_than_calibration_on_images_that_it_did_not_see():
     network, noise = model(), {}
     ways = {"plain": {}, "blocks": {"reconstruct": SHORT}}
     for name, more in ways.items():
-        qmodel = compress.quantize(network, X[:2], [X], spec=spec(bits=2, activation_bits=8, **more))
+        chosen = spec(bits=2, activation_bits=8, bias_correction=None, **more)
+        qmodel = compress.quantize(network, X[:2], [X], spec=chosen)
         with torch.no_grad():
             noise[name] = (network(UNSEEN) - qmodel(UNSEEN)).square().mean().item()
     assert noise["blocks"] < 0.7 * noise["plain"]
@@ -252,9 +253,8 @@ def test_whole_network_better_hard_rounded_and_exported_as_it_is():
     x, unseen = torch.randn(64, 3, 16, 16, generator=generator), torch.randn(64, 3, 16, 16, generator=generator)
     noise = {}
     for spec in (None, AdaRoundSpec(steps=80, images=64)):
-        q = quantize(
-            model, x[:2], x.split(32), spec=QuantSpec(weights=WeightSpec(num_bits=4), activations=FINE, adaround=spec)
-        )
+        whole = QuantSpec(weights=WeightSpec(num_bits=4), activations=FINE, adaround=spec, bias_correction=None)
+        q = quantize(model, x[:2], x.split(32), spec=whole)
         with torch.no_grad():
             noise[spec is not None] = sqnr(model(unseen), q(unseen))
     assert noise[True] > noise[False] + 1
