@@ -175,9 +175,9 @@ class ReconstructSpec:
         seed: seed of the choice of images and elements.
 
     Examples:
-        >>> spec = compress.QuantSpec(target="any", reconstruct=compress.ReconstructSpec(steps=5))
+        >>> spec = compress.QuantSpec(target="any", reconstruct=compress.ReconstructSpec(steps=200))
         >>> [row.steps for row in compress.quantize(model, images[:1], batches, spec=spec).report.reconstruction]
-        [5]
+        [200]
     """
 
     steps: AtLeastOne = 1000

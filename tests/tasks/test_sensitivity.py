@@ -120,7 +120,8 @@ task: {task}
 model: {{name: "tests.tasks.test_sensitivity:max_drop_network", options: {{outputs: {outputs}, seed: {seed}}}}}
 data: {{name: "tests.tasks.test_sensitivity:{data}", classes: [{classes}], batch_size: 8}}
 train: {{epochs: 0}}
-quantization: {{target: openvino, calibration_images: 8, head: quantize, weights: {{num_bits: 3}}}}
+quantization: {{target: openvino, calibration_images: 8, head: quantize, weights: {{num_bits: 3}},
+               bias_correction: null}}
 """
 SEGMENTATION = {"task": "segmentation", "task_keys": "", "outputs": 3, "seed": 1, "data": "masks", "classes": "a, b, c"}
 DETECTION = {
