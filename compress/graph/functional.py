@@ -271,11 +271,16 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 
 def is_constant(value: Any) -> bool:
     """True if a value is no node, or computed from parameters, buffers and numbers alone."""
-    if not isinstance(value, fx.Node):
-        return True
-    if value.op == "placeholder" or value.op == "output":
-        return False
-    return value.op == "get_attr" or (bool(value.all_input_nodes) and all(map(is_constant, value.all_input_nodes)))
+    waiting = [value] if isinstance(value, fx.Node) else []
+    seen = set(waiting)
+    while waiting:  # no recursion: networks are deep
+        node = waiting.pop()
+        if node.op in {"placeholder", "output"} or (node.op != "get_attr" and not node.all_input_nodes):
+            return False
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return True
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -504,3 +504,24 @@ def test_several_inputs_of_a_forward_that_takes_any_number():
     for batches in ([inputs], [(inputs, torch.zeros(4))]):
         result = quantize(model, inputs, batches, spec=QuantSpec(target="openvino"))(*inputs)
         assert (result - expected).square().mean() < 1e-3 * expected.square().mean()
+
+
+class Deep(nn.Module):
+    """More operations in a row than Python has frames for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(510):
+            x = x + torch.tanh(x)
+        return self.last(x)
+
+
+def test_a_deep_network_is_quantized():
+    model, x = Deep().eval(), torch.rand(2, 3, 4, 4)
+    qmodel = compress.quantize(model, x, [x], spec=QuantSpec(target="openvino"))
+    with torch.no_grad():
+        assert sqnr(model(x), qmodel(x)) > 20
