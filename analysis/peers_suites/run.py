@@ -237,7 +237,7 @@ def _made(kind: type[nn.Module]) -> tuple[nn.Module, Inputs] | None:
 
 
 def _inputs(network: nn.Module, count: int) -> Iterator[Inputs]:
-    """Yield what the class itself gives as its inputs, then `count` tensors of each shape."""
+    """Yield the inputs that the class itself offers, then `count` tensors of each shape."""
     for name in _GIVES:
         with contextlib.suppress(Exception):
             given = getattr(network, name)()

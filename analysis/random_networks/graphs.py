@@ -63,7 +63,7 @@ class Graph:
         return self.op(kind, x, axes=axes, **attributes)
 
     def has(self, kind: str) -> bool:
-        """Whether the opset holds an operator."""
+        """True if the opset has an operator."""
         return self.opset >= SINCE.get(kind, 1)
 
     def _op_unary(self, x: str) -> str:

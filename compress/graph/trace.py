@@ -411,13 +411,21 @@ def _spelled(path: str) -> str:
 
 @contextlib.contextmanager
 def _spelled_names(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
-    """Let what a graph calls have names that fx can write, on the model too while the context lasts."""
+    """Rename modules and tensors that a graph reads so that fx can write them; the model has both names meanwhile.
+
+    Raises:
+        ModelError: the model has a module or tensor of the other name already.
+    """
     named = [node for node in graph.nodes if node.op in {"call_module", "get_attr"}]
     renamed = {str(node.target) for node in named if _spelled(str(node.target)) != node.target}
     tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)] if renamed else []
     added: list[tuple[dict[str, Any], str]] = [(t, name) for t in tables for name in t if keyword.iskeyword(name)]
     for table, name in added:
-        table[f"{name}_"] = table[name]
+        if f"{name}_" in table:
+            raise ModelError(
+                f"the model has modules or tensors named {name} and {name}_: {name} is a word of Python, which "
+                f"torch.fx cannot write, and the traced network calls it {name}_; rename one of them"
+            )
     for node in named:
         node.target = _spelled(str(node.target))
     if renamed:
@@ -427,9 +435,13 @@ def _spelled_names(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
             CompressWarning,
             stacklevel=2,
         )
-    yield
     for table, name in added:
-        del table[f"{name}_"]
+        table[f"{name}_"] = table[name]
+    try:
+        yield
+    finally:
+        for table, name in added:
+            del table[f"{name}_"]
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:

@@ -160,7 +160,7 @@ def _layer_norm(node: onnx.NodeProto, index: Index) -> Compound | None:
 
 
 def _of_last_axis(index: Index, name: str) -> bool:
-    """Whether a tensor is a constant of one number, or has one for each place of the last axis."""
+    """True if a tensor is a constant that holds one number, or one for each place of the last axis."""
     value = index.value(name) if name in index.unchanging else None
     return value is not None and value.size in (1, *value.shape[-1:])
 

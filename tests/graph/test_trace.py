@@ -724,3 +724,23 @@ def test_the_public_functions_take_vit(tmp_path):
     values = compress.measure_metric(engine, loader, accuracy).values
     assert values["accuracy"] == pytest.approx(report.final.top1)
     engine.close()
+
+
+class Word(nn.Module):
+    """A layer whose name is a word of Python, beside one of the name that it would get."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({"class": nn.Linear(3, 4), "class_": nn.Linear(4, 5)})
+
+    def forward(self, x):
+        return self.heads["class_"](self.heads["class"](x))
+
+
+def test_a_name_that_is_taken_is_refused_and_the_model_keeps_its_layers():
+    model, x = Word().eval(), torch.randn(2, 3)
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(ModelError, match="named class and class_"):
+        compress.trace(model, x)
+    assert before == {name: id(module) for name, module in model.named_modules()}
+    assert model(x).shape == (2, 5)

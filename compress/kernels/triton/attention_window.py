@@ -152,7 +152,7 @@ def window_gradient_kernel(
 
 
 def window_fits(qkv: Tensor) -> bool:
-    """Whether `window_attention` takes q, k and v: as `packed_fits`, of at most 64 tokens and 64 columns.
+    """True if `window_attention` takes q, k and v: as `packed_fits`, of at most 64 tokens and 64 columns.
 
     In float32 at most 32 of each: more do not fit into shared memory.
     """

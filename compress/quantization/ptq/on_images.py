@@ -20,7 +20,7 @@ IMAGES = 32
 _BATCHES = 8
 """Batches that are looked at where they cannot be split into images."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What torch raises for inputs that a network does not take."""
+"""Errors that torch raises for inputs of the wrong shape or type."""
 
 
 def some_of(batches: Batches) -> tuple[list[Any], Batches]:
