@@ -97,7 +97,6 @@ def onnx_beside(path: Path | str) -> Path | None:
 
 
 def _parsed(parse: Callable[[str], EngineListing], path: Path) -> EngineListing:
-    """Read a file with a parser of NVIDIA's forms; refuse what it trips over."""
     try:
         return parse(_text(path))
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:

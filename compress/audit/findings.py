@@ -111,7 +111,6 @@ def unknown_part(unknown: int) -> str:
 
 
 def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> list[Finding]:
-    """Find layers that move FP32 inside the network although the engine has narrower types."""
     if not {t for layer in layers for t in layer.output_types} & {"fp16", "bf16", *EIGHT_BITS}:
         return []
     border = {*listing.inputs, *listing.outputs}
@@ -154,7 +153,6 @@ def sparse_kernels_text(masked: int, sparse: int, unknown: int) -> str:
 
 
 def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]) -> list[Finding]:
-    """Find layers with 2:4 weights whose kernel is dense or unknown."""
     asked = layers_with_sparse_weights(layers, listing, sparse_nodes)
     found: list[Finding] = []
     dense = [layer for layer in asked if layer.sparse is False]

@@ -62,7 +62,6 @@ class AuditedLayer:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes read and written."""
         return self.read_bytes + self.written_bytes
 
 
@@ -134,7 +133,6 @@ def _role(layer: EngineLayer, kind: Operation, from_weighted: Collection[str]) -
 
 
 def _sums(layer: EngineLayer) -> bool:
-    """True if a kernel without weights adds two activations of one shape."""
     read, _ = activations(layer)
     most = max((t.elements() or 0 for t in read), default=0)
     branches = sum(t.elements() == most for t in read)

@@ -172,7 +172,6 @@ _MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", 
 
 
 def operation(layer: EngineLayer) -> Operation:
-    """The kind of computation of a layer; `other` if the engine's name of it is unknown."""
     if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
         named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
         return "product" if weight_of(layer) is not None or named else "pointwise"

@@ -10,12 +10,6 @@ from compress.engines.base import BuildOptions, TensorInfo
 
 
 def read_litert_layers(path: Path | str) -> EngineListing:
-    """List the operators of a file.
-
-    Raises:
-        EngineUnavailableError: LiteRT is not here.
-        EngineError: it does not take the file.
-    """
     engine = litert.load(path, BuildOptions())
     operators = engine.operators()
     given, returned = [[tensor.name for tensor in tensors] for tensors in (engine.inputs, engine.outputs)]

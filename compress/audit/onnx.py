@@ -172,7 +172,6 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
 
 
 def _typed(node: onnx.NodeProto, view: OnnxGraph, target: str, types: dict[str, int]) -> AuditedNode:
-    """Return the row of an operation, with the type of its result."""
     row = _recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view, target)
     dtype = types.get(node.output[0], 0)
     name = onnx.helper.tensor_dtype_to_string(dtype).partition(".")[2].lower() if dtype else ""

@@ -116,7 +116,6 @@ def _choice(layer: AuditedLayer, after: list[tuple[AuditedLayer, int]], device: 
 
 
 def choices_text(choices: tuple[LayerChoice, ...], *, device: str, batch_size: int) -> str:
-    """Where INT8 can be faster, as text."""
     if not choices:
         return "The engine has no 8-bit layer."
     eight, half = sum(c.int8_ms for c in choices), sum(c.fp16_ms for c in choices)

@@ -84,7 +84,6 @@ def _view(tensor: EngineTensor) -> _View:
 
 
 def _open(tensors: Sequence[EngineTensor]) -> Iterator[EngineTensor]:
-    """Yield the tensors with exactly one open dimension, and with elements."""
     return (t for t in tensors if t.shape.count(-1) == 1 and 0 not in t.shape)
 
 

@@ -141,7 +141,6 @@ class Casting:
 
     @property
     def types(self) -> dict[str, int]:
-        """Return the type of each tensor in half precision."""
         return dict.fromkeys(self.tensors, HALVES[self.precision])
 
     def notes(self) -> list[str]:
@@ -338,7 +337,6 @@ class _Caster:
         )
 
     def choose(self, keep: Mapping[str, str]) -> None:
-        """Find what stays float32."""
         sized = self._sized()
         for i, node in enumerate(self.nodes):
             if not any(map(self.is_float, (*node.input, *node.output))):
@@ -584,7 +582,6 @@ class _Caster:
         return bool(readers) and all(i in self.kept for i in readers)
 
     def write(self, keep_io_types: bool) -> Casting:
-        """Rewrite the graph."""
         return _Rewriting(self, keep_io_types).done()
 
 
@@ -610,7 +607,6 @@ class _Rewriting:
                     self.half.add(value.name)
 
     def done(self) -> Casting:
-        """Rewrite every node, in order."""
         chosen = self.chosen
         halved: list[onnx.NodeProto] = []
         for i, node in enumerate(chosen.nodes):

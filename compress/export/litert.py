@@ -980,7 +980,6 @@ def _apply(c: _Converter, op: str, source: str, result: str, *others: Array, **o
 
 
 def _steps(c: _Converter, node: onnx.NodeProto, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
-    """Add several elementwise operators in a row."""
     source = node.input[0]
     for i, (op, others) in enumerate(steps):
         result = node.output[0] if i == len(steps) - 1 else f"{node.output[0]}/{i}"
@@ -1385,7 +1384,6 @@ def _normalized(
 
 
 def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    """Expand and Tile."""
     source, result, integers = node.input[0], node.output[0], _keeps(c, node, [node.input[0]])
     times = c.given(node, 1) if node.op_type == "Tile" else None
     made = _moved(c, node, result, c.shape(result), last=False, integers=integers)

@@ -48,7 +48,6 @@ def node_name(module: str, op_type: str, number: int = 0) -> str:
 
 
 def tensor_name(node: str, output: int = 0) -> str:
-    """Return the name of the tensor that a node writes as its output number `output`."""
     return f"{node}_output_{output}"
 
 
@@ -58,7 +57,6 @@ def quantized_tensor(quantizer: str, call: int = 0) -> str:
 
 
 def added_tensor(name: str, part: str) -> str:
-    """Return the name of a tensor that is added beside the node or tensor `name`."""
     return f"{name}_{part}"
 
 
@@ -68,7 +66,6 @@ def shifted_tensor(name: str) -> str:
 
 
 def added_constant(node: str, part: str) -> str:
-    """Return the name of a constant that is added below a node."""
     return f"{node}/{part}"
 
 
@@ -99,7 +96,6 @@ def is_node(name: str, node: str) -> bool:
 
 
 def input_names(count: int) -> list[str]:
-    """Return the names of a file's inputs."""
     return ["input"] if count == 1 else [f"input_{i}" for i in range(count)]
 
 

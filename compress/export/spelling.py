@@ -20,8 +20,6 @@ _AVERAGES = (F.avg_pool2d, F.avg_pool3d)
 
 
 class _LogSigmoid(nn.Module):
-    """See `log_sigmoid`."""
-
     def forward(self, x: Tensor) -> Tensor:
         return log_sigmoid(x)
 
@@ -63,8 +61,6 @@ def avg_pool(
 
 
 class _AvgPool(nn.Module):
-    """See `avg_pool`."""
-
     def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d) -> None:
         super().__init__()
         self.window, self.stride, self.padding = layer.kernel_size, layer.stride, layer.padding

@@ -126,19 +126,16 @@ def _is_shape(node: fx.Node) -> bool:
 
 
 def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
-    """A copy of `tensor` with `value` at `key`."""
     result = tensor.clone()
     result[key] = value
     return result
 
 
 def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
-    """A proxy whose sizes can be used in Python."""
     return _KnownProxy(node, tracer)
 
 
 def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
-    """The items of a proxy whose length is known."""
     return iter([proxy[i] for i in range(len(value))])
 
 
@@ -218,7 +215,6 @@ def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def new_zeros(*args: Any, **kwargs: Any) -> Tensor:
-    """Call `torch.zeros`, as `new_tensor` does."""
     return torch.zeros(*args, **kwargs)
 
 

@@ -34,7 +34,6 @@ class KeywordInputs(tuple[Tensor, ...]):
     names: tuple[str, ...]
 
     def __new__(cls, named: Mapping[str, Tensor]) -> KeywordInputs:
-        """Keep the values of a mapping in its order."""
         made = super().__new__(cls, named.values())
         made.names = tuple(named)
         return made
@@ -83,12 +82,10 @@ def each_input(function: Callable[[Tensor], Tensor], inputs: tuple[Tensor, ...])
 
 
 def first_of(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """The first `count` images of every input."""
     return each_input(lambda x: x[:count], inputs)
 
 
 def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Clone the inputs."""
     return each_input(Tensor.clone, inputs)
 
 

@@ -71,12 +71,10 @@ class Named(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The parameter stored as `names["weight"]`."""
         return self._parameters[self.names["weight"]]  # type: ignore[return-value]
 
     @property
     def bias(self) -> Tensor | None:
-        """The parameter stored as `names["bias"]`."""
         return self._parameters[self.names["bias"]]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,7 +98,6 @@ class InTraining(nn.Module):
         self.part = part
 
     def forward(self, x: Tensor, *others: Any) -> object:
-        """The result of the part, or `x`."""
         return self.part(x, *others) if self.training else x
 
 
@@ -112,5 +109,4 @@ class ByMode(nn.Module):
         self.values = (training, evaluation)
 
     def forward(self) -> object:
-        """The value of the current mode."""
         return self.values[0] if self.training else self.values[1]

@@ -198,7 +198,6 @@ def node_kind(node: fx.Node) -> str:
 
 
 def node_module(node: fx.Node) -> nn.Module:
-    """The module that a `call_module` node calls."""
     owner = node.graph.owning_module
     if owner is None or node.op != "call_module":
         raise ValueError(f"node {node.name} ({node.op}) calls no module of a GraphModule")
@@ -206,7 +205,6 @@ def node_module(node: fx.Node) -> nn.Module:
 
 
 def layer_name(node: fx.Node) -> str:
-    """The module's path, or the node's own name."""
     return str(node.target) if node.op == "call_module" else node.name
 
 
@@ -234,7 +232,6 @@ class Watching(fx.Interpreter):
         self.names, self.look = names, look
 
     def run_node(self, n: fx.Node) -> object:
-        """Run a node, and show its result if it is one of those."""
         result = super().run_node(n)
         if n.name in self.names:
             self.look(n.name, result)

@@ -94,17 +94,14 @@ class Block(nn.Module):
         )
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Warn, and register the hook."""
         self._warn()
         return super().register_forward_hook(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Warn, and register the hook."""
         self._warn()
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Warn, and register the hook."""
         self._warn()
         return super().register_full_backward_hook(*args, **kwargs)
 
@@ -136,7 +133,6 @@ def report_of(model: nn.Module) -> GraphReport:
 
 
 def leaves_of(model: nn.Module) -> tuple[Leaf, ...]:
-    """The submodules of a graph module that are opaque, each with its reason."""
     return report_of(model).leaves
 
 

@@ -109,14 +109,12 @@ class Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record a node, and its value where values are kept."""
         node = super().create_node(*args, **kwargs)
         if self.values is not None:
             self.values.add(node)
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """A proxy whose sizes are known where values are kept."""
         return super().proxy(node) if self.values is None else known_proxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -130,19 +128,16 @@ class Tracer(fx.Tracer):
         return threading.get_ident() != self._thread
 
     def known(self, proxy: fx.Proxy) -> Any:
-        """The value of a proxy that depends on sizes alone."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.known(proxy.node)
 
     def sized(self, proxy: fx.Proxy) -> Any:
-        """The value whose length is that of a proxy."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.sized(proxy.node)
 
     def value_of(self, proxy: fx.Proxy) -> Any:
-        """The value of a proxy; None if it is not known."""
         return None if self.values is None else self.values.values.get(proxy.node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -150,11 +145,9 @@ class Tracer(fx.Tracer):
         return super().to_bool(obj) if self.values is None else bool(self.known(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """The items of a proxy whose length is known."""
         return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """True for layers of torch.nn, quantizers and the leaves of our choice."""
         return (
             module_qualified_name in self.leaves
             or getattr(m, "is_quantizer", False)
@@ -308,8 +301,6 @@ def _check_names(model: nn.Module) -> None:
 
 
 class _Watched:
-    """A hook, and whether it has returned anything."""
-
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.returned = hook, False
 
@@ -352,7 +343,6 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
 
 
 def _of_library(hook: object) -> bool:
-    """True if a hook is of a library; it is traced as it is."""
     return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] in _LIBRARIES
 
 

@@ -144,7 +144,6 @@ def _part(
 
 
 def _stateless(node: fx.Node, root: nn.Module) -> bool:
-    """True if a node has no parameters and buffers."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return not any(True for _ in (*module.parameters(), *module.buffers()))

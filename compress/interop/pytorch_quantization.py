@@ -107,7 +107,6 @@ class _Moved:
         self.called: dict[str, Any] = {}
 
     def placement(self) -> Placement:
-        """The table of the quantizers that are in the graph now."""
         rows = [
             _decision(tensor, consumer, name, found.format)
             for name, (found, edges) in self.activations.items()

@@ -114,7 +114,6 @@ class OnnxGraph:
         return changed
 
     def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
-        """Give the graph other nodes, in topological order."""
         replace_nodes(self.graph, nodes)
 
 
@@ -133,7 +132,6 @@ def free_name(name: str, taken: set[str]) -> str:
 
 
 def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
-    """Return an initializer."""
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 

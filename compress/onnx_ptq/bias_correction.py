@@ -37,7 +37,6 @@ class _Layer:
 
     @property
     def input(self) -> str:
-        """The tensor that it reads."""
         return self.operation.inputs[0].name
 
 

@@ -92,13 +92,11 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
 
 
 def opened_fused(source: SourceFile) -> list[str]:
-    """Write ONNX Runtime's fused operators as ONNX's, in place; return a sentence if there are any."""
     kinds = open_fused(source)
     return [f"{', '.join(kinds)} of ONNX Runtime's optimizer are written as ONNX's own operators"] if kinds else []
 
 
 def copied(source: SourceFile) -> onnx.ModelProto:
-    """Return a copy of a model."""
     copy = onnx.ModelProto()
     copy.CopyFrom(source.proto)
     return copy
@@ -169,7 +167,6 @@ def open_einsums(source: SourceFile) -> int:
 
 
 def _ranks(source: SourceFile) -> dict[str, int]:
-    """Return the numbers of axes of tensors, where they are known."""
     return {name: len(kind.shape.dim) for name, kind in _kinds(source).items() if kind.HasField("shape")}
 
 

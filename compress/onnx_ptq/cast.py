@@ -115,7 +115,6 @@ def cast_onnx(
 
 
 def check_precision(precision: str, allowed: Iterable[str]) -> None:
-    """Refuse a precision that no file can have."""
     if precision not in allowed:
         raise QuantizationError(f"precision is {precision!r} (one of: {', '.join(allowed)})")
 

@@ -86,7 +86,6 @@ class _Lifting:
         """Tensors that are never negative, as far as the graph tells, and inputs, whose sign the images decide."""
 
     def lift(self) -> None:
-        """Rewrite every node, in order."""
         for node in self.graph.node:
             read = [name for name in node.input if name in self.real]
             if read and node.op_type == "Cast" and self._is_sum(read[0]):

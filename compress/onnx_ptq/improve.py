@@ -46,7 +46,6 @@ class Improved:
     notes: tuple[str, ...] = ()
 
     def finish(self, index: Index) -> None:
-        """Write the later parameters into a graph."""
         for place, value in self.later:
             write_parameter(index, place, value)
 

@@ -88,7 +88,6 @@ class SourceFile:
 
     @property
     def folder(self) -> Path:
-        """Folder of its external data."""
         return self.path.parent
 
     def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:

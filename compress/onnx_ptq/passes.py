@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def ends(self) -> bool:
-        """True for the last piece of a batch."""
         return self.start + self.images == self.whole
 
 
@@ -82,7 +81,6 @@ def plan_for(feed: Arrays, size: int, *, apart: bool) -> Plan:
 
 
 def images_of(feed: Arrays) -> int:
-    """Return the number of images of a batch."""
     return next((len(value) for value in feed.values() if value.ndim), 1)
 
 

@@ -125,7 +125,6 @@ class FloatSession:
             self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def run(self, feeds: Arrays) -> Arrays:
-        """Return the tensors by name; CalibrationError if ONNX Runtime fails."""
         found: Arrays = {name: feeds[name] for name in self.given}
         if self._session is None:
             return found
@@ -180,7 +179,6 @@ def _plain_array(tensor: onnx.TensorProto) -> NDArray[Any] | None:
 
 
 def inputs_of_file(source: SourceFile) -> tuple[TensorInfo, ...]:
-    """Return the inputs that a batch must hold."""
     return read_interface(source.path, source.proto).inputs
 
 

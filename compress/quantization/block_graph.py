@@ -207,7 +207,6 @@ def _where(inside: bool, kind: Kind) -> Kind:
 
 
 def _between_quantizers(node: fx.Node) -> bool:
-    """True if all tensors that an operation reads are quantized (through what moves values)."""
     sources = [origin for argument in node.all_input_nodes for origin in _origins(argument, set())]
     sources = [s.all_input_nodes[0] if node_kind(s) in _COMMUTING else s for s in sources]
     return bool(sources) and all(node_kind(source) == "quantizer" for source in sources)

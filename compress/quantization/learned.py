@@ -87,16 +87,13 @@ class LearnedQuantizer(Quantizer):
 
     @property
     def scale(self) -> Tensor:
-        """Real value of one integer step, shape of `amax`; without a gradient."""
         return scale_from_amax(self.positive_amax, self.format)
 
     @torch.no_grad()
     def set_amax(self, amax: Tensor) -> None:
-        """See `Quantizer.set_amax`."""
         super().set_amax(amax)
 
     def frozen(self) -> Quantizer:
-        """A quantizer with this range, fixed."""
         fixed = Quantizer(self.format, channels=self.amax.numel(), name=self.name).to(self.amax.device)
         fixed.set_amax(self.positive_amax)
         return fixed
@@ -110,7 +107,6 @@ class LearnedQuantizer(Quantizer):
         return learned_quantize(x, self.amax, Epilogue(f.low, f.high, axis=f.axis), self.gradient_factor(x))
 
     def gradient_factor(self, x: Tensor) -> float:
-        """The factor of the gradient of `amax` for a tensor of this shape."""
         shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)
         return gradient_factor(self.format, shared // (1 if self.format.axis is None else x.shape[self.format.axis]))
 
@@ -163,7 +159,6 @@ class NormalizedWeight(nn.Module):
         self.register_buffer("gain", gain.detach().clone())
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The normalized weight; any shape."""
         centered = weight - weight.mean()
         return centered * (self.gain * torch.rsqrt(centered.square().mean()))
 
@@ -221,7 +216,6 @@ class OffsetQuantizer(LearnedQuantizer):
         return (-self.offset.detach() / self.scale).round().clamp(0, self.format.high)
 
     def frozen(self) -> Quantizer:
-        """A quantizer with this range and zero point."""
         fixed = ZeroPointQuantizer(self.format, name=self.name).to(self.amax.device)
         fixed.set_amax(self.positive_amax)
         fixed.zero.copy_(self.zero)
@@ -239,7 +233,6 @@ class ZeroPointQuantizer(Quantizer):
 
     @property
     def zero_point(self) -> int:
-        """The integer of 0.0."""
         return int(self.zero)
 
     def _quantized(self, x: Tensor) -> Tensor:
@@ -249,8 +242,6 @@ class ZeroPointQuantizer(Quantizer):
 
 
 class _Lowest:
-    """Collects the lowest value of a tensor."""
-
     def __init__(self) -> None:
         self.value = torch.zeros(())
 

@@ -76,7 +76,6 @@ class QuantFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that holds it; integers of fewer than 8 bits are held in 8."""
         if self.kind == "e4m3":
             return torch.float8_e4m3fn
         return torch.int8 if self.signed and not self.offset else torch.uint8
@@ -93,7 +92,6 @@ def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
 
 
 def amax_from_scale(scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """The inverse of `scale_from_amax`."""
     if quant_format.lowest:
         width = scale * (2**quant_format.num_bits - 1)
         return torch.maximum(width + quant_format.lowest, width / 2)
@@ -108,7 +106,6 @@ def zero_of(scale: Tensor, quant_format: QuantFormat) -> Tensor | int:
 
 
 def bounds_of(scale: Tensor, quant_format: QuantFormat) -> tuple[Any, Any]:
-    """The smallest and the largest multiple of the scale."""
     moved = zero_of(scale, quant_format) - quant_format.zero_point
     return quant_format.low - moved, quant_format.high - moved
 

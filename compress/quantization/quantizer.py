@@ -148,7 +148,6 @@ class Quantizer(nn.Module):
 
 
 def quantizers(qmodel: nn.Module) -> Iterator[tuple[str, Quantizer]]:
-    """All quantizers of a model by path, including those of weights."""
     for name, module in qmodel.named_modules():
         if isinstance(module, Quantizer):
             yield name, module
@@ -168,7 +167,6 @@ class QuantConv1d(nn.Conv1d, _QuantWeight):
     """`nn.Conv1d` with a quantized weight; input (N, C, L)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve with the quantized weight."""
         return self._conv_forward(input, self.quantized_weight, self.bias)
 
 
@@ -176,7 +174,6 @@ class QuantConv2d(nn.Conv2d, _QuantWeight):
     """`nn.Conv2d` with a quantized weight; input (N, C, H, W)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve with the quantized weight."""
         return self._conv_forward(input, self.quantized_weight, self.bias)
 
 
@@ -184,13 +181,11 @@ class QuantConv3d(nn.Conv3d, _QuantWeight):
     """`nn.Conv3d` with a quantized weight; input (N, C, D, H, W)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve with the quantized weight."""
         return self._conv_forward(input, self.quantized_weight, self.bias)
 
 
 class _QuantTransposed(_QuantWeight):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Transposed convolution with the quantized weight."""
         own: Any = self
         rank = len(own.kernel_size)
         stride, padding, dilation = list(own.stride), list(own.padding), list(own.dilation)
@@ -215,7 +210,6 @@ class QuantLinear(nn.Linear, _QuantWeight):
     """`nn.Linear` with a quantized weight; input (..., in_features)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by the quantized weight."""
         return F.linear(input, self.quantized_weight, self.bias)
 
 
@@ -241,7 +235,6 @@ def _float_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def weight_quantizer_of(layer: Any) -> Quantizer:
-    """The quantizer of the weight of a quantized layer."""
     return layer.weight_quantizer
 
 

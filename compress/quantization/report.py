@@ -234,7 +234,6 @@ class QuantizationReport(GraphReport):
     comparison: Comparison | None = None
 
     def notes(self) -> list[str]:
-        """One sentence for each method that was applied beyond calibration."""
         prepared = self.prepared or Prepared()
         found = [text for text in (self.training, self.bound) if text]
         if prepared.relu6:
@@ -301,11 +300,6 @@ def _why(seen: Comparison) -> str:
 
 
 def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:
-    """The report of a quantized model.
-
-    Raises:
-        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
-    """
     report = report_of(qmodel)
     if not isinstance(report, QuantizationReport):
         raise QuantizationError(
@@ -339,11 +333,6 @@ def calibration_of(qmodel: nn.Module) -> CalibrationReport:
 
 
 def placement_of(qmodel: nn.Module) -> Placement:
-    """The table of decisions of a quantized model.
-
-    Raises:
-        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
-    """
     return quantization_report_of(qmodel).placement
 
 

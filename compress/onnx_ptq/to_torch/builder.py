@@ -77,7 +77,6 @@ class Builder:
         self._inputs: list[fx.Node] = []
 
     def input(self, name: str) -> None:
-        """Add an input of the graph."""
         node = self.graph.placeholder(_identifier(name))
         node.target = node.name  # which fx keeps apart from keywords, builtins and the names that its code uses
         self._inputs.append(node)
@@ -114,7 +113,6 @@ class Builder:
         return value if after is not None and np.array_equal(value, after) else None
 
     def known(self, name: str) -> bool:
-        """Return True if a tensor is computed by the graph already."""
         return name in self._made
 
     def constant(self, name: str, value: NDArray[Any]) -> fx.Node:
@@ -155,7 +153,6 @@ class Builder:
         return self.graph.call_module(path, (x,))
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call of a function, or of a method by its name."""
         if isinstance(function, str):
             return self.graph.call_method(function, args, kwargs)
         return self.graph.call_function(function, args, kwargs)

@@ -27,7 +27,6 @@ _INSTANCE: dict[int, Callable[..., Any]] = {3: nn.InstanceNorm1d, 4: nn.Instance
 
 
 def convolution(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert Conv, with a padding of its own where its sides differ."""
     weight, x = constant(b, node.input[1]), b.tensor(node.input[0])
     form, groups = window(b, node, weight.shape[2:]), attribute(node, "group", 1)
     padding = form.padding
@@ -47,7 +46,6 @@ def convolution(b: Builder, node: onnx.NodeProto) -> Value:
 
 
 def transposed(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert ConvTranspose."""
     weight = constant(b, node.input[1])
     mode = attribute(node, "auto_pad", b"NOTSET").decode()
     if mode not in {"NOTSET", "VALID"}:
@@ -97,7 +95,6 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def linear_with_sum(b: Builder, found: Compound) -> Value:
-    """Convert MatMul and the Add of its bias."""
     node, add = found.nodes[:2]
     place = 1 - list(add.input).index(node.output[0])
     return b.layer(
@@ -110,7 +107,6 @@ def linear_with_sum(b: Builder, found: Compound) -> Value:
 
 
 def batch_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert a BatchNormalization that was not folded."""
     scale, shift, mean, variance = (constant(b, name) for name in node.input[1:5])
     module = _NORMS[len(b.shapes[node.input[0]])](len(scale), eps=attribute(node, "epsilon", 1e-5))
     _filled(module, scale, shift)
@@ -119,7 +115,6 @@ def batch_norm(b: Builder, node: onnx.NodeProto) -> Value:
 
 
 def instance_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert InstanceNormalization."""
     scale, shift = (constant(b, name) for name in node.input[1:3])
     kind = _INSTANCE[len(b.shapes[node.input[0]])]
     module = kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True)
@@ -137,7 +132,6 @@ def group_norm(b: Builder, node: onnx.NodeProto) -> Value:
 
 
 def layer_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert LayerNormalization."""
     shape = b.shapes[node.input[0]]
     weight, bias = constant(b, node.input[1]), _optional(b, node, 2)
     axis, epsilon = attribute(node, "axis", -1), attribute(node, "epsilon", 1e-5)
@@ -145,7 +139,6 @@ def layer_norm(b: Builder, node: onnx.NodeProto) -> Value:
 
 
 def rms_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert RMSNormalization."""
     shape, weight = b.shapes[node.input[0]], constant(b, node.input[1])
     normalized = shape[attribute(node, "axis", -1) % len(shape) :]
     module = nn.RMSNorm(normalized, eps=attribute(node, "epsilon", 1e-5))
@@ -187,7 +180,6 @@ def _layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | No
 
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Value:
-    """Convert PRelu, whose slope is one number or one of each channel."""
     slope = constant(b, node.input[1]).reshape(-1)
     module = nn.PReLU(len(slope))
     with torch.no_grad():
@@ -196,7 +188,6 @@ def prelu(b: Builder, node: onnx.NodeProto) -> Value:
 
 
 def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None) -> Window:
-    """Return the window of a convolution of a kernel, or of a pool."""
     return read_window(attributes_of(node), b.shapes.get(node.input[0], ())[2:], kernel)
 
 

@@ -82,7 +82,6 @@ def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Ten
 
 
 def check_percentile(percentile: float) -> None:
-    """Refuse a number that is no percentage above 0 (CalibrationError)."""
     if not 0 < percentile <= 100:
         raise CalibrationError(
             f"percentile is {percentile}: it is the share of magnitudes within amax, in percent, above 0 and up to "

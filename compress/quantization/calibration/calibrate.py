@@ -86,8 +86,6 @@ def calibrate(
 
 
 class _Network:
-    """A network under calibration, with its activation quantizers and calibrators by path."""
-
     def __init__(self, qmodel: nn.Module) -> None:
         self.model = quantized_graph(qmodel)
         self.report = quantization_report_of(qmodel)
@@ -105,7 +103,6 @@ class _Network:
         self.view = read_fx(self.model)
 
     def set_ranges(self, images: int) -> CalibrationReport:
-        """Set the ranges of what was collected, and attach the report."""
         choose_together(self.watching.values())
         dead = _dead(self.view, self.watching)
         closed = [name for name, calibrator in self.watching.items() if calibrator.only_zeros and name not in dead]
@@ -132,7 +129,6 @@ class _Network:
 
 
 def _histograms(watching: Mapping[str, Calibrator]) -> dict[str, tuple[Tensor, Tensor]]:
-    """`Calibrator.histogram` of those that have one, read from each device at once."""
     found = {name: c for name, c in watching.items() if isinstance(c, HistogramCalibrator) and c.seen}
     tables = [cast(Histogram, c._counted) for c in found.values()]
     counts, widths = on_host([table.counts for table in tables]), on_host([table.width for table in tables])
@@ -159,11 +155,6 @@ def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
 
 
 def calibrate_weights(qmodel: nn.Module) -> None:
-    """Set the ranges of all weight quantizers from the weights as they are now.
-
-    Raises:
-        CalibrationError: a weight holds NaN.
-    """
     watching = _weight_calibrators(qmodel)
     choose_together(watching.values())
     _set_weights(watching)
@@ -240,7 +231,6 @@ def _watch(
 def _all_reduced(
     first: _Network, others: Sequence[_Network], shared: Sequence[tuple[Calibrator, Calibrator]], images: int
 ) -> int:
-    """Merge the statistics of all processes; return the images of all."""
     total = torch.tensor([images], device=device_of(first.model))
     torch.distributed.all_reduce(total)
     if total.item():
@@ -270,7 +260,6 @@ def _shared(
 
 
 def check_batches(batches: Batches) -> None:
-    """Refuse calibration data that are no iterable of batches (CalibrationError)."""
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"batches is a {type(batches).__name__}: give an iterable of batches, such as a DataLoader or [batch]"
@@ -369,7 +358,6 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
-    """Choose the ranges of a `group` of calibrators of one kind and options from their histograms."""
     counts = torch.cat([h.counts for h in histograms])
     chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
     for calibrator, own in zip(group, chosen.split(1), strict=True):

@@ -121,7 +121,6 @@ class Calibrator(ABC):
 
     @property
     def seen(self) -> bool:
-        """True if anything was collected."""
         return self._seen() is not None
 
     @property
@@ -159,7 +158,6 @@ class Calibrator(ABC):
         self._share(other)
 
     def reset(self) -> None:
-        """Delete the statistics."""
         self._channels, self._read = 0, None
         self._forget()
 
@@ -169,7 +167,6 @@ class Calibrator(ABC):
         return None
 
     def all_reduce(self, group: ProcessGroup | None = None) -> None:
-        """`all_reduce_together` of this calibrator alone."""
         all_reduce_together([self], group)
 
     @abstractmethod
@@ -299,11 +296,9 @@ class HistogramCalibrator(Calibrator):
 
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
-        """(counts, edges) on the CPU, up to the last bin in use by any channel; None before anything is collected."""
         return None if self._counted is None else self.histogram_of(self._counted)
 
     def histogram_of(self, counted: Histogram) -> tuple[Tensor, Tensor]:
-        """`histogram` from these counts."""
         counts, width = counted.live()
         edges = torch.arange(counts.shape[1] + 1) * width.double()[:, None]
         return (counts[0], edges[0]) if self.axis is None else (counts, edges)
@@ -364,7 +359,6 @@ def _device(calibrators: Sequence[Calibrator], group: ProcessGroup | None) -> to
 
 
 def _rows_of_each(tensor: Tensor, calibrators: Sequence[Calibrator]) -> tuple[Tensor, ...]:
-    """The rows, one a channel, of each calibrator, in memory of its own."""
     return tuple(part.clone() for part in tensor.split([c._channels for c in calibrators]))
 
 
@@ -470,7 +464,6 @@ CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
 
 
 def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
-    """The calibrator of a tensor of this format."""
     return make_calibrator(
         spec.calibrator,
         num_bits=quant_format.num_bits,

@@ -60,7 +60,6 @@ class Sample:
     every: int
 
     def copied(self) -> Sample:
-        """A copy, made by one thread: torch's own threads would wait for those that compute."""
         values, rest = (torch.from_numpy(part.numpy().copy()) for part in (self.values, self.rest))
         return replace(self, values=values, rest=rest)
 
@@ -171,7 +170,6 @@ class Histogram:
 
     @classmethod
     def empty(cls, rows: int, max_bins: int, device: torch.device) -> Histogram:
-        """A histogram without counts."""
         return cls(
             counts=torch.zeros(rows, max_bins, dtype=torch.int64, device=device),
             width=torch.zeros(rows, device=device),
@@ -243,7 +241,6 @@ class Histogram:
         return counts[:, : int(live_bins(counts).max())], self.width.cpu()
 
     def _fit(self) -> None:
-        """Merge neighbouring bins until the largest magnitude lies in one."""
         crowding = self.amax / self.width / self.counts.shape[1]
         doublings = crowding.log2().ceil().nan_to_num(0.0).clamp(0, 126)  # 0 / 0 where there are only zeros
         if self.counts.device.type == "cpu" and not doublings.any():

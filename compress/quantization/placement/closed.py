@@ -92,7 +92,6 @@ def concats_apart(view: GraphView, placement: Placement, ranges: Mapping[str, fl
 
 
 def shared_tensors(placement: Placement) -> list[str]:
-    """The tensors of quantizers that several tensors share."""
     sites = [dict.fromkeys(tensor for tensor, _ in site.edges) for site in placement.activations]
     return [tensor for site in sites if len(site) > 1 for tensor in site]
 

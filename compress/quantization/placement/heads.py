@@ -69,7 +69,6 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
 
 
 def _has_trunk(view: GraphView, finals: list[Node]) -> bool:
-    """True if other layers come before the last ones."""
     last, leads = set(finals), dict[Node, bool]()
     for node in view.nodes:
         leads[node] = any(leads.get(source, False) or source.kind in _LAYERS for source in node.inputs)
@@ -147,13 +146,11 @@ def _is_affine(constant: Node, node: Node) -> bool:
 
 
 def _share(layers: list[Node], view: GraphView) -> float:
-    """The share of the multiply-accumulates of all convolutions and linear layers."""
     total = sum(_macs(node) for node in view.nodes)
     return sum(map(_macs, layers)) / total if total else 0.0
 
 
 def _macs(node: Node) -> int:
-    """Multiply-accumulates of a layer in the traced batch; 0 for other operations."""
     weight = node.parameters.weight() if node.parameters is not None and node.kind in _LAYERS else None
     if weight is None or not node.tensors:
         return 0

@@ -117,7 +117,6 @@ def _lowest_values(view: GraphView, positive: set[Node], seen: Mapping[str, floa
 
 
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
-    """Refuse a graph without a product to quantize."""
     if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
         return
     reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule in _REFUSALS]
@@ -208,7 +207,6 @@ def _split_of(part: Node) -> Node | None:
 
 
 def _is_joined(tensor: Node, commutes: frozenset[str]) -> bool:
-    """True if a tensor is the result of a concat, through commuting operations."""
     while tensor.kind in commutes and tensor.tensors:
         tensor = tensor.tensors[0]
     return tensor.kind == "concat"

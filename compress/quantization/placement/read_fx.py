@@ -15,7 +15,6 @@ from compress.quantization.quantizer import can_quantize, weight_axis
 
 
 def read_fx(graph_module: fx.GraphModule) -> GraphView:
-    """The view of a graph with shapes; quantizers may be in it."""
     leaves = leaves_of(graph_module)
     by_path = {leaf.path: leaf for leaf in leaves}
     nodes: dict[fx.Node, Node] = {}
@@ -118,6 +117,5 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
 
 
 def _argument(node: fx.Node, position: int, *names: str) -> object:
-    """An argument by one of its names, else by its position; None if it is not given."""
     found = [node.kwargs[name] for name in names if name in node.kwargs]
     return found[0] if found else node.args[position] if len(node.args) > position else None

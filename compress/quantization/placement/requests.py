@@ -47,12 +47,10 @@ class Requests:
     refused: list[Decision] = field(default_factory=list)
 
     def refuse(self, node: Node, rule: str, reason: str) -> None:
-        """Add the row that says why `node` stays float."""
         self.refused.append(float_row(node, rule, reason))
 
 
 def float_row(node: Node, rule: str, reason: str) -> Decision:
-    """The row that says why `node` stays float."""
     return Decision(tensor=node.name, layer=node.layer, decision="float", rule=rule, reason=reason)
 
 
@@ -122,7 +120,6 @@ def _is_phase(node: Node) -> bool:
 
 
 def _why_float(node: Node, reason: str) -> str:
-    """Why an operation stays float; for an opaque submodule, why it could not be traced."""
     if node.leaf is not None:
         return f"{node.leaf.kind} is kept whole, with all that is in it: torch.fx cannot trace it ({node.leaf.reason})"
     return reason + (f" ({node.note})" if node.note else "")
@@ -194,7 +191,6 @@ def _takes_norm(node: Node) -> bool:
 
 
 def _fuses(node: Node, table: TargetTable) -> bool:
-    """True if an activation fuses with the layer before it."""
     return node.kind in table.fuses and (node.kind != "clamp" or node.low == 0.0 or not table.clips_at_zero)
 
 

@@ -30,11 +30,6 @@ class LayerSettings:
 
 
 def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]:
-    """Resolve the settings of every node.
-
-    Raises:
-        QuantizationError: a rule matches no layer; the message names the nearest layers.
-    """
     spec = replace(spec, rules=tuple(rule for rule in spec.rules if rule.target in (None, spec.only_target)))
     named = [node for node in view.nodes if node.traits.category not in {"graph", "shape"}]
     names = {node: {node.layer, node.name} for node in named}
@@ -51,7 +46,6 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
 
 
 def _ends(nodes: list[Node]) -> set[Node]:
-    """The first and the last layer with weights."""
     weighted = [node for node in nodes if node.kind in WEIGHTED]
     return {weighted[0], weighted[-1]} if weighted else set()
 
@@ -86,6 +80,5 @@ def _hint(match: str, known: list[str]) -> str:
 
 
 def _inside_leaf(match: str, view: GraphView) -> str:
-    """Hint for a rule that targets a child of an opaque submodule."""
     inside = next((leaf for leaf in view.leaves if match.startswith(f"{leaf.path}.")), None)
     return f" ({inside.path} is kept whole and stays float: {inside.reason})" if inside else ""

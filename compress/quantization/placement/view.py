@@ -89,17 +89,14 @@ class Node:
 
     @property
     def layer(self) -> str:
-        """The module's path, or the node's own name."""
         return self.path or self.name
 
     @property
     def traits(self) -> Traits:
-        """The traits of its kind."""
         return TRAITS[self.kind]
 
     @property
     def tensors(self) -> list[Node]:
-        """The inputs that are tensors."""
         return [node for node in self.inputs if node.shape is not None]
 
 

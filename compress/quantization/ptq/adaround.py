@@ -240,12 +240,10 @@ class Rounder:
         self.progress.start("adaround", total)
 
     def finish(self) -> tuple[Rounding, ...]:
-        """End the progress bar and return the results."""
         self.progress.finish("adaround")
         return tuple(self.rows.values())
 
     def visit(self, this: Visit) -> None:
-        """Learn the rounding of one layer."""
         if this.path in self.rows:
             return  # a second call of the layer, whose weights were rounded at the first
         reason = _refusal(this)

@@ -77,7 +77,6 @@ def certain_shift(weight: Tensor, rounded: Tensor, means: Sequence[tuple[Tensor,
 
 
 def _times(weight: Tensor, inputs: Tensor, groups: int) -> Tensor:
-    """The results (out,) of one window of inputs."""
     rows = weight.reshape(groups, len(weight) // groups, -1)
     return torch.einsum("goi,gi->go", rows, inputs.reshape(groups, -1)).reshape(-1)
 
@@ -176,7 +175,6 @@ def correct_bias_means(
 
 
 def _corrected(path: str, layer: nn.Module, added: Tensor) -> Correction:
-    """Add to a bias, in place."""
     tensor_of(layer, "bias").add_(added)
     return Correction(layer=path, shift=added.abs().max().item(), added=added)
 

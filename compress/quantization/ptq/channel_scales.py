@@ -83,7 +83,6 @@ class Group:
 
     @property
     def convolution(self) -> bool:
-        """True for convolutions, False for linear layers."""
         return self.layers[0].kind == "conv"
 
 
@@ -100,7 +99,6 @@ def groups_of(view: GraphView, placement: Placement, plain: Callable[[Node], boo
 
 
 def products_of(view: GraphView, placement: Placement) -> list[Node]:
-    """The quantized products of two tensors."""
     stays = {row.layer for row in placement.decisions if row.decision == "float"}
     nodes = [node for node in view.nodes if node.kind == "matmul" and node.layer not in stays]
     return [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
@@ -151,7 +149,6 @@ def poor_products(
 
 
 def scaling_note(used: Sequence[ChannelScale]) -> tuple[str, ...]:
-    """What the report says of the scales."""
     if not used:
         return ()
     worst = min(used, key=lambda scale: scale.before_db)
@@ -306,7 +303,6 @@ def _scale(largest: Tensor, inner: Tensor, live: Tensor, strength: float) -> Ten
 
 
 def _joined(samples: Sequence[Tensor]) -> list[Tensor]:
-    """Samples of one shape joined, others by themselves."""
     alike = samples[0].ndim == 2 or len({x.shape for x in samples}) == 1
     return [torch.cat(list(samples))] if alike else list(samples)
 

@@ -96,7 +96,6 @@ def equalize(graph_module: fx.GraphModule) -> Equalization:
 
 
 def replace_relu6(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace every ReLU6 by ReLU, in place; return the names of the nodes."""
     replaced = []
     for node in list(graph_module.graph.nodes):
         if node_kind(node) != "relu6":

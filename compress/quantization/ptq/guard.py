@@ -55,18 +55,15 @@ _DEFAULTS = {"smooth": "auto", "bias_correction": "auto"}
 
 
 def methods(spec: QuantSpec) -> tuple[str, ...]:
-    """The methods beyond calibration that a specification asks for, by the names of their keys."""
     asked = {name: getattr(spec, name) for name in _OFF}
     return tuple(name for name, off in _OFF.items() if asked[name] not in (off, _DEFAULTS.get(name, off)))
 
 
 def plain(spec: QuantSpec) -> QuantSpec:
-    """A specification without them."""
     return without(spec, methods(spec))
 
 
 def without(spec: QuantSpec, taken_back: Iterable[str]) -> QuantSpec:
-    """A specification without the methods of these names."""
     return replace(spec, **{name: _OFF[name] for name in taken_back})
 
 
@@ -96,7 +93,6 @@ class FirstBatches:
         self.of_shapes: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield every batch."""
         left = RANGE_IMAGES
         for batch in self.batches:
             inputs = model_inputs(self.model, batch, self.graph)
@@ -141,7 +137,6 @@ def compare_ranges(
     *,
     all_reduce: bool,
 ) -> Comparison:
-    """Compare the ranges of a specification's calibrator with the default one's, in networks that are else equal."""
     found = compare_with_plain(
         model, qmodel, usual, batches, (spec.activations.calibrator,), all_reduce=all_reduce, images=RANGE_IMAGES
     )
@@ -215,7 +210,6 @@ def compare_with_plain(
 
 
 def _outputs(network: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """All floating-point results of a network as one vector."""
     tensors = [x for x in flat_tensors(run_with(network, inputs)) if x.is_floating_point()]
     return torch.cat([x.double().reshape(-1) for x in tensors])
 

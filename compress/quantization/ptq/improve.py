@@ -41,7 +41,6 @@ from compress.support.progress import Progress
 
 
 def needs_data_twice(spec: QuantSpec) -> bool:
-    """True if calibration data are read more than once."""
     learned = spec.adaround is not None or spec.reconstruct is not None
     return isinstance(spec.smooth, float) or learned or spec.bias_correction == "empirical"
 

@@ -139,8 +139,6 @@ def quantize_targets(
 
 @dataclass
 class _Work:
-    """What several attempts to quantize a model have in common."""
-
     model: nn.Module
     example_inputs: Inputs
     batches: Batches
@@ -153,7 +151,6 @@ class _Work:
     scaled: dict[tuple[tuple[Rule, ...], Target], Scaled] = field(default_factory=dict)
 
     def make(self, chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, QuantizedModule]:
-        """Quantize by a specification, around branches that no image opens."""
         return around_closed(lambda spec: self._attempt(spec, targets), chosen, self.batches)
 
     def _attempt(self, spec: QuantSpec, targets: Sequence[Target]) -> dict[Target, QuantizedModule]:

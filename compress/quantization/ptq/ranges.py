@@ -43,7 +43,6 @@ def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
 
 
 def output_channels(layer: nn.Module) -> int:
-    """The number of channels of a weighted layer's output."""
     weight = tensor_of(layer)
     return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
 
@@ -67,7 +66,6 @@ def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
 
 
 def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
-    """Give layers without a bias one of zeros; in place."""
     for path in paths:
         layer: Any = graph_module.get_submodule(path)
         if layer.bias is None:

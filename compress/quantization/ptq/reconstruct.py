@@ -213,7 +213,6 @@ class _Weight:
         return ((1 - (2 * soft_rounding(self.v) - 1).abs().pow(beta)) * self.free).sum()
 
     def hard(self) -> Tensor:
-        """True if all roundings are decided, as a tensor."""
         h = soft_rounding(self.v.detach())
         return (((h < _HARD) | (h > 1 - _HARD)) | (self.free == 0)).all()
 

@@ -128,7 +128,6 @@ class _Layers:
         return self.graph_module.get_submodule(path)
 
     def plain(self, node: Node) -> bool:
-        """True if a layer's parameters are its own and it is called once."""
         return self._alone(node.path)
 
     def _alone(self, path: str) -> bool:

@@ -156,7 +156,6 @@ def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], sh
 def _largest(
     graph_module: fx.GraphModule, names: list[str], batches: Iterable[Any], progress: Progress
 ) -> dict[str, Tensor]:
-    """The largest magnitudes over all batches, (C,) by node name."""
     largest: dict[str, Tensor] = {}
 
     def note(name: str, x: Tensor) -> None:

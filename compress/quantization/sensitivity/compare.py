@@ -60,7 +60,6 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 
 @torch.no_grad()
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
-    """The SQNR in dB of every quantized weight, by layer path."""
     found: dict[str, Any] = {site.path: qmodel.get_submodule(site.path) for site in placement_of(qmodel).weights}
     return {path: sqnr(layer.weight, layer.quantized_weight) for path, layer in found.items()}
 
@@ -94,7 +93,6 @@ class Subset:
 
 
 def subset_of(placement: Placement) -> Subset:
-    """The quantizers of a placement."""
     return Subset(
         weights=frozenset(site.path for site in placement.weights),
         edges=frozenset(edge for site in placement.activations for edge in site.edges),
@@ -123,7 +121,6 @@ class Sides(fx.Interpreter):
         self.sources = {n: n.all_input_nodes[0] for n in module.graph.nodes if node_kind(n) == "quantizer"}
 
     def run_node(self, n: fx.Node) -> tuple[Any, ...]:
-        """Run a node once for each subset."""
         if n.op == "placeholder":
             return (super().run_node(n),) * len(self.subsets)
         return tuple(self._on_side(n, side) for side in range(len(self.subsets)))
@@ -235,7 +232,6 @@ class Probe:
 
     @property
     def count(self) -> int:
-        """Number of images."""
         return sum(len(inputs[0]) for inputs in self.batches)
 
     def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:

@@ -148,7 +148,6 @@ def diagnose(
 
 
 def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress) -> Diagnosis:
-    """See `diagnose`; the network of the probe was quantized by `spec`."""
     noise = noise_by_layer(probe, example_inputs, spec, progress)
     watch = _watched(probe)
     causes = _causes(probe.qmodel, watch, noise)
@@ -236,7 +235,6 @@ class _Watch(Sides):
 
 @torch.no_grad()
 def _watched(probe: Probe) -> _Watch:
-    """The tensors of the first images in the float and the quantized network."""
     watch, left = _Watch(probe.qmodel), _WATCHED
     for inputs in probe.batches:
         if left > 0:

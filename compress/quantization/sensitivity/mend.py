@@ -97,7 +97,6 @@ class Goal:
     sqnr_db: float | None = None
 
     def met(self, effect: Effect, probe: Probe) -> bool:
-        """True if an effect on a probe's network meets the goal (QuantizationError: there is no loss in points)."""
         if self.sqnr_db is not None:
             return effect.sqnr_db >= self.sqnr_db
         if probe.float_score is not None and effect.score is not None:
@@ -109,7 +108,6 @@ class Goal:
         return lost <= float(self.drop or 0.0) + 1e-9
 
     def text(self, probe: Probe) -> str:
-        """The goal in words."""
         if self.sqnr_db is not None:
             return f"at least {self.sqnr_db:g} dB at the outputs"
         if probe.float_score is None:
@@ -192,7 +190,6 @@ class _Work:
         self.tried = {repr(self.spec): self.found.quantized}
 
     def quantized(self, spec: QuantSpec) -> Probe:
-        """A network quantized anew, with its images and the float outputs."""
         probe = copy(self.probe)
         probe.qmodel = quantize(self.probe.model, self.example, self.batches, spec=spec)
         self.bars.advance(TASK, 1)
@@ -204,7 +201,6 @@ class _Work:
         return self.tried[repr(spec)]
 
     def met(self, steps: list[_Step]) -> bool:
-        """True if the goal is met with these steps."""
         return self.goal.met(self.effect(_applied(self.spec, steps)), self.probe)
 
     def mended(self, fixed: Collection[str]) -> Mended:
@@ -286,7 +282,6 @@ class _Work:
         return steps
 
     def _noise(self, spec: QuantSpec, chosen: Collection[str] | None = None) -> dict[str, float]:
-        """The noise that each layer adds alone."""
         if spec == self.spec:
             effects = {row.layer: row.alone for row in self.found.rows}
         else:
@@ -309,7 +304,6 @@ def _applied(spec: QuantSpec, steps: Iterable[_Step]) -> QuantSpec:
 
 
 def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
-    """The changes of the whole network that the causes suggest."""
     kinds: dict[str, str] = {}
     for row in found.rows:
         for cause in row.causes:

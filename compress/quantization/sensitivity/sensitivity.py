@@ -338,7 +338,6 @@ def subsets_by_layer(
 
 
 def layer_settings(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, LayerSettings]:
-    """The settings of each operation of a graph after the rules, by its name."""
     return {node.layer: own for node, own in resolve_rules(read_fx(graph), spec).items()}
 
 
