@@ -13,17 +13,15 @@ from compress.cli.console import OUT, print_json, print_table
 from compress.cli.networks import blank_images, chosen_recipe, network_of
 from compress.cli.options import JsonOption, ModelChoice, RecipeChoice, SetOption
 from compress.errors import RecipeError
-from compress.graph.canonical import canonical_graph
-from compress.graph.float_model import check_float_model
+from compress.graph.canonical import canonical_graph, check_float_model
 from compress.graph.layers import layers, total_macs
 from compress.graph.report import leaves_of
 from compress.plots.graph import draw_block
 from compress.plots.style import save_figure
 from compress.quantization.block_graph import block_graph
 from compress.quantization.placement.decisions import Decision
-from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.placement.insert import insert_quantizers, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.spec import QuantSpec
 from compress.recipe.tree import Recipe
 from compress.roofline_model import SparseLayer, sparse_bound

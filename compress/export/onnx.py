@@ -34,8 +34,8 @@ from compress.export.spec import ExportSpec
 from compress.export.targets import finish_for, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.files import replacing
+from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
-from compress.graph.isolation import alone
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
 from compress.onnx_graph.graph import drop_unread

@@ -135,7 +135,7 @@ _BY_NAME = {
 }
 """Modules and functions that torch.fx does not enter, by their bare name.
 
-They are of torchvision, timm, `graph.concrete` and `graph.spelled`."""
+They are of torchvision, timm, `graph.trace` and `graph.spelled`."""
 
 _ATTRIBUTES = {
     **dict.fromkeys(("shape", "ndim", "device", "dtype"), "shape"),

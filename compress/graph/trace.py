@@ -1,9 +1,17 @@
-"""Tracing: a model becomes a torch.fx graph; what cannot be traced becomes a leaf and is reported."""
+"""Tracing: a model becomes a torch.fx graph; what cannot be traced becomes a leaf and is reported.
+
+The example inputs decide control flow on sizes: each node is computed as it is recorded (`Values`), and control flow on
+pixels stops the trace. Sizes that nothing asks for stay symbolic.
+
+What a model does in training only is brought into the graph traced in evaluation mode: the graphs of both modes are
+aligned, and a module that follows the mode (`InTraining`, `ByMode`) is put where they differ.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import keyword
@@ -13,21 +21,43 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import Attribute, TraceError
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compress.errors import CompressWarning, ModelError
-from compress.graph.compare import check_stateless, first_difference, run_model, same_results
-from compress.graph.concrete import Values, answered, known_proxy, unrolled
-from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, copies_of, each_input, run_with, shapes_text
-from compress.graph.isolation import alone, restored
-from compress.graph.ops import altered, node_kind
+from compress.graph.compare import (
+    alone,
+    check_stateless,
+    equal,
+    first_difference,
+    relative_error,
+    restored,
+    run_model,
+    same_results,
+)
+from compress.graph.inputs import (
+    Inputs,
+    KeywordInputs,
+    as_inputs,
+    copies_of,
+    device_of,
+    each_input,
+    named_tensors,
+    run_with,
+    shapes_text,
+)
+from compress.graph.modules import ByMode, InTraining
+from compress.graph.ops import METHODS_OF_SHAPE, altered, node_kind, run_node
 from compress.graph.report import (
     ATTRIBUTES,
     GraphReport,
@@ -38,8 +68,369 @@ from compress.graph.report import (
     name_blocks,
     report_of,
 )
-from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
+
+
+class _Known:
+    """Conversions of a proxy whose value depends on sizes alone."""
+
+    node: fx.Node
+    tracer: Any
+    __array_priority__ = 1000  # as torch's tensors: a number of numpy leaves `number * x` to the proxy
+
+    def __len__(self) -> int:
+        return len(self.tracer.sized(self))
+
+    def __index__(self) -> int:
+        return self.tracer.known(self).__index__()
+
+    def __int__(self) -> int:
+        return int(self.tracer.known(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.known(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.tracer.known(self), dtype)
+
+
+class _KnownProxy(_Known, fx.Proxy):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # Everyone who holds the proxy must see the change, as with a tensor.
+        self.node = _record_call(with_item, (self, key, value), {}).node
+
+    def __getattr__(self, k: str) -> _KnownAttribute:
+        _check_attribute(self, k)
+        return _KnownAttribute(self, k)
+
+
+class _KnownAttribute(_Known, Attribute):
+    def __getattr__(self, k: str) -> Any:
+        _check_attribute(self, k)
+        if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
+            return self.tracer.sized(self.root).device.type
+        return _KnownAttribute(self, k)
+
+
+def _check_attribute(proxy: Any, name: str) -> None:
+    value = proxy.tracer.value_of(proxy)
+    if name.startswith("__array_") or (isinstance(value, (tuple, int, float)) and not hasattr(value, name)):
+        raise AttributeError(name)
+
+
+class Values:
+    """The value of every node of a graph under construction."""
+
+    def __init__(self, root: nn.Module, inputs: Iterable[Tensor]) -> None:
+        self.root = root
+        self.inputs = iter(inputs)
+        self.values: dict[fx.Node, Any] = {}
+        self.from_pixels: set[fx.Node] = set()
+        self.busy = False
+
+    def add(self, node: fx.Node) -> None:
+        """Compute `node` from the values of its arguments."""
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            if not str(node.target).startswith("*"):  # *args: each of the inputs it holds gets a node of its own
+                self.values[node] = next(self.inputs, None)
+            return
+        args = fx.node.map_arg(node.args, self._value)
+        kwargs = fx.node.map_arg(node.kwargs, self._value)
+        self.busy = True  # modules that run now must not be recorded
+        try:
+            self.values[node] = run_node(self.root, node, args, kwargs)
+        finally:
+            self.busy = False
+        read = any(isinstance(self.values[n], Tensor) for n in node.all_input_nodes)
+        number = not isinstance(self.values[node], (Tensor, tuple, list, dict)) and not _is_shape(node)
+        if (read and number) or any(n in self.from_pixels for n in node.all_input_nodes):
+            self.from_pixels.add(node)
+
+    def _value(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+    def sized(self, node: fx.Node) -> Any:
+        """The value, tensors included, whose length a node returns."""
+        value = self.values.get(node)
+        return value if isinstance(value, Tensor) else self.known(node)
+
+    def known(self, node: fx.Node) -> Any:
+        """The value of a node that depends on shapes alone.
+
+        Raises:
+            TraceError: the value is a tensor, or was computed from one.
+        """
+        value = self.values.get(node)
+        if isinstance(value, Tensor) or node in self.from_pixels or node not in self.values:
+            raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
+        return value
+
+
+def _is_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target) in METHODS_OF_SHAPE
+    return node.target in {getattr, len}
+
+
+def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    result = tensor.clone()
+    result[key] = value
+    return result
+
+
+def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
+    return _KnownProxy(node, tracer)
+
+
+def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
+    return iter([proxy[i] for i in range(len(value))])
+
+
+@contextmanager
+def answered(root: nn.Module) -> Iterator[None]:
+    """Let builtins and functions of torch that refuse symbolic values take proxies; restores them afterwards.
+
+    Builtins are replaced in the packages that define the classes of `root`, but not in torch's own.
+    """
+    modules = {type(module).__module__ for module in root.modules()}
+    packages = {name.partition(".")[0] for name in modules} - {"torch", __name__.partition(".")[0]}
+    modules |= {name for name in sys.modules if name.partition(".")[0] in packages}
+    places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
+    changed = [(place, name, function) for place in places for name, function in _BUILTINS.items() if name not in place]
+    tensors = {name: _recorded(name) for name in _MAKER_NAMES} | {name: _Limits(name) for name in ("finfo", "iinfo")}
+    tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": _is_tensor}
+    before = {name: getattr(torch, name) for name in tensors}
+    scripted = torch.jit.isinstance
+
+    def is_instance(value: Any, kind: Any) -> bool:
+        return bool(scripted(value.tracer.value_of(value) if isinstance(value, _Known) else value, kind))
+
+    try:
+        for place, name, function in changed:
+            place[name] = function
+        vars(torch).update(tensors)
+        vars(torch.jit)["isinstance"] = is_instance
+        yield
+    finally:
+        vars(torch.jit)["isinstance"] = scripted
+        vars(torch).update(before)
+        for place, name, _ in changed:
+            del place[name]
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(torch, name)
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
+        if not symbolic:
+            return function(*args, **kwargs)
+        return (
+            _record_call(new_zeros, args, kwargs)
+            if name == "zeros"
+            else _record_call(new_tensor, (name, *args), kwargs)
+        )
+
+    return recorded
+
+
+class _Limits:
+    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._kind = getattr(torch, name)
+
+    def __call__(self, *dtype: Any) -> Any:
+        return self._kind(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._kind)
+
+
+def _unchecked(name: str) -> Callable[..., Any]:
+    """A check of torch that symbolic conditions pass."""
+    function: Callable[..., Any] = getattr(torch, name)
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        if not any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+            function(*args, **kwargs)
+
+    return check
+
+
+def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the factory of torch of that name; unpickling traces a graph over, where torch.zeros takes no proxy."""
+    made: Tensor = getattr(torch, name)(*args, **kwargs)
+    return made
+
+
+def new_zeros(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(*args, **kwargs)
+
+
+def _record_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+    """Record a node that calls `function`, also when unpickling traces the graph over."""
+    tracer = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, fx.Proxy)).tracer
+    made: fx.Proxy = tracer.create_proxy("call_function", function, args, kwargs)
+    made.node.meta["is_wrapped"] = True
+    return made
+
+
+def _length(value: Any) -> Any:
+    return value.size(0) if isinstance(value, fx.Proxy) and _is_tensor(value) else len(value)
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    if isinstance(value, kind):
+        return True
+    return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)
+
+
+def _is_callable(value: Any) -> bool:
+    return callable(value) and not isinstance(value, fx.Proxy)
+
+
+def _is_tensor(value: Any) -> bool:
+    return _is_instance(value, Tensor)
+
+
+_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
+_CHECKS = ("_check", "_check_with", "_check_value", "_check_tensor_all", "_check_tensor_all_with")
+_MAKER_NAMES = ("zeros", "ones", "full", "tensor")
+
+
+_SAME = 1e-4
+LEFT_OUT = (
+    "in training the model does more than its graph, which was traced in evaluation mode (auxiliary outputs, a "
+    "branch under `if self.training:`, or buffers that it updates): training the quantized network leaves that out"
+)
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
+    with restored(model):  # modes are attributes
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        yield
+
+
+def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
+    """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
+    device = device_of(model)
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    results = []
+    for network in (model, graph_module):
+        with training_mode(network), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(0)
+            try:
+                result = run_with(network.forward, copies_of(inputs))
+            except Exception:  # a model can fail in any way
+                return False
+            if network is model:
+                written = [name for name, value in before.items() if not equal(value, model.get_buffer(name))]
+            buffers = dict(network.named_buffers())
+            results.append((result, [buffers[name].clone() for name in written if name in buffers]))
+    names = [[name for name, _ in named_tensors(result)] for result, _ in results]
+    return names[0] == names[1] and relative_error(*results) <= _SAME
+
+
+def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: nn.Module) -> bool:
+    """Bring the parts that only the graph traced in training mode has into the one traced in evaluation; in place.
+
+    Returns:
+        False if a part cannot be brought in: it has parameters of its own, or the results have another structure.
+    """
+    twins = _aligned(training, graph_module.graph)
+    order = {node: i for i, node in enumerate(training.nodes)}
+    arguments = {}
+    for node, twin in twins.items():
+        own, theirs = tree_flatten((twin.args, twin.kwargs)), tree_flatten((node.args, node.kwargs))
+        if own[1] != theirs[1]:
+            return False
+        if node_kind(twin) != "batch_norm":  # always as in evaluation
+            arguments[twin] = (list(zip(own[0], theirs[0], strict=True)), own[1])
+    nodes = [(a, b) for pairs, _ in arguments.values() for a, b in pairs if isinstance(b, fx.Node)]
+    parts: dict[tuple[Any, Any], fx.Node] = {}
+    for mine, other in sorted({pair for pair in nodes if twins.get(pair[1]) is not pair[0]}, key=lambda p: order[p[1]]):
+        part = _part(other, mine, twins, root) if isinstance(mine, fx.Node) else None
+        if part is None:
+            return False
+        following = next(twins[node] for node in training.nodes if node in twins and order[node] > order[other])
+        with graph_module.graph.inserting_before(following):  # random numbers are drawn in the model's order
+            parts[mine, other] = _call(graph_module, "training_only", InTraining(part[0]), part[1])
+    for twin, (pairs, structure) in arguments.items():
+        with graph_module.graph.inserting_before(twin):
+            values = [_argument(graph_module, parts, mine, other) for mine, other in pairs]
+        twin.args, twin.kwargs = tree_unflatten(values, structure)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return True
+
+
+def _argument(graph_module: fx.GraphModule, parts: dict[tuple[Any, Any], fx.Node], mine: Any, other: Any) -> object:
+    if isinstance(mine, fx.Node) or isinstance(other, fx.Node):
+        return parts.get((mine, other), mine)
+    if mine == other and type(mine) is type(other):
+        return mine
+    return _call(graph_module, "mode", ByMode(other, mine), ())
+
+
+def _call(graph_module: fx.GraphModule, name: str, module: nn.Module, args: tuple[fx.Node, ...]) -> fx.Node:
+    path = next(p for i in range(10**6) if not hasattr(graph_module, p := f"{name}_{i}"))
+    graph_module.add_submodule(path, module.eval())
+    return graph_module.graph.call_module(path, args)
+
+
+def _aligned(training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The node of the second graph for each of the first that it shares, in order."""
+    left, right = list(training.nodes), list(evaluation.nodes)
+    keys = [[f"{node.op} {node.target}" for node in nodes] for nodes in (left, right)]
+    blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+    return {left[b.a + i]: right[b.b + i] for b in blocks for i in range(b.size)}
+
+
+def _part(
+    result: fx.Node, instead_of: fx.Node, twins: dict[fx.Node, fx.Node], root: nn.Module
+) -> tuple[fx.GraphModule, tuple[fx.Node, ...]] | None:
+    """The nodes of a training graph that only `result` needs, as a module, and its inputs in the evaluation graph."""
+    inside: set[fx.Node] = set()
+    waiting = [result]
+    while waiting:
+        node = waiting.pop()
+        if node not in inside and node not in twins:
+            inside.add(node)
+            waiting += node.all_input_nodes
+    nodes = list(result.graph.nodes)
+    for node in nodes[: nodes.index(result)]:  # operations in place, whose results nobody reads
+        if node not in twins and not node.users and inside.intersection(node.all_input_nodes):
+            inside.add(node)
+    ordered = [node for node in nodes if node in inside]
+    if not inside or any(not _stateless(node, root) for node in ordered):
+        return None
+    sources = dict.fromkeys(twins[n] for node in ordered for n in node.all_input_nodes if n in twins)
+    inputs = (instead_of, *(n for n in sources if n is not instead_of))
+    graph = fx.Graph()
+    holders = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in ordered:
+        copied[node] = graph.node_copy(node, lambda n: copied[n] if n in copied else holders[twins[n]])
+    graph.output(copied[result])
+    return fx.GraphModule(root, graph), inputs
+
+
+def _stateless(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return not any(True for _ in (*module.parameters(), *module.buffers()))
+    return node.op in {"call_function", "call_method"}
+
 
 _NETWORKS = (
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),

@@ -29,7 +29,7 @@ from compress.quantization.calibration.calibrate import raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.placement.values import always_zero
+from compress.quantization.placement.view import always_zero
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import WeightSpec
 from compress.support.process import core_count

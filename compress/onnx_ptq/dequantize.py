@@ -24,7 +24,7 @@ from compress.onnx_graph.graph import PASSES, attribute, drop_unread, inputs_of
 from compress.onnx_ptq.canonical import copied, name_nodes
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import QUANTIZED, SourceFile, check_float, load_source
-from compress.onnx_ptq.save import save_model
+from compress.onnx_ptq.write import save_model
 
 _READS_INTEGERS = (PASSES - {"Cast"}) | QUANTIZED | {"ArgMax", "ArgMin", "Shape", "Size", "Resize", "Upsample"}
 """Operators that compute the same of integers and of what they stand for, and those that are rewritten."""

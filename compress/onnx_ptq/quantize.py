@@ -25,29 +25,24 @@ from compress.export.cleanup import averages_without_padding
 from compress.export.names import TARGET_KEY
 from compress.export.targets import finish_for, shape_for
 from compress.onnx_graph.graph import drop_unread
-from compress.onnx_ptq.bias_correction import correct_biases
-from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
-from compress.onnx_ptq.improve import Improved, improve_file
+from compress.onnx_ptq.improve import Improved, improve_file, write_trained
 from compress.onnx_ptq.index import Index, Types, infer, inferred
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
+from compress.onnx_ptq.on_images import correct_biases, on_images, place_on_images, smooth_file
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
-from compress.onnx_ptq.save import save_model
-from compress.onnx_ptq.smooth import on_images, smooth_file
+from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.to_torch.network import OPSET
-from compress.onnx_ptq.trained import write_trained
-from compress.onnx_ptq.write import insert_pairs
-from compress.onnx_ptq.zero_points import place_on_images
+from compress.onnx_ptq.write import insert_pairs, save_model
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.ptq.guard import methods
-from compress.quantization.ptq.on_images import IMAGES
+from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, Rule, check_quant_spec
 from compress.support.progress import Progress

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
-from compress.graph.inplace import preserve_input
+from compress.graph.canonical import preserve_input
 from compress.graph.inputs import flat_tensors
 from compress.graph.trace import trace
 from compress.receptive.theoretical import ReceptiveField, ReceptiveFieldTable, graph_receptive_field, receptive_field

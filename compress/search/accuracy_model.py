@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from compress.graph.inputs import flat_tensors
-from compress.quantization.placement.insert import float_graph
+from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.sensitivity.compare import run_subset, subset_of
 from compress.search.criteria import channel_scores
 from compress.search.lab import Lab, build, quantization_of, with_formats

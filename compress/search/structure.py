@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.canonical import drop_assertions
+from compress.graph.canonical import check_float_model, drop_assertions, preserve_input
 from compress.graph.compare import Reference
-from compress.graph.float_model import check_float_model
 from compress.graph.functional import functions_to_modules
-from compress.graph.inplace import preserve_input
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
+from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
-from compress.graph.isolation import alone
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import check_module, trace

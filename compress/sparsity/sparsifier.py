@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
+from compress.graph.compare import alone
 from compress.graph.inputs import Inputs
-from compress.graph.isolation import alone
 from compress.graph.trace import check_module
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import Eligibility, chosen_layers, eligibility

@@ -16,8 +16,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 import compress
 from compress import ActivationSpec, AdaRoundSpec, QuantSpec, calibrate, quantize, trace
 from compress.errors import CalibrationError, CheckpointError, DataError, ModelError
-from compress.graph.canonical import canonical_graph
-from compress.graph.inplace import follow_changes
+from compress.graph.canonical import canonical_graph, follow_changes
 from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
 from compress.sparsity.saliency import calibration_inputs

@@ -27,9 +27,8 @@ from compress.quantization.numerics import (
     scale_from_amax,
     zero_of,
 )
-from compress.quantization.placement.insert import apply_placement
+from compress.quantization.placement.insert import apply_placement, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from tests.exact import open_session
 
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)

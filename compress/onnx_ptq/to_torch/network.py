@@ -17,16 +17,21 @@ from compress.engines.base import Arrays, library_errors
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN
-from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import canonical
-from compress.onnx_ptq.compounds import Compound, find_compounds, find_parts
 from compress.onnx_ptq.index import Index, Shapes, Types, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import open_batch
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
+from compress.onnx_ptq.read import Compound, find_compounds, find_parts
+from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.builder import Builder, Place, Value
-from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
-from compress.onnx_ptq.to_torch.operators import OPERATORS, part
+from compress.onnx_ptq.to_torch.operators import (
+    LAYERS,
+    OPERATORS,
+    linear_with_sum,
+    part,
+    plain_layer_norm,
+    written_layer_norm,
+)
 
 OPSET = 13
 """The lowest opset whose operators are known; files of older ones are raised."""

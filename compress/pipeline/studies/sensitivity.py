@@ -25,7 +25,7 @@ from compress.pipeline.steps.ptq import calibration_images
 from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.placement.rules import LayerSettings
+from compress.quantization.placement.requests import LayerSettings
 from compress.quantization.sensitivity.sensitivity import (
     LayerSensitivity,
     Sensitivity,

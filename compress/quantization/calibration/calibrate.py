@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CalibrationError, DeadTensorError
+from compress.graph.compare import alone
 from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
-from compress.graph.isolation import alone
 from compress.graph.ops import Watching, tensor_of
 from compress.graph.report import attach_report
 from compress.graph.traits import AVERAGES
@@ -33,9 +33,8 @@ from compress.quantization.calibration.calibrators import (
 from compress.quantization.calibration.histogram import Histogram
 from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.placement.values import always_zero
-from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.placement.insert import read_fx
+from compress.quantization.placement.view import GraphView, Node, always_zero
 from compress.quantization.quantizer import Collector, Quantizer, quantizers, weight_quantizer_of
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
 from compress.support.imports import any_failure

@@ -24,11 +24,9 @@ from compress.graph.traits import kinds
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.placement.heads import head_parts
-from compress.quantization.placement.requests import Request, depths, float_row, requests_of
-from compress.quantization.placement.rules import resolve_rules
+from compress.quantization.placement.requests import Request, depths, float_row, requests_of, resolve_rules
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
-from compress.quantization.placement.values import lowest_values, never_negative
-from compress.quantization.placement.view import GraphView, Node, of_inputs
+from compress.quantization.placement.view import GraphView, Node, lowest_values, never_negative, of_inputs
 from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 

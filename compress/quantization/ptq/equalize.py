@@ -1,36 +1,127 @@
-"""Cross-layer equalization: two consecutive layers trade scale, channel by channel, until both have equal ranges.
+"""Data-free quantization (Nagel et al., arXiv 1906.04721): equalization of layers, and moments from BatchNorm.
 
 Between two layers joined by a function with f(s x) = s f(x) for s > 0 (ReLU, pooling, nothing), a channel may be
-divided by s in the first layer and multiplied by s in the second without a change of the outputs (Nagel et al.,
-"Data-Free Quantization", arXiv 1906.04721, section 4.1). The choice s = sqrt(r1 / r2), r1 and r2 being the ranges of
-the weights on both sides, makes both sqrt(r1 r2), the best for both layers when a tensor has one scale. With a scale
-for every output channel the gain is small.
+divided by s in the first layer and multiplied by s in the second without a change of the outputs (section 4.1). The
+choice s = sqrt(r1 / r2), r1 and r2 being the ranges of the weights on both sides, makes both sqrt(r1 r2), the best for
+both layers when a tensor has one scale. ReLU6 does not scale with its input, so a pair that it joins is refused;
+`replace_relu6` puts ReLU in its place. Ranges of activations change, and are calibrated afterwards.
 
-ReLU6 does not scale with its input, so a pair that it joins is refused; `replace_relu6` puts ReLU in its place, as the
-paper does. The trade changes the ranges of activations, which are therefore calibrated after it.
+A weight has the shape (out, in / groups, k...) in convolutions and linear layers and (in, out / groups, k...) in
+transposed ones: one side is its first axis, the other is repeated for each group. No other file depends on that layout.
+
+A BatchNorm with shift beta and factor gamma returns values of mean beta and deviation |gamma|, taken as normal (section
+4.2.1). A ReLU or ReLU6 clips the normal distribution, sums add means (and variances, as if independent), and average
+pooling preserves means. After any other operation, or a layer without BatchNorm, the moments are unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
+from compress.graph.fold import foldable_pair
 from compress.graph.layers import tensor_args
-from compress.graph.ops import node_kind, node_module
-from compress.graph.traits import WEIGHTED, kinds
-from compress.quantization.ptq.ranges import (
-    input_ranges,
-    output_ranges,
-    scale_inputs,
-    scale_outputs,
-    shared_parameters,
-)
-from compress.quantization.report import Equalization, Pair
+from compress.graph.ops import module_kind, node_kind, node_module, tensor_of
+from compress.graph.traits import AVERAGES, PASSING, WEIGHTED, kinds
+from compress.quantization.report import Equalization, Moments, Pair
+
+
+def output_ranges(layer: nn.Module) -> Tensor:
+    """The largest magnitude of the weights of each output channel, (out,)."""
+    return _first_axis(layer) if not _transposed(layer) else _second_axis(layer)
+
+
+def input_ranges(layer: nn.Module) -> Tensor:
+    """The largest magnitude of the weights of each input channel, (in,)."""
+    return _second_axis(layer) if not _transposed(layer) else _first_axis(layer)
+
+
+@torch.no_grad()
+def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
+    """Multiply each output channel, bias included, by `factor` (out,); in place."""
+    weight = tensor_of(layer)
+    weight.mul_(_second_factor(layer, factor) if _transposed(layer) else _first_factor(weight, factor))
+    bias = getattr(layer, "bias", None)
+    if bias is not None:
+        bias.mul_(factor)
+
+
+@torch.no_grad()
+def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
+    """Multiply the weights of each input channel by `factor` (in,); in place."""
+    weight = tensor_of(layer)
+    weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
+
+
+def output_channels(layer: nn.Module) -> int:
+    weight = tensor_of(layer)
+    return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+
+
+def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
+    """Why a module cannot be rescaled alone, by path: its parameters are used elsewhere too, or read by the graph."""
+    paths: dict[int, list[str]] = {}
+    for name, parameter in graph_module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name)
+    called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    found: dict[str, str] = {}
+    for names in paths.values():
+        for name in names:
+            path, others = name.rpartition(".")[0], [other for other in names if other != name]
+            if others:
+                found[path] = f"shares its {name.rpartition('.')[2]} with {others[0]}"
+            elif path in called and name in read:
+                found[path] = f"has a {name.rpartition('.')[2]} that the model also reads by itself"
+    return found
+
+
+def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
+    for path in paths:
+        layer: Any = graph_module.get_submodule(path)
+        if layer.bias is None:
+            zeros = layer.weight.new_zeros(output_channels(layer))
+            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
+
+
+def _groups(layer: nn.Module) -> int:
+    return int(getattr(layer, "groups", 1))
+
+
+def _transposed(layer: nn.Module) -> bool:
+    return module_kind(layer) == "conv_transpose"
+
+
+def _first_axis(layer: nn.Module) -> Tensor:
+    return tensor_of(layer).detach().abs().flatten(1).amax(1)
+
+
+def _second_axis(layer: nn.Module) -> Tensor:
+    """Reduce over the rows of a group: (rows, columns) -> (groups * columns,)."""
+    rows = (
+        tensor_of(layer).detach().abs().flatten(2)
+        if tensor_of(layer).dim() > 2
+        else tensor_of(layer).detach().abs()[..., None]
+    )
+    return rows.amax(2).unflatten(0, (_groups(layer), -1)).amax(1).flatten()
+
+
+def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
+    return factor.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def _second_factor(layer: nn.Module, factor: Tensor) -> Tensor:
+    weight, groups = tensor_of(layer), _groups(layer)
+    columns = factor.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
+    return columns.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))
+
 
 _POINTWISE = kinds(lambda t: t.scales_linearly and t.elementwise and t.data_inputs == 1)
 _SPATIAL = kinds(lambda t: t.scales_linearly and t.passes_channels) | {"mean", "flatten"}
@@ -180,3 +271,94 @@ def _spatial(mean: fx.Node, rank: int) -> bool:
     dims = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
     axes = (dims,) if isinstance(dims, int) else dims
     return isinstance(axes, (tuple, list)) and all(isinstance(d, int) and d % rank >= 2 for d in axes)
+
+
+_PRESERVES = PASSING | {"quantizer"}
+_ROOT_2PI = math.sqrt(2 * math.pi)
+
+
+def clipped_normal(mean: Tensor, deviation: Tensor, high: float = math.inf) -> Moments:
+    """Mean and deviation (at least 0) of min(max(x, 0), high) for normal x (arXiv 1906.04721, appendix C)."""
+    mean, deviation = mean.double(), deviation.double().clamp_min(1e-12)
+    low = -mean / deviation
+    top = (high - mean) / deviation
+    inside = _cdf(top) - _cdf(low)
+    above = 1 - _cdf(top)
+    first = mean * inside + deviation * (_pdf(low) - _pdf(top))
+    square = (mean.square() + deviation.square()) * inside + 2 * deviation * mean * (_pdf(low) - _pdf(top))
+    square += deviation.square() * (_tail(low) - _tail(top))
+    if math.isfinite(high):
+        first, square = first + high * above, square + high**2 * above
+    variance = (square - first.square()).clamp_min(0)
+    return first.float(), variance.sqrt().float()
+
+
+def batchnorm_moments(graph_module: fx.GraphModule) -> dict[str, Moments]:
+    """The moments of each layer's output after its BatchNorm, by the layer's path; to call before folding."""
+    found = {}
+    for node in graph_module.graph.nodes:
+        pair = foldable_pair(node)
+        if pair is None:
+            continue
+        norm: Any = node_module(pair[1])
+        shift, factor, like = norm.bias, norm.weight, norm.running_mean
+        mean = torch.zeros_like(like) if shift is None else shift.detach().clone()
+        deviation = torch.ones_like(like) if factor is None else factor.detach().abs()
+        found[str(pair[0].target)] = (mean, deviation)
+    return found
+
+
+def propagate_moments(graph_module: fx.GraphModule, layers: dict[str, Moments]) -> dict[fx.Node, Moments]:
+    """The moments of every tensor for which they follow from `layers` (`batchnorm_moments`); BatchNorm is folded."""
+    known: dict[fx.Node, Moments] = {}
+    for node in graph_module.graph.nodes:
+        kind = node_kind(node)
+        if kind in WEIGHTED and node.op == "call_module":
+            moments = layers.get(str(node.target))
+        else:
+            moments = _through(node, kind, [known.get(source) for source in tensor_args(node)])
+        if moments is not None:
+            known[node] = moments
+    return known
+
+
+def _through(node: fx.Node, kind: str, sources: list[Moments | None]) -> Moments | None:
+    inputs = [source for source in sources if source is not None]
+    if not inputs or len(inputs) < len(sources):
+        return None
+    mean, deviation = inputs[0]
+    if kind in _PRESERVES:
+        return mean, deviation
+    if kind == "relu":
+        return clipped_normal(mean, deviation)
+    if kind == "relu6":
+        return clipped_normal(mean, deviation, 6.0)
+    if kind == "add" and len(inputs) == 2 and inputs[1][0].shape == mean.shape:
+        return mean + inputs[1][0], (deviation.square() + inputs[1][1].square()).sqrt()
+    if kind == "concat":
+        return torch.cat([m for m, _ in inputs]), torch.cat([d for _, d in inputs])
+    if kind in AVERAGES and _padding(node) == 0:
+        return mean, torch.zeros_like(deviation)  # only the mean of a pixel average is used
+    if kind == "flatten" and node.meta.get("shape") is not None:
+        repeat = node.meta["shape"][-1] // len(mean)
+        return mean.repeat_interleave(repeat), deviation.repeat_interleave(repeat)
+    return None
+
+
+def _padding(node: fx.Node) -> int:
+    module = node_module(node) if node.op == "call_module" else None
+    padding: Any = node.kwargs.get("padding", 0) if module is None else getattr(module, "padding", 0)
+    return max(padding) if isinstance(padding, (tuple, list)) else int(padding)
+
+
+def _pdf(x: Tensor) -> Tensor:
+    return torch.exp(-x.square() / 2) / _ROOT_2PI
+
+
+def _cdf(x: Tensor) -> Tensor:
+    return torch.special.ndtr(x)
+
+
+def _tail(x: Tensor) -> Tensor:
+    """The x pdf(x) of a truncated normal's second moment; 0 at infinity."""
+    return torch.where(x.isfinite(), x * _pdf(x), 0.0)

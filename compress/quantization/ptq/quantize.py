@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.canonical import canonical_graph
-from compress.graph.float_model import check_float_model
+from compress.graph.canonical import canonical_graph, check_float_model
+from compress.graph.compare import alone
 from compress.graph.inputs import Batches, Inputs, as_inputs, device_of, model_inputs
-from compress.graph.isolation import alone
 from compress.graph.ops import Watching
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.placement.insert import insert_placed
+from compress.quantization.placement.insert import insert_placed, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.channel_scales import looks_at_layers
 from compress.quantization.ptq.guard import (
     FirstBatches,
@@ -34,8 +32,8 @@ from compress.quantization.ptq.guard import (
     methods,
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
-from compress.quantization.ptq.on_images import some_of
 from compress.quantization.ptq.scale_channels import Scaled, scale_channels
+from compress.quantization.ptq.walk import some_of
 from compress.quantization.ptq.zero_points import place_on_images
 from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec

@@ -21,7 +21,7 @@ from compress.graph.compare import Reference
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind, node_module
 from compress.graph.traits import PASSING
-from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.view import Node
 from compress.quantization.ptq.channel_scales import (
     ChannelScale,
@@ -34,8 +34,8 @@ from compress.quantization.ptq.channel_scales import (
     products_of,
     scaling_note,
 )
-from compress.quantization.ptq.on_images import on_images, tensors_of
-from compress.quantization.ptq.ranges import scale_inputs, scale_outputs, shared_parameters
+from compress.quantization.ptq.equalize import scale_inputs, scale_outputs, shared_parameters
+from compress.quantization.ptq.walk import on_images, tensors_of
 from compress.quantization.ptq.zero_points import place_on_images
 from compress.quantization.spec import QuantSpec, Rule
 

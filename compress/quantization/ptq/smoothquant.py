@@ -23,7 +23,7 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.graph.inputs import model_inputs
 from compress.graph.ops import Watching, layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
-from compress.quantization.ptq.ranges import input_ranges, scale_inputs, shared_parameters
+from compress.quantization.ptq.equalize import input_ranges, scale_inputs, shared_parameters
 from compress.quantization.report import Norm, Smoothing
 from compress.support.progress import NoProgress, Progress
 

@@ -17,12 +17,12 @@ from compress.graph.functional import constant_value, is_constant
 from compress.graph.ops import Watching
 from compress.graph.traits import PASSING
 from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.ptq.channel_scales import looks_at_layers
-from compress.quantization.ptq.on_images import on_images
+from compress.quantization.ptq.walk import on_images
 from compress.quantization.spec import QuantSpec
 
 T = TypeVar("T")

@@ -28,10 +28,9 @@ from torch import fx, nn
 from compress.errors import QuantizationError
 from compress.graph.inputs import Batches, Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
-from compress.quantization.placement.insert import float_graph
+from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.placement.rules import LayerSettings, resolve_rules
+from compress.quantization.placement.requests import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.quantize import quantize

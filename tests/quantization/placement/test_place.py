@@ -8,8 +8,8 @@ from torch import nn
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, quantize, trace
 from compress.errors import QuantizationError
 from compress.graph.fold import fold_batchnorm
+from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
 from tests.networks import TinyResNet
 
 

@@ -12,10 +12,9 @@ import compress
 from compress import ActivationSpec, Placement, QuantSpec, Rule, WeightSpec, insert_quantizers, trace
 from compress.errors import QuantizationError, RecipeError
 from compress.quantization.placement.decisions import ActivationSite, Decision, WeightSite
+from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.placement.requests import Request
-from compress.quantization.placement.rules import LayerSettings
+from compress.quantization.placement.requests import LayerSettings, Request
 from compress.quantization.placement.targets import TargetTable
 from compress.quantization.placement.view import GraphView, Parameters
 from compress.recipe.tree import parse_recipe

@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from compress import QuantSpec, quantize
 from compress.graph.canonical import canonical_graph
-from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.placement.values import always_zero, lowest_values, never_negative
+from compress.quantization.placement.insert import read_fx
+from compress.quantization.placement.view import always_zero, lowest_values, never_negative
 
 
 class Net(nn.Module):

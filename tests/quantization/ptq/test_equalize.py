@@ -13,8 +13,16 @@ import compress
 from compress import ActivationSpec, QuantSpec, WeightSpec, quantize, trace
 from compress.errors import CalibrationError, CheckpointError, QuantizationError
 from compress.graph.fold import fold_batchnorm
-from compress.quantization.ptq.equalize import equalize, equalizing_scale, find_pairs, replace_relu6
-from compress.quantization.ptq.ranges import input_ranges, output_ranges, scale_inputs, scale_outputs
+from compress.quantization.ptq.equalize import (
+    equalize,
+    equalizing_scale,
+    find_pairs,
+    input_ranges,
+    output_ranges,
+    replace_relu6,
+    scale_inputs,
+    scale_outputs,
+)
 from compress.quantization.ptq.smoothquant import find_norms, smooth, smoothing_scale
 from compress.quantization.sensitivity.compare import sqnr
 from tests.networks import network, with_statistics

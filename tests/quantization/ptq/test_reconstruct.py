@@ -35,7 +35,7 @@ from compress.quantization.ptq.adaround import (
     soft_rounding,
 )
 from compress.quantization.ptq.bias_correction import expected_shift
-from compress.quantization.ptq.moments import clipped_normal
+from compress.quantization.ptq.equalize import clipped_normal
 from compress.quantization.ptq.reconstruct import block_module, blocks, images_of_a_step
 from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
 from compress.quantization.sensitivity.compare import sqnr
