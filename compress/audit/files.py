@@ -54,12 +54,7 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
 
 
 def read_engine_layers(path: Path | str) -> EngineListing:
-    """The layers of an engine with `<engine>.layers.json` (preferred) or `<engine>.log` beside it, or of such a file.
-
-    Raises:
-        AuditError: the file does not exist, no file is beside the engine, or the file lists no layer.
-        EngineError: the engine is truncated, or another than was built.
-    """
+    """The layers of an engine with `<engine>.layers.json` (preferred) or `.log` beside it, or of such a file."""
     path = Path(path)
     if not path.is_file():
         raise AuditError(f"{path} does not exist; give an engine, its build log or the inspector's JSON")

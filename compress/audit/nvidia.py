@@ -121,11 +121,7 @@ def _names_of_log(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[
 
 
 def parse_inspector(text: str) -> EngineListing:
-    """Read the inspector's JSON of one engine, built with profiling verbosity DETAILED.
-
-    Raises:
-        AuditError: the text is not JSON, not the inspector's, or holds names of layers only.
-    """
+    """Read the inspector's JSON of one engine, built with profiling verbosity DETAILED."""
     try:
         document = parse_json(text)
     except ValueError as error:

@@ -36,11 +36,7 @@ class LayerChoice:
 
 
 def engine_roofline(audit: EngineAudit, *, device: str | Device, batch_size: int = 32, name: str = "") -> Roofline:
-    """Compute the roofline of an engine's layers on a device: a name of `DEVICE_NAMES`, `machine`, or a `Device`.
-
-    Raises:
-        RooflineError: the device is unknown, or lacks a precision of the engine.
-    """
+    """Compute the roofline of an engine's layers on a device: a name of `DEVICE_NAMES`, `machine`, or a `Device`."""
     found = find_device(device)
     most = max(audit.weighted, key=lambda layer: layer.macs or 0, default=None)
     precision = _device_precision(most.precision) if most else "fp32"
@@ -78,11 +74,7 @@ def _row(layer: AuditedLayer, device: Device, batch_size: int) -> Row:
 
 
 def int8_choices(audit: EngineAudit, *, device: str | Device, batch_size: int = 32) -> tuple[LayerChoice, ...]:
-    """The least time of every 8-bit weighted layer as built, and that of fp16 in its place.
-
-    Raises:
-        RooflineError: the device is unknown, or lacks INT8 or fp16.
-    """
+    """The least time of every 8-bit weighted layer as built, and that of fp16 in its place."""
     found = find_device(device)
     writers = {name: layer for layer in audit.weighted for name in layer.writes}
     followers: dict[str, list[tuple[AuditedLayer, int]]] = {}

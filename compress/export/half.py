@@ -35,9 +35,6 @@ def half_scale(scale: Tensor, name: str) -> Tensor:
     Args:
         scale: any shape.
         name: of the quantizer, for the message.
-
-    Raises:
-        ExportError: it is zero or infinite there.
     """
     written = scale.half()
     if not bool((torch.isfinite(written) & (written > 0)).all()):

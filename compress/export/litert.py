@@ -93,11 +93,7 @@ def convert(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> bytes
 
 
 def schema() -> ModuleType:
-    """Return the flatbuffer schema of the runtime.
-
-    Raises:
-        ExportError: the extra `litert` is not installed.
-    """
+    """Return the flatbuffer schema of the runtime."""
     try:
         from ai_edge_litert import schema_py_generated  # optional: the extra `litert`
     except ImportError as error:

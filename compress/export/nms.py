@@ -37,9 +37,6 @@ def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str
 
     Returns:
         `path`; the file's outputs are `NMS_OUTPUTS`.
-
-    Raises:
-        ExportError: the file's outputs are not those that the decoding takes.
     """
     network = onnx.load(file)
     shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in network.graph.output}

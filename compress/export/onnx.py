@@ -182,11 +182,7 @@ def _check(proto: onnx.ModelProto) -> None:
 
 
 def check_export(spec: ExportSpec) -> None:
-    """Refuse a form that no file can have, or that the installed onnx does not know.
-
-    Raises:
-        ExportError: names each key, what was got and what is allowed.
-    """
+    """Refuse a form that no file can have, or that the installed onnx does not know."""
     validate(spec, ExportSpec, section="export", error=ExportError)
     newest = onnx.defs.onnx_opset_version()
     if spec.opset > newest:

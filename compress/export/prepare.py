@@ -38,9 +38,6 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         model: float, or quantized by compress; not changed.
         example_inputs: to trace a float model.
         precision: `fp32`, or `fp16` for scales that float16 holds, so that the file can be cast.
-
-    Raises:
-        ExportError: a quantizer has no ranges; the message names it.
     """
     model = copy.deepcopy(model).eval()
     bare = [name for name, quantizer in quantizers(model) if not quantizer.ready]

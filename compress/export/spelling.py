@@ -42,9 +42,6 @@ def avg_pool(
 
     The arguments are those of `F.avg_pool2d` and `F.avg_pool3d`; `count_include_pad` has no effect where there is a
     divisor.
-
-    Raises:
-        ExportError: `ceil_mode` with a divisor, because windows at the end have another size.
     """
     pool = AVERAGE_POOLS[x.dim() - 2]
     stride = kernel_size if stride is None else stride

@@ -41,11 +41,7 @@ _OVERWRITING: dict[Any, Any] = {
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
-    """Let every node consume a tensor from the last operation that changed it, as observed in a run; in place.
-
-    Raises:
-        ModelError: a tensor is changed through a view of it and read afterwards, which no edge can express.
-    """
+    """Let every node consume a tensor from the last operation that changed it, as observed in a run; in place."""
     inputs = as_inputs(example_inputs)
     watcher = _Watcher(graph_module)
     expected = watcher.on(inputs)
@@ -179,12 +175,7 @@ _STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper", "FloatFunctional
 
 
 def check_float_model(model: nn.Module) -> None:
-    """Refuse anything but a plain float32 module.
-
-    Raises:
-        ModelError: no module at all, or a wrapper that cannot be traced.
-        QuantizationError: the model is quantized already, or not in float32.
-    """
+    """Refuse anything but a plain float32 module."""
     check_module(model)
     wrapped = _unwrapped(model)
     if wrapped:
@@ -278,10 +269,6 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     """The graph that quantization works on, in evaluation mode, with shapes on its nodes.
 
     The model is not changed; a GraphModule is taken as its own trace.
-
-    Raises:
-        ModelError: the model cannot be traced, changes tensors through views that are read again, gives other results
-            in its second call, or the graph computes something else.
     """
     check_module(model)
     reference = Reference.of(model, example_inputs)

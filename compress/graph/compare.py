@@ -162,11 +162,7 @@ class Reference:
         return 0.0 if error <= TOLERANCE or self._explained(rewritten) else error
 
     def check(self, rewritten: nn.Module, what: str) -> None:
-        """Refuse a rewritten network that computes something else.
-
-        Raises:
-            ModelError: the error is beyond `TOLERANCE` and what rounding explains; names the first differing module.
-        """
+        """Refuse a rewritten network that computes something else."""
         error = self.difference(rewritten)
         if not error:
             return
@@ -197,11 +193,7 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
-    """The results of a model on copies of inputs, in evaluation mode and without gradients; mode and buffers stay.
-
-    Raises:
-        ModelError: the model fails on them.
-    """
+    """The results of a model on copies of inputs, in evaluation mode and without gradients; mode and buffers stay."""
     try:
         with torch.no_grad(), restored(model):
             return run_with(model.eval(), copies_of(inputs))
@@ -216,9 +208,6 @@ def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
     """Refuse a model whose results depend on earlier calls.
 
     A buffer that its forward writes without an effect on later results causes a `CompressWarning`.
-
-    Raises:
-        ModelError: names the buffers and attributes that its forward writes.
     """
     inputs = as_inputs(example_inputs)
     with torch.no_grad(), restored(model):

@@ -46,9 +46,6 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     """A tensor, a sequence or a mapping of tensors as a tuple, which keeps the names of a mapping.
 
     The targets of a mapping are left out.
-
-    Raises:
-        ModelError: `example_inputs` is something else, or empty.
     """
     if isinstance(example_inputs, KeywordInputs):
         return example_inputs
@@ -180,9 +177,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     Args:
         batch: (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.
 
-    Raises:
-        DataError: the batch has no targets.
-
     >>> inputs, targets = split_batch({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2)})
     >>> list(inputs), tuple(targets.shape)
     (['pixel_values'], (2,))
@@ -202,9 +196,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
     """The first `count` tensors of a batch: a tensor, a tuple or list, or one whose first element holds them.
-
-    Raises:
-        DataError: the batch holds something else, or too few tensors.
 
     >>> images, target = torch.zeros(2, 3, 8, 8), torch.zeros(2)
     >>> [tuple(x.shape) for x in batch_inputs((images, target))]
@@ -232,9 +223,6 @@ def model_inputs(model: nn.Module, batch: Any, graph: nn.Module | None = None) -
 
     A mapping gives the tensors whose keys are arguments of `forward`. `graph` is what was traced of a model, and knows
     how many inputs a `forward(*inputs)` takes.
-
-    Raises:
-        DataError: the batch does not hold them.
     """
     device = device_of(model)
     if isinstance(batch, Mapping):
@@ -245,11 +233,7 @@ def model_inputs(model: nn.Module, batch: Any, graph: nn.Module | None = None) -
 def first_inputs(
     model: nn.Module, batches: Iterable[Any], images: int, graph: nn.Module | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the inputs of the first `images` images, batch by batch; `graph` as for `model_inputs`.
-
-    Raises:
-        DataError: a batch does not hold the model's inputs.
-    """
+    """Yield the inputs of the first `images` images, batch by batch; `graph` as for `model_inputs`."""
     for batch in batches:
         inputs = first_of(model_inputs(model, batch, graph), images)
         images -= len(inputs[0])

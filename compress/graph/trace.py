@@ -158,11 +158,7 @@ class Values:
         return value if isinstance(value, Tensor) else self.known(node)
 
     def known(self, node: fx.Node) -> Any:
-        """The value of a node that depends on shapes alone.
-
-        Raises:
-            TraceError: the value is a tensor, or was computed from one.
-        """
+        """The value of a node that depends on shapes alone."""
         value = self.values.get(node)
         if isinstance(value, Tensor) or node in self.from_pixels or node not in self.values:
             raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
@@ -792,11 +788,7 @@ def _spelled(path: str) -> str:
 
 @contextlib.contextmanager
 def _spelled_names(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
-    """Rename modules and tensors that a graph reads so that fx can write them; the model has both names meanwhile.
-
-    Raises:
-        ModelError: the model has a module or tensor of the other name already.
-    """
+    """Rename modules and tensors that a graph reads so that fx can write them; the model has both names meanwhile."""
     named = [node for node in graph.nodes if node.op in {"call_module", "get_attr"}]
     renamed = {str(node.target) for node in named if _spelled(str(node.target)) != node.target}
     tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)] if renamed else []
@@ -886,11 +878,7 @@ class _Shapes(fx.Interpreter):
 
 
 def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> object:
-    """Run once, and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node.
-
-    Raises:
-        ModelError: the graph fails on these inputs.
-    """
+    """Run once, and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node."""
     training = graph_module.training
     graph_module.eval()
     try:

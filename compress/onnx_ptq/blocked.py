@@ -69,11 +69,7 @@ class Blocked:
 def blocked_session(
     source: SourceFile, tensors: Iterable[str], blocked: Set[str], *, threads: int
 ) -> tuple[FloatSession, BlockedSession]:
-    """Return two sessions of a graph: one whose results are in the file's order, and one where `blocked` ones may be.
-
-    Raises:
-        Exception: ONNX Runtime's own; it refuses the graph, or to write and read its optimized form.
-    """
+    """Two sessions of a graph: results of one are in the file's order, `blocked` ones of the other need not be."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         path = Path(name) / "optimized.onnx"
         plain = FloatSession(source, tensors, threads=threads, optimized=path)

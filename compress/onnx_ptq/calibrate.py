@@ -71,10 +71,6 @@ def calibrate_graph(
         check: is shown the results for one image of the first batch (for all where their number is fixed) before the
             others are computed; may refuse them.
         progress: is informed of each batch.
-
-    Raises:
-        CalibrationError: no batches, a batch that the network fails on, NaN, or a tensor of zeros that the weights do
-            not explain; the message names the tensor.
     """
     progress = progress or NoProgress()
     watching = {site.name: calibrator_for(site.format, site.spec) for site in placement.activations}
@@ -259,11 +255,7 @@ def _watched_tensors(placement: Placement) -> list[str]:
 
 
 def weight_amax(name: str, weight: Tensor, quant_format: QuantFormat, spec: WeightSpec) -> Tensor:
-    """Return the range of a weight, () or (C,).
-
-    Raises:
-        CalibrationError: it holds NaN or Inf.
-    """
+    """Return the range of a weight, () or (C,)."""
     calibrator = calibrator_for(quant_format, spec)
     calibrator.collect(weight)
     if calibrator.only_zeros:

@@ -61,9 +61,6 @@ def open_fused(source: SourceFile) -> tuple[str, ...]:
     """Write ONNX Runtime's fused operators as those that they were made of, in place; return the kinds.
 
     Those that need a higher opset than the file's stay.
-
-    Raises:
-        QuantizationError: the file is in the layout of ONNX Runtime's machine.
     """
     for node in source.proto.graph.node:
         if node.domain in _LAYOUTS:
@@ -197,11 +194,7 @@ _SMALL = 1 << 20
 
 
 def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]:
-    """Return a rewritten copy of a file whose opset is at least `opset`, and a sentence for each kind of change.
-
-    Raises:
-        QuantizationError: the opset cannot be raised.
-    """
+    """Return a rewritten copy of a file whose opset is at least `opset`, and a sentence for each kind of change."""
     copy, notes = copied(source), []
     if copy.functions:
         copy = inliner.inline_local_functions(copy)
@@ -254,11 +247,7 @@ def _read_small(source: SourceFile) -> None:
 
 
 def raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Return a model with a higher opset.
-
-    Raises:
-        QuantizationError: an operator has no form there.
-    """
+    """Return a model with a higher opset."""
     with library_errors(
         QuantizationError,
         f"{source.path} has opset {opset_of(proto)}, and what is asked for needs {opset}; it cannot be raised: ",

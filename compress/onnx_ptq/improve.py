@@ -62,10 +62,6 @@ def improve_file(
 
     Equalization, smoothing and ReLU instead of ReLU6 are written at once. AdaRound and bias correction belong to the
     quantized network: the caller writes them when the ranges are calibrated.
-
-    Raises:
-        ModelError: the file cannot become a torch network; names the operator.
-        QuantizationError: a method finds nothing to work on.
     """
     made, order = converted(source, batches[0]), [tensor.name for tensor in inputs_of_file(source)]
     data = [tensors_of_feed(feed, order) for feed in batches]
@@ -164,11 +160,7 @@ class Trained:
         return {name: least for name, least in found.items() if least}
 
     def ranges(self, placement: Placement) -> CalibrationReport:
-        """Return the ranges of the network's quantizers under the names of the file's.
-
-        Raises:
-            QuantizationError: the placement is another one than the network's.
-        """
+        """Return the ranges of the network's quantizers under the names of the file's."""
         own = {_tensors(site, self.made): site for site in placement_of(self.network).activations}
         amax: dict[str, Tensor] = {}
         for site in placement.activations:
@@ -203,10 +195,6 @@ def write_trained(source: SourceFile, network: nn.Module, feed: Arrays) -> Train
     """Write the parameters of a fine-tuned network into the file that it came from; in place.
 
     The float file is in canonical form, and is compared with the network on a batch, `feed`.
-
-    Raises:
-        ModelError: the file cannot become a torch network.
-        QuantizationError: the network was not quantized, is not of this file, or has changes that the file cannot hold.
     """
     placement_of(network)
     network = copy.deepcopy(network).cpu().eval()

@@ -76,11 +76,7 @@ class Index(OnnxGraph):
         self._values: dict[str, NDArray[Any] | None] = {}
 
     def value(self, name: str) -> NDArray[Any] | None:
-        """Return the value of a fixed tensor, for the shapes that the index was made with; None if it is not known.
-
-        Raises:
-            QuantizationError: the data of a constant cannot be read.
-        """
+        """Return the value of a fixed tensor, for the shapes that the index was made with; None if it is not known."""
         if not name:
             return None
         if name in self._values:
@@ -173,9 +169,6 @@ def infer(
         source: the file.
         sizes: by input.
         known: values of tensors that decide about shapes, such as computed pads, which inference does not compute.
-
-    Raises:
-        QuantizationError: shape inference fails: the graph cannot be run on such inputs.
     """
     model = without_weights(source.proto)
     for value in model.graph.input:

@@ -91,11 +91,7 @@ class SourceFile:
         return self.path.parent
 
     def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:
-        """Return the value of a tensor, also from the file that holds its external data.
-
-        Raises:
-            QuantizationError: the data are missing, too short, or outside the model's folder.
-        """
+        """Return the value of a tensor, also from the file that holds its external data."""
         with library_errors(
             QuantizationError,
             f"{self.path}: the data of {tensor.name!r} cannot be read (",
@@ -110,12 +106,7 @@ class SourceFile:
 
 
 def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path | str] = ()) -> SourceFile:
-    """Read a float ONNX file; `quantized`: or one that is quantized; `ops`: libraries of its own operators.
-
-    Raises:
-        AuditError: it is missing, truncated, not ONNX, or not valid.
-        QuantizationError: it is quantized already, of an opset that is not read, or holds a tensor that cannot be.
-    """
+    """Read a float ONNX file; `quantized`: or one that is quantized; `ops`: libraries of its own operators."""
     path, libraries = Path(path), tuple(map(Path, ops))
     for library in libraries:
         if not library.is_file():

@@ -91,9 +91,6 @@ def smooth_file(
 
     Returns:
         Rules for the products, and notes.
-
-    Raises:
-        CalibrationError: the network fails on an image.
     """
     choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
     scales, rules = on_images(choose, source, batches)
@@ -288,12 +285,7 @@ def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDAr
 
 
 def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batches: Sequence[Arrays]) -> Placement:
-    """Decide where quantizers are placed (`place`), with zero points from images where the specification looks at them.
-
-    Raises:
-        QuantizationError: as `place`.
-        CalibrationError: the network fails on an image.
-    """
+    """Place quantizers, with zero points from images where the specification looks at them."""
     placement = place(reading.view, spec)
     tensors = signed_tensors(placement, spec)
     if not tensors:
@@ -358,9 +350,6 @@ def correct_biases(
 
     Returns:
         A note, if there is such a layer.
-
-    Raises:
-        CalibrationError: the network fails on an image.
     """
     layers = _layers(reading, placement)
     if not layers:

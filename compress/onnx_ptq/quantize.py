@@ -121,14 +121,6 @@ def quantize_onnx_file(
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones; without them,
             what such operators compute is not known, and what comes after them stays float.
         progress: is informed of each batch.
-
-    Raises:
-        AuditError: the file is missing, truncated or not valid ONNX.
-        QuantizationError: it is quantized already, of another opset, holds nothing that can be quantized, a rule
-            matches nothing, or the specification asks for a method that files do not have.
-        ModelError: a method beyond calibration is asked for, and an operator, which is named, has no torch counterpart.
-        CalibrationError: no batches, batches that the network fails on, NaN, or a tensor that is constant zero.
-        DataError: a batch does not hold the file's inputs.
     """
     spec = spec or QuantSpec()
     check_precision(precision, ("fp32", *HALVES))
@@ -157,11 +149,7 @@ def _quantized(
     ops: Sequence[Path | str],
     progress: Progress | None,
 ) -> QuantizedFile:
-    """Quantize a file as a specification says; see `quantize_onnx_file`.
-
-    Raises:
-        ClosedError: a branch is closed on every image; it has the rules that leave it float.
-    """
+    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     _check_methods(spec, trained)
     check_batches(batches)
     original = load_source(path, ops=ops)

@@ -65,11 +65,7 @@ def _known(node: onnx.NodeProto) -> bool:
 
 
 def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any:
-    """Return the options of a session whose large weights are in files of a folder, or given by name.
-
-    Raises:
-        CalibrationError: a library of operators, of `ops`, cannot be loaded.
-    """
+    """Return the options of a session whose large weights are in files of a folder, or given by name."""
     options = import_library("onnxruntime", "pip install onnxruntime").SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -95,10 +91,6 @@ class FloatSession:
     Attributes:
         given: the results that are inputs of the graph.
         computed: the others.
-
-    Raises:
-        CalibrationError: ONNX Runtime refuses the graph.
-        EngineUnavailableError: ONNX Runtime is not installed.
     """
 
     def __init__(
@@ -196,10 +188,6 @@ def feeds(batches: Iterable[Any], inputs: Sequence[TensorInfo]) -> Iterator[Arra
     Args:
         batches: tensors or arrays; tuples that begin with all inputs, which a target may follow; or a mapping by name.
         inputs: of the file.
-
-    Raises:
-        CalibrationError: a batch is of another shape or type than the file takes.
-        DataError: a batch does not hold the inputs.
     """
     for batch in batches:
         arrays = _arrays(batch, inputs)
@@ -322,11 +310,7 @@ with numpy.load(sys.argv[2]) as feed:
 
 
 def check_bounds(source: SourceFile, feed: Arrays) -> None:
-    """Run a file on one batch in a process of its own, if values decide how much it computes.
-
-    Raises:
-        CalibrationError: it is not done within the bounds.
-    """
+    """Run a file on one batch in a process of its own, if values decide how much it computes."""
     if not _unbounded(source.proto) or sys.platform == "win32":
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -51,11 +51,7 @@ def insert_pairs(
     *,
     precision: str = "fp32",
 ) -> None:
-    """Insert all quantizers of a placement, with ranges by path, into the graph of `index`, which is stale afterwards.
-
-    Raises:
-        ExportError: a scale is zero or infinite in the file's half-precision type.
-    """
+    """Insert the quantizers of a placement, with ranges by path, into the graph of `index`, which is then stale."""
     writer = _Writer(index, types, precision)
     for weight in placement.weights:
         writer.weight(weight, reading.weights[weight.path], amax[f"{weight.path}.weight_quantizer"])
@@ -213,11 +209,6 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
         path: external data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so that no model
             loses its weights; those of a model that was at `path` are removed afterwards.
         target: that the model is for; ONNX Runtime loads its files once.
-
-    Raises:
-        AuditError: the model is not valid; nothing is written.
-        QuantizationError: external data cannot be read.
-        OSError: writing fails.
     """
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:

@@ -62,9 +62,6 @@ def block_graph(qmodel: nn.Module, block: str) -> BlockGraph:
     """Return one block of a quantized network as a graph.
 
     `block`: path of a module of the float model, such as `layer1.0`; "" = the whole network, if it is small.
-
-    Raises:
-        QuantizationError: the model is not quantized by compress, there is no such block, or it is too large to read.
     """
     target = placement_of(qmodel).target
     graph: fx.Graph = qmodel.graph  # type: ignore[assignment]

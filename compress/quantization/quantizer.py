@@ -255,11 +255,7 @@ def weight_axis(module: nn.Module) -> int:
 
 
 def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) -> nn.Module:
-    """A quantized twin of a float layer that holds the same parameters and parametrizations; `name` is for messages.
-
-    Raises:
-        QuantizationError: the layer is of a kind that cannot be quantized.
-    """
+    """A quantized twin of a float layer that holds the same parameters and parametrizations; `name` is for messages."""
     reason = can_quantize(module)
     if reason:
         raise QuantizationError(f"layer {name} {reason}; leave it float with a rule (match: {name}, enable: false)")

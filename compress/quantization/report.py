@@ -310,22 +310,14 @@ def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:
 
 
 def quantized_graph(qmodel: nn.Module) -> fx.GraphModule:
-    """A quantized model as the graph that it is.
-
-    Raises:
-        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
-    """
+    """A quantized model as the graph that it is."""
     quantization_report_of(qmodel)
     assert isinstance(qmodel, fx.GraphModule)  # reports of quantized networks are attached to graphs
     return qmodel
 
 
 def calibration_of(qmodel: nn.Module) -> CalibrationReport:
-    """The ranges of a calibrated model.
-
-    Raises:
-        QuantizationError: the model is not quantized by compress, or not calibrated.
-    """
+    """The ranges of a calibrated model."""
     found = quantization_report_of(qmodel).calibration
     if found is None:
         raise QuantizationError("the model is not calibrated: run compress.calibrate(qmodel, batches)")

@@ -293,11 +293,7 @@ class QuantSpec:
 
 
 def check_quant_spec(spec: QuantSpec) -> None:
-    """Refuse a specification that cannot be followed.
-
-    Raises:
-        QuantizationError: names each key, what was got and what is allowed.
-    """
+    """Refuse a specification that cannot be followed."""
     validate(spec, QuantSpec, section="quantization", error=QuantizationError, rules=quant_contradictions)
 
 

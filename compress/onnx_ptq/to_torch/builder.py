@@ -89,11 +89,7 @@ class Builder:
             self.origin.setdefault(value.name, name)
 
     def tensor(self, name: str) -> Value:
-        """Return the node that computes a tensor; what follows from constants and sizes is made when it is asked for.
-
-        Raises:
-            QuantizationError: it was not computed, because it follows from sizes.
-        """
+        """The node that computes a tensor; what follows from constants and sizes is made when it is asked for."""
         if name not in self._made:
             value, producer = self._fixed(name), self.index.producers.get(name)
             if value is not None:
@@ -158,11 +154,7 @@ class Builder:
         return self.graph.call_function(function, args, kwargs)
 
     def integers(self, name: str) -> list[Size]:
-        """Return the values of an integer tensor; one that grows with the batch is computed from its size.
-
-        Raises:
-            QuantizationError: they are not known, or depend on the batch in another way.
-        """
+        """Return the values of an integer tensor; one that grows with the batch is computed from its size."""
         value = self.index.value(name)
         if value is None:
             raise QuantizationError(
@@ -175,11 +167,7 @@ class Builder:
         return [self._size(name, a, int(b)) for a, b in zip(here, after.reshape(-1), strict=True)]
 
     def whole(self, name: str) -> list[int]:
-        """Return the values of an integer tensor that does not depend on the batch.
-
-        Raises:
-            QuantizationError: it does.
-        """
+        """Return the values of an integer tensor that does not depend on the batch."""
         found = self.integers(name)
         if not all(isinstance(size, int) for size in found):
             raise QuantizationError(f"tensor {name!r} depends on the batch size, where a fixed number is needed")

@@ -195,11 +195,7 @@ def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None
 
 
 def constant(b: Builder, name: str) -> Tensor:
-    """Return the value of a constant in float32.
-
-    Raises:
-        QuantizationError: the file computes it when it runs.
-    """
+    """Return the value of a constant in float32."""
     value: NDArray[Any] | None = b.index.value(name) if name in b.index.unchanging else None
     if value is None:
         raise QuantizationError(f"its parameter {name!r} is computed when the file runs")

@@ -70,9 +70,6 @@ def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Ten
     It is the lower edge of the bin in which the cumulative count reaches that share, as in pytorch-quantization, but
     never less than one bin (a tensor that is 99.99 % zeros would get amax 0), and 100 clips nothing. Counts are
     (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32.
-
-    Raises:
-        CalibrationError: `percentile` is out of range.
     """
     check_percentile(percentile)
     cumulative = counts.cumsum(-1).double()

@@ -69,11 +69,7 @@ class Calibrator(ABC):
     @torch.compiler.disable
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Take `x` into the statistics: any shape, any floating type (counted as float32); an empty tensor is ignored.
-
-        Raises:
-            CalibrationError: there is no such axis, or another number of channels than before.
-        """
+        """Count `x`: any shape, any floating type (as float32); an empty tensor is ignored."""
         if self.axis is not None and not -x.dim() <= self.axis < x.dim():
             raise CalibrationError(f"axis is {self.axis}, but the tensor has shape {tuple(x.shape)}")
         if x.numel() == 0:
@@ -109,9 +105,6 @@ class Calibrator(ABC):
         """The range, float32: shape () or (C,), all > 0.
 
         It is on the device of the tensors; after `choose_together` on the CPU.
-
-        Raises:
-            CalibrationError: nothing was collected, or NaN or Inf, or nothing but zeros.
         """
         amax = self._checked_largest()
         live = amax >= SMALLEST_AMAX
@@ -324,9 +317,6 @@ def all_reduce_together(calibrators: Sequence[Calibrator], group: ProcessGroup |
 
     Each process must call this with the same kinds of calibrators in the same order. Statistics of one kind leave
     together, because a GPU's exchange of a few numbers takes as long as that of a million.
-
-    Raises:
-        CalibrationError: the processes collected different numbers of channels.
     """
     if not calibrators or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -480,9 +470,6 @@ def make_calibrator(
 
     With `signed` False all 2**num_bits integers lie above zero. `percentile` is the share that is not clipped, in
     percent.
-
-    Raises:
-        CalibrationError: an unknown name, or a number out of range.
     """
     if not LEAST_BITS <= num_bits <= MOST_BITS:
         raise CalibrationError(f"num_bits is {num_bits}: it must be {LEAST_BITS} to {MOST_BITS}")

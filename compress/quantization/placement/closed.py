@@ -56,11 +56,7 @@ def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator
 
 
 def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: Iterable[Any]) -> T:
-    """Quantize, again with the consumers float where branches are closed; each time a warning says so.
-
-    Raises:
-        DeadTensorError: the batches can be read once only, or a tensor that is always zero is quantized for others.
-    """
+    """Quantize, again with the consumers float where branches are closed; each time a warning says so."""
     while True:
         try:
             return quantize(spec)

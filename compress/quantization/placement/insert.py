@@ -137,10 +137,6 @@ def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tu
     """The float graph of a copy of a model in which quantizers are placed: fold, replace and equalize.
 
     It is compared with the model, in which ReLU already replaces ReLU6 if the recipe asks for that.
-
-    Raises:
-        ModelError: the model cannot be traced, or the graph computes something else than the model.
-        QuantizationError: no two layers can be equalized.
     """
     graph_module = canonical_graph(model, example_inputs, fold=False)
     replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()

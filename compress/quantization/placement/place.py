@@ -64,9 +64,6 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     """Decide where quantizers are placed.
 
     `view` has shapes; BatchNorm is folded or kept. `seen` has values, below 0, that tensors are not expected below.
-
-    Raises:
-        QuantizationError: a rule matches nothing, the graph is quantized already, or nothing in it can be quantized.
     """
     if any(node.kind == "quantizer" for node in view.nodes):
         raise QuantizationError("the model is quantized already; quantize the float model, or train this one as it is")
@@ -289,11 +286,7 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
 
 
 def _common_spec(members: list[_Traced]) -> ActivationSpec:
-    """The widest bit width that any consumer asks for.
-
-    Raises:
-        QuantizationError: some consumers ask for integers and some for FP8.
-    """
+    """The widest bit width that any consumer asks for."""
     spec = max((item.spec for item in members), key=lambda s: s.num_bits)
     if any(item.spec.kind != spec.kind for item in members):
         consumers = ", ".join(dict.fromkeys(f"{item.layer.layer} ({item.spec.kind})" for item in members))

@@ -213,12 +213,8 @@ def adaround(
 ) -> tuple[Rounding, ...]:
     """Learn the rounding of the weights of every quantized layer, in graph order; in place; a row for each layer.
 
-        A calibrated network is needed. In `folder` the rounding of each finished layer is saved: a run that is stopped
-        and restarted with the same model, data and spec goes on from there.
-
-    Raises:
-        QuantizationError: a value of `spec` out of range.
-        CalibrationError: no images.
+    A calibrated network is needed. In `folder` the rounding of each finished layer is saved: a run that is stopped
+    and restarted with the same model, data and spec goes on from there.
     """
     spec = spec or AdaRoundSpec()
     validate(spec, AdaRoundSpec, section="quantization.adaround", error=QuantizationError)

@@ -100,9 +100,6 @@ def correct_bias_analytic(
 
     `moments` of the layers' outputs are those before quantization, rescaled with the layers; `weights` are the float
     ones, where those of the model are rounded already.
-
-    Raises:
-        QuantizationError: the mean of no layer's input is known.
     """
     known = propagate_moments(qmodel, moments)
     rows = []

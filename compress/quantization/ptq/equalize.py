@@ -163,11 +163,7 @@ def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str
 
 @torch.no_grad()
 def equalize(graph_module: fx.GraphModule) -> Equalization:
-    """Equalize the ranges of all pairs, in passes until no scale changes; in place.
-
-    Raises:
-        QuantizationError: no pair can be equalized.
-    """
+    """Equalize the ranges of all pairs, in passes until no scale changes; in place."""
     pairs, refused = find_pairs(graph_module)
     if not pairs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(refused.items())[:3])

@@ -108,11 +108,7 @@ class FirstBatches:
 
 
 def check_shapes(model: nn.Module, graph_module: nn.Module, sample: FirstBatches, example_inputs: Inputs) -> None:
-    """Refuse a graph that is not the model on calibration batches, which may have other shapes than the example.
-
-    Raises:
-        ModelError: names the shapes.
-    """
+    """Refuse a graph that is not the model on calibration batches, which may have other shapes than the example."""
     example = as_inputs(example_inputs)
     for inputs in sample.of_shapes.values():
         reference = Reference.of(model, inputs)

@@ -54,12 +54,7 @@ def smoothed(
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Smoothing | None]:
-    """Smooth a copy of a float model if `spec` asks for it; otherwise the model itself and None are returned.
-
-    Raises:
-        ModelError: the model cannot be traced.
-        QuantizationError: no norm can be smoothed.
-    """
+    """Smooth a copy of a float model if `spec` asks for it; otherwise the model itself and None are returned."""
     if not isinstance(spec.smooth, (int, float)):
         return model, None
     reference = Reference.of(model, example_inputs)
@@ -86,10 +81,6 @@ def improve(
     With `all_reduce` every process learns on its own images, and all take the result of rank 0. AdaRound saves finished
     layers in `folder`, to go on from after a stop. `smoothing`, of `smoothed`, is for the report. `bias_correction:
     auto` looks at `seen`, some of the batches, and leaves what `reconstruct` learned.
-
-    Raises:
-        QuantizationError: analytic correction without BatchNorm statistics.
-        CalibrationError: no batches.
     """
     report = quantization_report_of(qmodel)
     if report.prepared is None:

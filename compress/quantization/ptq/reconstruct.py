@@ -51,9 +51,6 @@ def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
 
     Operations after a layer belong to its block, and a quantizer to that of its consumer. What follows the last
     quantized layer is in no block. Up to `most` parts of a single layer are joined; a residual block stays whole.
-
-    Raises:
-        QuantizationError: the network has several inputs.
     """
     inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(inputs) != 1:
@@ -149,12 +146,7 @@ _HARD = 1e-3
 def reconstruct(
     qmodel: fx.GraphModule, batches: Iterable[Any], spec: ReconstructSpec, *, progress: Progress | None = None
 ) -> tuple[Reconstruction, ...]:
-    """Learn roundings and ranges of a calibrated network of one input block by block, in graph order; in place.
-
-    Raises:
-        QuantizationError: the network has several inputs.
-        CalibrationError: no images.
-    """
+    """Learn roundings and ranges of a calibrated network of one input block by block, in graph order; in place."""
     progress, rows = progress or NoProgress(), []
     qmodel.eval()
     found = blocks(qmodel, most=spec.layers)

@@ -58,11 +58,7 @@ class Scaled:
 def scale_channels(
     model: nn.Module, example_inputs: Inputs, batches: Sequence[Any], spec: QuantSpec, *, all_reduce: bool = False
 ) -> Scaled:
-    """Scale channels of a copy of a float model, and choose products that stay float, as rank 0 does.
-
-    Raises:
-        ModelError: the model cannot be traced, or computes something else when its channels are scaled.
-    """
+    """Scale channels of a copy of a float model, and choose products that stay float, as rank 0 does."""
     if not batches:
         return Scaled(model=model)
     graph_module = canonical_graph(model, example_inputs, fold=False)

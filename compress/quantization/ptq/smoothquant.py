@@ -76,12 +76,7 @@ def smooth(
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> Smoothing:
-    """Move outliers of the norms' outputs into the linear layers that consume them; in place, with the same outputs.
-
-    Raises:
-        QuantizationError: no norm can be smoothed.
-        CalibrationError: no batches, or NaN.
-    """
+    """Move outliers of the norms' outputs into the linear layers that consume them; in place, with the same outputs."""
     if not 0 <= alpha <= 1:
         raise QuantizationError(f"smooth is {alpha}: it is a share, from 0 to 1; 0.5 is usual")
     norms, refused = find_norms(graph_module)

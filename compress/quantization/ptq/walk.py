@@ -46,12 +46,7 @@ class Visit:
 
 @torch.no_grad()
 def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit], None], *, images: int) -> None:
-    """Call `visit` at every layer with a quantized weight, in graph order, in evaluation mode; it may change the layer.
-
-    Raises:
-        CalibrationError: no images.
-        DataError: a batch does not hold the model's inputs.
-    """
+    """Call `visit`, which may change the layer, at every layer with a quantized weight, in graph order."""
     qmodel.eval()
     values = calibration_inputs(qmodel, batches, images)
     interpreter = fx.Interpreter(qmodel)

@@ -41,11 +41,7 @@ GAIN = 0.75
 def place_on_images(
     graph_module: fx.GraphModule, spec: QuantSpec, batches: Sequence[Any], *, all_reduce: bool = False
 ) -> Placement:
-    """Decide where quantizers are placed in a float graph (`place`), with zero points from images.
-
-    Raises:
-        QuantizationError: as `place`.
-    """
+    """Decide where quantizers are placed in a float graph (`place`), with zero points from images."""
     view = read_fx(graph_module)
     placement = place(view, spec)
     tensors = frozenset(signed_tensors(placement, spec))

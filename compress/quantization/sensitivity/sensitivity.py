@@ -71,9 +71,6 @@ def choose_formats(
 
     `noise` is the power of the noise over that of the signal, of each layer alone in each format, `cost` is in any
     unit; formats that one of the tables lacks are not chosen.
-
-    Raises:
-        QuantizationError: both limits or none, no common format of a layer, or a limit too low.
     """
     if (budget is None) == (noise_limit is None):
         raise QuantizationError("choose_formats takes one of budget and noise_limit")
@@ -101,9 +98,6 @@ def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
     """Choices from the cheapest to the one with the least noise, none of them beaten in both by another.
 
     Budgets lie closer together near the least cost, where each layer left float gains most.
-
-    Raises:
-        QuantizationError: as `choose_formats`.
     """
     lowest = sum(min(row[f] for f in row if f in cost[layer]) for layer, row in noise.items())
     quiet = choose_formats(noise, cost, noise_limit=lowest)
@@ -121,9 +115,6 @@ def _least(goals: _Rows, limited: _Rows, limit: float, what: str) -> list[int]:
 
     Choices are extended row by row (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11), and dropped
     if the limit is out of reach, another one has no more of both sums, or the bound is above a known choice.
-
-    Raises:
-        QuantizationError: no choice meets the limit; `what` names what is limited.
     """
     room = limit + 1e-9 * (abs(limit) or max(np.abs(row).max() for row in limited))
     least = [row.min() for row in limited]
