@@ -1,8 +1,7 @@
 """Conversion of models that were built and calibrated with pytorch-quantization; the outputs stay the same.
 
 pytorch-quantization 2.1.3 has quantizers inside its layers and as modules on residual branches. The former are moved
-into the graph, as ONNX will hold them; each takes over the format and the calibrated `amax`. Equal quantizers of one
-tensor become one, because engines need one for each tensor.
+into the graph; each takes over the format and the calibrated `amax`. Equal quantizers of one tensor become one.
 
 Its arithmetic is round(x * (bound / amax)) clipped, divided by (bound / amax) (Wu et al., arXiv 2004.09602, section
 3.1.1). Ours divides by amax / bound, as ONNX does, so that a value at a tie between two steps may be rounded to the

@@ -1,9 +1,9 @@
 """Tensors in the layout in which ONNX Runtime computes convolutions, and the samples that calibration draws of them.
 
 On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result into
-the file's order, which takes up to a fourth of a pass. Its optimized graph, which it can write to a file, has these
-copies as nodes; without them the results are the blocked tensors. The sample of a tensor consists of the same values,
-read at other places. The layout is ONNX Runtime's own affair: the caller compares an image in both orders.
+the file's order, which takes up to a fourth of a pass. Its optimized graph has these copies as nodes; without them the
+results are the blocked tensors, of which the sample is read at other places. The layout is ONNX Runtime's own affair:
+the caller compares an image in both orders.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Passes over batches in pieces: a few images of a batch at a time, several pieces beside each other.
 
-What a session returns of a piece is in memory until its statistics are drawn, and the pages of one piece serve the
-next: new pages cost as much as a tenth of the network's run. A piece is computed by one thread where memory allows one
-for each core, because threads of one run wait at each layer for the slowest.
-
-A batch is taken apart only if that changes no result: the second image is computed twice, alone, and in the first piece
-between two others. It differs where the first dimension is time, for example.
+The pages of one piece serve the next: new pages cost as much as a tenth of the network's run. A piece is computed by
+one thread where memory allows one for each core, because threads of one run wait at each layer for the slowest. A batch
+is taken apart only if that changes no result: the second image is computed twice, alone, and between two others.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""Scales that are trained with the weights: learned step size quantization.
+"""Scales and offsets that are trained with the weights: LSQ (arXiv 1902.08153) and LSQ+ (arXiv 2004.09576).
 
-LSQ (Esser et al., arXiv 1902.08153) gives the step s of v -> clip(round(v / s), -Qn, Qp) s the gradient (equation 3)
+LSQ gives the step s of v -> clip(round(v / s), -Qn, Qp) s the gradient (equation 3)
 
     d/ds = round(v / s) - v / s     inside the range,     -Qn or Qp     where it saturates,
 
-scaled by g = 1 / sqrt(N Qp), N the elements that share a scale, so that steps and weights move in proportion (section
-2.2). The parameter here is `amax` = s Qp, the same tensor under the same name as that of a quantizer with a fixed
-range: a trained state loads into either. Its gradient is g Qp d/ds, under which a step of SGD changes s exactly as
-LSQ's own does.
+scaled by g = 1 / sqrt(N Qp), N the elements that share a scale (section 2.2). The parameter here is `amax` = s Qp, the
+same tensor under the same name as that of a quantizer with a fixed range: a trained state loads into either. Its
+gradient is g Qp d/ds, under which a step of SGD changes s exactly as LSQ's own does.
 
-Weights of few bits may also be normalized before they are rounded (Li et al., Additive Powers-of-Two Quantization,
-arXiv 1909.13144, section 2.3): a layer quantizes (w - mean(w)) / std(w) * gain, which keeps a learned step stable while
-weights train. The gain is the first standard deviation: a trained network computes nearly what it did.
+Weights of few bits may be normalized before they are rounded (arXiv 1909.13144, section 2.3): a layer quantizes (w -
+mean(w)) / std(w) * gain, with the first standard deviation as the gain.
 
-Activations with learned ranges and learned offsets: LSQ+ (Bhalgat et al., arXiv 2004.09576).
-
-A signed tensor that is rarely far below zero (SiLU, GELU, a linear bottleneck) uses few of its negative integers, which
-hurts at 4 bits or fewer. LSQ+ quantizes v -> clip(round((v - beta) / s), 0, Q) s + beta and trains both (equations 2 to
-5): s has LSQ's gradient, at v - beta, and
+A signed tensor that is rarely far below zero (SiLU, GELU) uses few of its negative integers. LSQ+ quantizes v ->
+clip(round((v - beta) / s), 0, Q) s + beta and trains both (equations 2 to 5): s has LSQ's gradient, at v - beta, and
 
     d/dbeta = 0     inside the range,     1     where it saturates.
 
-Both are scaled by LSQ's 1 / sqrt(N Q). Here the forward pass takes beta to the nearest multiple of s, straight through:
-0.0 is an integer, which padding and ONNX's zero point need, and what is exported is what was trained.
+Here the forward pass takes beta to the nearest multiple of s, straight through: 0.0 is an integer, which padding and
+ONNX's zero point need, and what is exported is what was trained.
 """
 
 from __future__ import annotations

@@ -1,30 +1,25 @@
-"""Choices of the range `amax`: the largest magnitude, a percentile, or the one of least squared error.
+"""Choices of the range `amax`: the largest magnitude, a percentile, or the one of least error.
 
-Clipping trades the error of values beyond `amax` for a smaller step below it. `max` clips nothing, `percentile` a fixed
-share, `mse` weighs both errors. All but the first choose one of the bins of a histogram of magnitudes. The semantics
-are those of pytorch-quantization 2.1.3: Wu et al. (arXiv 2004.09602), section 3.
+Clipping trades the error of values beyond `amax` for a smaller step below it. All but the largest magnitude choose a
+bin of a histogram of magnitudes, with the semantics of pytorch-quantization 2.1.3 (Wu et al., arXiv 2004.09602, section
+3).
 
-The clipping threshold of least Kullback-Leibler divergence from a tensor's distribution, in closed form.
+Entropy takes the threshold of least Kullback-Leibler divergence (S. Migacz, 8-bit Inference with TensorRT, GTC 2017).
+After bin i the reference P is the first i bins, with all counts beyond added to bin i - 1; Q is the same bins without
+that addition, averaged over levels of i / levels bins each (over the bins in use). levels = 128 for signed 8 bits (127
+magnitudes and zero), 256 for unsigned; the first candidate is bin 128; bin 0, which holds the zeros of a ReLU, is set
+to the count of bin 1; among equals the widest threshold is chosen.
 
-For a threshold after bin i the reference P is the histogram's first i bins, with all counts beyond added to bin i - 1.
-Q is the same i bins without that addition, averaged over quantization levels of i / levels bins each (over the bins in
-use: empty ones stay empty). The threshold with the least KL(P, Q) is chosen. This is the method of S. Migacz,
-8-bit Inference with TensorRT (GTC 2017), in pytorch-quantization 2.1.3's definition: levels = 128 for signed 8 bits
-(127 magnitudes and zero), 256 for unsigned; the first candidate is bin 128; bin 0, which holds the zeros of a ReLU,
-is set to the count of bin 1; among equals the widest threshold is chosen.
-
-Computed literally, this takes O(bins) work for each of O(bins) thresholds: minutes for a network. With h the counts,
-H_i and T_i their sums below and beyond threshold i, N the sum of all, S_j and n_j the count and the number of bins in
-use of level j,
+With h the counts, H_i and T_i their sums below and beyond threshold i, N the sum of all, S_j and n_j the count and the
+number of bins in use of level j,
 
     N * KL_i = sum_{k < i - 1} h_k ln h_k + (h_{i-1} + T_i) ln(h_{i-1} + T_i) - N ln N
                - sum_j S_j ln(S_j / n_j) - T_i ln(S_last / n_last) + N ln H_i
 
 and every sum is a difference of cumulative sums, so a threshold costs O(levels). Level edges lie at j * i / levels:
-exact integers after rounding up.
-
-KL is infinite where bin i - 1 is empty and counts beyond are added to it, and undefined where no value lies below the
-threshold. pytorch-quantization's argmin takes an undefined one (NaN) for the least; here both are ruled out.
+exact integers after rounding up. KL is infinite where bin i - 1 is empty and counts beyond are added to it, and
+undefined where no value lies below the threshold: both are ruled out (pytorch-quantization's argmin takes NaN for the
+least).
 """
 
 from __future__ import annotations

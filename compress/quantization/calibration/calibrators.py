@@ -1,13 +1,10 @@
 """Calibrators, which collect statistics of tensors (`collect`) and then choose a range (`compute_amax`).
 
-All but `MaxCalibrator` count magnitudes, and choose `amax` by a function of the counts (calibration.amax).
-
-Statistics stay on the device of the tensors, and the host reads nothing while they are collected, so that a GPU never
-waits. Values that have no range (NaN, Inf, none at all, only zeros) are found by `compute_amax`, whose caller adds the
-layer's name. `all_reduce` merges statistics and not ranges, so that every rank computes the amax of all images. A
-tensor on a CPU may also come in stretches, looked at by several threads (`part`, `collect_parts`).
-
-A single channel of zeros (pruned) gets the largest amax of all channels, so that its scale is a usable number.
+Statistics stay on the device of the tensors, and the host reads nothing while they are collected. Values that have no
+range (NaN, Inf, none at all, only zeros) are found by `compute_amax`, whose caller adds the layer's name. `all_reduce`
+merges statistics and not ranges, so that every rank computes the amax of all images. A tensor on a CPU may also come in
+stretches, looked at by several threads (`part`, `collect_parts`). A single channel of zeros (pruned) gets the largest
+amax of all channels, so that its scale is a usable number.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Histograms of magnitudes that widen as larger values come, on the tensor's own device, without losing a count.
 
 A histogram has a row for a whole tensor, or one for each channel. The first batch that is not all zero fixes the width
-of its bins, largest magnitude / 2048, as pytorch-quantization's does. When a later batch holds a larger magnitude, bins
-are
-added at the upper end: nothing that was counted moves. Past `max_bins` neighbouring bins are merged in pairs and the
-width doubles, as often as needed: up to 4 times growth costs nothing in resolution; beyond it the resolution is between
-range / 8192 and range / 4096. Per-channel rows merge pairs at once. Counts are int64: float32 counts stop growing at
-16,777,216, which the zeros of a ReLU exceed within a few batches.
+of its bins, largest magnitude / 2048, as pytorch-quantization's does. Larger magnitudes add bins at the upper end; past
+`max_bins` neighbouring bins are merged in pairs and the width doubles, so that the resolution stays between range /
+8192 and range / 4096. Per-channel rows merge pairs at once. Counts are int64: float32 counts stop growing at
+16,777,216.
 
 Reading a value from a GPU would stop the queue at every layer, so there width and range stay tensors and every step is
 computed even if it is not needed; a whole tensor by a CUDA kernel (`compress.kernels.histogram`). A CPU counts in
-blocks that fit the cache, on all threads, and of a large tensor a sample (`samples`).
-
-Samples of tensors on a CPU, where counting every value would take as long as the network itself.
-
-Of each stretch of neighbours one value is drawn, by the same random numbers for every tensor, so that the samples of
-parts make the sample of the whole. The largest magnitude is always that of all values.
+blocks that fit the cache, on all threads, and of a large tensor a sample: of each stretch of neighbours one value, by
+the same random numbers for every tensor, so that the samples of parts make the sample of the whole. The largest
+magnitude is always that of all values.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""AdaRound: learn to round each weight up or down, so that a layer's outputs change least.
+"""AdaRound (Nagel et al., arXiv 2004.10568): round each weight up or down so that a layer's outputs change least.
 
-Rounding to nearest minimizes the change of the weights, not of the layer's outputs. Nagel et al. ("Up or Down?", arXiv
-2004.10568, sections 3.2 and 3.3) relax the choice of each weight to h(v) in [0, 1], fit it by gradient descent to the
-layer's float outputs, and drive it to 0 or 1 by a term whose exponent falls while it learns. Inputs are those of the
-quantized network with all layers before already rounded, targets those of the float network (asymmetric
-reconstruction), both after the activation that follows.
+The choice of each weight is relaxed to h(v) in [0, 1], fitted by gradient descent to the layer's float outputs, and
+driven to 0 or 1 by a term whose exponent falls (sections 3.2 and 3.3). Inputs are those of the quantized network with
+all layers before already rounded, targets those of the float network, both after the activation that follows. A layer
+is a matrix product over a few thousand sampled output positions of all images.
 
 The float weights are replaced by their rounded values, which lie on the grid and round to themselves. A layer whose
 error on the calibration images does not decrease stays rounded to nearest. Another calibration may move the grid.
-
-A layer as a matrix product over sampled output positions, on which its rounding is learned.
-
-An image gives a convolution thousands of output positions that say much the same about its weights. A few thousand over
-all images make a step of learning a small product.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What 8 bits cost the result of a layer, and a scale for each input channel where they cost much.
 
 The inputs of a layer are divided by s_j, and its weights of channel j are multiplied by s_j, as in SmoothQuant (Xiao et
-al., arXiv 2211.10438, section 4, equation 4), for convolutions too. A depthwise convolution has a range of its own for
-al., arXiv 2211.10438, section 4, equation 4), for convolutions too. A depthwise convolution has a range for the weights
-of each channel, which hold the scale without any loss. The strength is the one with the smallest error of the layer's
-result on images that the ranges of the channels were not measured on.
+al., arXiv 2211.10438, section 4, equation 4), for convolutions too. The strength is the one with the smallest error of
+the layer's result on images that the ranges of the channels were not measured on.
 """
 
 from __future__ import annotations

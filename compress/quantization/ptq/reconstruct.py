@@ -1,13 +1,10 @@
 """Reconstruction of blocks: roundings of weights and ranges learned together, so that a block's output changes least.
 
-At few bits the errors of a residual block's layers depend on each other. BRECQ (Li et al., arXiv 2102.05426, section
-3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv 2203.05740, section 3.3) leaves random elements of
-the activations unquantized meanwhile, so that the result does not fit the noise of the calibration images. Ranges of
-activations and weights are learned as in LSQ (arXiv 1902.08153). No labels are used.
-
-The input of a block is that of the quantized network with all blocks before it finished, mixed with the float
-network's; the target is the float network's. A block whose error on the calibration images does not fall stays as it
-was.
+BRECQ (Li et al., arXiv 2102.05426, section 3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv
+2203.05740, section 3.3) leaves random elements of the activations unquantized meanwhile. Ranges of activations and
+weights are learned as in LSQ (arXiv 1902.08153). No labels are used. The input of a block is that of the quantized
+network with all blocks before it finished, mixed with the float network's; the target is the float network's. A block
+whose error on the calibration images does not fall stays as it was.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """SmoothQuant: outliers of activations move into weights, where 8 bits represent them with less error.
 
-The output of a LayerNorm often has a few channels far larger than the rest. Dividing channel j by s_j in the norm's
-affine parameters and multiplying the consumers' weights of that channel by s_j does not change the outputs, and
-s_j = max|X_j|^a / max|W_j|^(1 - a) divides the difficulty between both (Xiao et al., arXiv 2211.10438, section 4,
-equation 4); a = 0.5 is usual, 1 moves all of it into the weights.
-
-A norm can be smoothed if all its consumers are linear layers; every other norm is refused with a reason.
+Dividing channel j of a LayerNorm's output by s_j in its affine parameters, and multiplying the consumers' weights of
+that channel by s_j, does not change the outputs, and s_j = max|X_j|^a / max|W_j|^(1 - a) divides the difficulty between
+both (Xiao et al., arXiv 2211.10438, section 4, equation 4); a = 0.5 is usual, 1 moves all of it into the weights. A
+norm whose consumers are not all linear layers is refused with a reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Comparison of a quantized network with the float one: of its weights, its layers, and its outputs.
 
-Outputs are compared with some of the quantizers on and the others off: the graph with all quantizers is built and
-calibrated once, and each case is a subset of it, the layers whose weight is quantized, and the (tensor, consumer) edges
-on which a consumer gets the quantized tensor. Placement decides cheaply which quantizers a network would have.
+Outputs are compared with some of the quantizers on and the others off: the graph with all of them is built and
+calibrated once, and each case is a subset.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where quantization loses accuracy: the first tensor that diverges, the noise that each layer adds, and why.
 
-One pass runs the float and the quantized network side by side, node by node. At a quantizer the float tensor is
-compared
-with its grid: the noise of this quantizer alone; at other nodes the two networks are compared.
+One pass runs the float and the quantized network side by side. At a quantizer the float tensor is compared with its
+grid: the noise of this quantizer alone; at other nodes the two networks are compared.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 1. Changes of the whole network whose cause was found are tried: a head left float, equalization, another calibrator,
    SmoothQuant. The best is kept if it helps, and so on.
-2. Formats are chosen for the noisiest layers. Their noises add up (`mixed`), so an integer program finds the cheapest
-   choice under a limit on the noise, which is lowered until the network, quantized anew, meets the goal.
+2. Formats are chosen for the noisiest layers by an integer program: the cheapest under a limit on the noise, which is
+   lowered until the network, quantized anew, meets the goal.
 3. Changes that are not needed for the goal are taken out again, the dearest first.
-16-bit quantizers are no choice: no target here runs them faster than float.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Sensitivity to quantization: each layer quantized alone, and each layer alone left float.
+"""Sensitivity to quantization of each layer, and mixed precision by it.
 
 A layer that is quantized alone shows the noise that it adds by itself; such noises are nearly independent, so that
-their powers add up, on which mixed precision is based. A layer that is left float shows the noise that is avoided if
-all others stay quantized. No graph is built for a layer: the calibrated graph runs with a subset of its quantizers.
+their powers add up, and so do the times of layers. A layer that is left float shows the noise that is avoided if all
+others stay quantized. No graph is built for a layer: the calibrated graph runs with a subset of its quantizers.
 
-Mixed precision: a format for each layer, with the least noise for a cost, or the least cost for a noise.
-
-The noises of layers that are quantized alone are nearly independent, so their powers add up, and so do the times of
-layers. With one binary x for each layer and format this is an integer program:
+A format for each layer, with the least noise for a cost, or the least cost for a noise, is an integer program:
 
     minimize  sum noise[l, f] x[l, f]   subject to   sum cost[l, f] x[l, f] <= budget,   sum_f x[l, f] = 1 for every l
 
-(a multiple-choice knapsack), or with noise and cost exchanged. HAWQ-V3 (arXiv 2011.10680, section 3.4) solves it with a
-second-order bound in place of the noise. The accuracy and the time of a choice are measured afterwards.
+(a multiple-choice knapsack; HAWQ-V3, arXiv 2011.10680, section 3.4, with a second-order bound in place of the noise).
 """
 
 from __future__ import annotations
