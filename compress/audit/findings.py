@@ -14,10 +14,9 @@ FindingKind = Literal["float layer", "float output", "requantize", "reformat", "
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A fact that the owner of an engine should know.
+    """A fact that the owner of an engine should know, in one sentence.
 
     Attributes:
-        text: one sentence, with counts.
         layers: names of the layers concerned.
         bytes: activation bytes an image that they move; 0 if the finding is not about bytes.
     """

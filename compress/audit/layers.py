@@ -145,13 +145,7 @@ class EngineLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineListing:
-    """All layers of an engine, and their source.
-
-    Attributes:
-        layers: in the order in which they run.
-        inputs, outputs: names of the network's own tensors; () if unreported.
-        notes: sentences on facts that the source does not report.
-    """
+    """All layers of an engine in the order in which they run; `notes` say what the source does not report."""
 
     source: str
     layers: tuple[EngineLayer, ...]

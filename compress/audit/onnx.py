@@ -196,11 +196,9 @@ def _within(row: AuditedNode, place: str) -> AuditedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSparsity:
-    """Zeros in the constant weight of one operation.
+    """Zeros in the constant weight of one operation: their share of the elements, and whether they are N:M.
 
     Attributes:
-        dtype: `int8` if it is quantized.
-        zeros: share of the elements that are zero.
         violations: groups of m input channels with more than n values; None if m does not divide the channels.
     """
 

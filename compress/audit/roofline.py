@@ -18,9 +18,7 @@ _SHOWN = 6
 class LayerChoice:
     """A weighted layer with the kernels that quantize its result, in INT8 as built and in fp16 as estimated.
 
-    Attributes:
-        int8_ms, fp16_ms: least times for the batch.
-        int8_bytes, fp16_bytes: activations, for one image.
+    Times are the least for the batch, bytes are of activations for one image.
     """
 
     name: str

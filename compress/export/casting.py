@@ -105,13 +105,7 @@ _EXPONENTIAL = frozenset({"Softmax", "LogSoftmax", "ReduceLogSumExp"})
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """An operation that stays float32.
-
-    Attributes:
-        product: True for a convolution or a matrix product.
-        reason: why.
-        casts: Cast nodes at its borders, the price.
-    """
+    """An operation that stays float32; `casts`, at its borders, are the price."""
 
     node: str
     op_type: str
@@ -125,8 +119,7 @@ class Casting:
     """What became of the float operations of a graph.
 
     Attributes:
-        nodes: in half precision.
-        products: of these, convolutions and matrix products.
+        nodes, products: in half precision, and those of them that are convolutions and matrix products.
         casts: Cast nodes that were added.
         kept: what stays float32, in graph order.
         tensors: names of those in half precision.
@@ -233,14 +226,9 @@ def cast_model(
 ) -> Casting:
     """Write the float32 tensors of a graph in half precision, in place.
 
-    Args:
-        proto: the model.
-        precision: `fp16` or `bf16`.
-        types: of tensors, beside those that inference finds.
-        ranges: of its tensors; None = operators that are known to overflow stay float32.
-        keep: nodes that stay float32, by name, with the reason.
-        keep_io_types: leave the types of inputs and outputs; else they are halved where their consumers are.
-        array: reads a constant, from another file too.
+    `types` are of tensors beside those that inference finds; without `ranges`, operators that are known to overflow
+    stay float32; `keep` has the reasons of nodes that stay float32, by name. Without `keep_io_types` inputs and outputs
+    are halved where their consumers are. `array` reads a constant, from another file too.
     """
     caster = _Caster(proto, precision, {**(types or {}), **types_of(proto)}, ranges, array)
     caster.choose(keep or {})

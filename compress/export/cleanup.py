@@ -88,11 +88,8 @@ def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) 
     """Remove every Pad by zeros of which all consumers are convolutions, which pad in its place; return the number.
 
     Frameworks that pad unevenly ("same" padding at stride 2, as TensorFlow) write a Pad before the convolution, which
-    engines run in float. ONNX's Conv pads each side by itself, and a padded zero is exact on every grid.
-
-    Args:
-        proto: the model.
-        value: returns the value of a constant by name; None reads initializers and Constant nodes.
+    engines run in float. ONNX's Conv pads each side by itself, and a padded zero is exact on every grid. `value`
+    returns a constant by name; None reads initializers and Constant nodes.
     """
     view = OnnxGraph(proto.graph)
     results = {tensor.name for tensor in proto.graph.output}

@@ -30,12 +30,7 @@ def held_by_half(scale: Tensor, precision: str, *, of_weight: bool) -> Tensor:
 
 
 def half_scale(scale: Tensor, name: str) -> Tensor:
-    """Return a scale in float16.
-
-    Args:
-        scale: any shape.
-        name: of the quantizer, for the message.
-    """
+    """A scale in float16; `name` is the quantizer's, for the message."""
     written = scale.half()
     if not bool((torch.isfinite(written) & (written > 0)).all()):
         raise ExportError(

@@ -28,15 +28,9 @@ _PREFIX = "detections/"
 
 
 def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str) -> Path:
-    """Write a detector's file anew, with decoding and non-maximum suppression after the network.
+    """Write a detector's file anew, whole or not at all, with decoding and non-maximum suppression after the network.
 
-    Args:
-        file: as `export_onnx` wrote the network.
-        decoding: of the detector, from `DetectorHead.boxes_and_scores`.
-        path: file to write; whole or not at all.
-
-    Returns:
-        `path`; the file's outputs are `NMS_OUTPUTS`.
+    `decoding` is from `DetectorHead.boxes_and_scores`. The new file's outputs are `NMS_OUTPUTS`.
     """
     network = onnx.load(file)
     shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in network.graph.output}

@@ -32,12 +32,9 @@ from compress.quantization.spec import MOST_BITS
 
 
 def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32") -> nn.Module:
-    """Return a copy of `model` that the ONNX exporter turns into Q/DQ form.
+    """A copy of a float or quantized model that the ONNX exporter turns into Q/DQ form.
 
-    Args:
-        model: float, or quantized by compress; not changed.
-        example_inputs: to trace a float model.
-        precision: `fp32`, or `fp16` for scales that float16 holds, so that the file can be cast.
+    With precision `fp16` scales are those that float16 holds, so that the file can be cast.
     """
     model = copy.deepcopy(model).eval()
     bare = [name for name, quantizer in quantizers(model) if not quantizer.ready]

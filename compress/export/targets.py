@@ -25,12 +25,7 @@ from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph, opset_of
 
 
 def shape_for(proto: onnx.ModelProto, target: str) -> None:
-    """Rewrite operations that a target's engine reads or computes otherwise, in place; before the graph is tidied.
-
-    Args:
-        proto: model.
-        target: that its quantizers were placed for; "" for a float model.
-    """
+    """Rewrite operations that a target's engine ("" = of a float model) reads or computes otherwise; before tidying."""
     room_for_biases(proto)
     pack_int4(proto)
     if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too

@@ -109,8 +109,7 @@ class _Watcher(_Runs):
     Attributes:
         changes: (the node whose tensor later nodes consume, the node that changed the tensor and returned it).
         stale: nodes that changed a tensor which is read afterwards, itself or through a view.
-        first: the first node that returned the very tensor that a node returns.
-        latest: the last node that changed the tensor of such a first node.
+        first: the first node that returned the very tensor that a node returns; `latest`: the last that changed it.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:

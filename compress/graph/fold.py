@@ -78,13 +78,7 @@ def fold_constants(graph_module: fx.GraphModule, *, trained: bool) -> bool:
     """Fold into each convolution the factor and sum of constants, or the sum alone, that alone consume it; in place.
 
     BatchNorm is spelled so where its statistics are buffers (FrozenBatchNorm2d of torchvision, detectron2 and DETR).
-
-    Args:
-        graph_module: whose nodes carry shapes.
-        trained: constants that are trained are folded, too.
-
-    Returns:
-        True if something was folded.
+    Nodes carry shapes; constants that are trained are folded with `trained`. True if something was folded.
     """
     calls = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
     folded = False

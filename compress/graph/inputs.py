@@ -25,11 +25,7 @@ TARGET_KEYS = ("labels", "label", "targets", "target")
 
 
 class KeywordInputs(tuple[Tensor, ...]):
-    """Inputs that a model takes by keyword; a graph traced with them takes them in this order.
-
-    Attributes:
-        names: arguments of the model's `forward`, one for each tensor.
-    """
+    """Inputs that a model takes by keyword (`names`); a graph traced with them takes them in this order."""
 
     names: tuple[str, ...]
 
@@ -174,8 +170,7 @@ Batches = Iterable[Any]
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """The inputs of a labelled batch (a tensor, a tuple, or a mapping by keyword) and its targets.
 
-    Args:
-        batch: (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.
+    A batch is (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.
 
     >>> inputs, targets = split_batch({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2)})
     >>> list(inputs), tuple(targets.shape)

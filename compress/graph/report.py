@@ -14,12 +14,7 @@ from compress.errors import CompressWarning
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A submodule that is one opaque node of the graph.
-
-    Attributes:
-        kind: its class.
-        reason: why torch.fx could not trace it, or "asked for".
-    """
+    """A submodule that is one opaque node of the graph, and why torch.fx could not trace it, or "asked for"."""
 
     path: str
     kind: str

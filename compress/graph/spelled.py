@@ -63,13 +63,7 @@ class Form(Protocol[V]):
 
 @dataclass(frozen=True)
 class Spelled(Generic[V]):
-    """An activation that is written as several operations.
-
-    Attributes:
-        name: key of `KNOWN`.
-        values: results of its operations, in the order of the graph; the last one is the activation's.
-        x: the value that the activation is applied to.
-    """
+    """An activation, a key of `KNOWN`, of `x`, written as several operations, the last of which is its result."""
 
     name: str
     values: tuple[V, ...]
@@ -195,12 +189,9 @@ class MatrixProduct:
 
 
 def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace einsums that are products of two matrices; in place. Shapes are stale afterwards.
+    """Replace einsums that are products of two matrices; in place; return the names of the nodes.
 
-    An einsum that stays has the reason in `node.meta["whole"]`.
-
-    Returns:
-        Names of the nodes that were replaced.
+    An einsum that stays has the reason in `node.meta["whole"]`. Shapes are stale afterwards.
     """
     opened = []
     for node in list(graph_module.graph.nodes):
@@ -243,15 +234,10 @@ def _arranged(graph: fx.Graph, value: Any, axes: Axes) -> Any:
 
 
 def oriented_product(equation: str, ranks: list[int], fixed: list[bool]) -> tuple[MatrixProduct, bool] | None:
-    """Find the product that an einsum is; a constant is its second operand, as the weight of a layer.
+    """Find the product that an einsum is; a constant (`fixed`) is its second operand, as the weight of a layer.
 
-    Args:
-        equation: of the einsum.
-        ranks: of its operands, for an equation with an ellipsis; 0 where one is not known.
-        fixed: which operands are constants.
-
-    Returns:
-        The product, and True if its operands are those of the einsum in reverse; None if it is no such product.
+    `ranks` of the operands are for an equation with an ellipsis; 0 where one is not known. Returns the product, and
+    True if its operands are those of the einsum in reverse; None if it is no such product.
     """
     if len(ranks) != 2:
         return None

@@ -340,8 +340,7 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
 def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: nn.Module) -> bool:
     """Bring the parts that only the graph traced in training mode has into the one traced in evaluation; in place.
 
-    Returns:
-        False if a part cannot be brought in: it has parameters of its own, or the results have another structure.
+    False if a part cannot be brought in: it has parameters of its own, or the results have another structure.
     """
     twins = _aligned(training, graph_module.graph)
     order = {node: i for i, node in enumerate(training.nodes)}
@@ -439,7 +438,6 @@ class Tracer(fx.Tracer):
     """fx's tracer with leaves of our choice.
 
     Attributes:
-        leaves: paths of the modules that it does not enter.
         inputs: the example; None keeps the signature of `forward`.
         values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
         proxy_buffer_attributes: True makes buffers and new tensors symbolic, which `buffer.expand(x.shape[0], -1)` and

@@ -32,17 +32,13 @@ SMALL_CONSTANT = 1 << 16
 class OnnxGraph:
     """An index over a graph. It follows the constants that are added through it, and no other change of the graph.
 
+    `outer` is the graph of the node that holds this one, such as a Loop, whose constants and results it reads.
+
     Attributes:
-        graph: the graph itself.
         constants: initializers and results of Constant nodes, by name.
-        producers: the node that writes each tensor, by name.
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
         consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
             not.
-
-    Args:
-        graph: to look at.
-        outer: the graph of the node that holds this one, such as a Loop, whose constants and results it reads.
     """
 
     def __init__(self, graph: onnx.GraphProto, outer: OnnxGraph | None = None) -> None:
@@ -70,10 +66,8 @@ class OnnxGraph:
     def dequantizer(self, name: str, through: Iterable[str] = ()) -> onnx.NodeProto | None:
         """Return the DequantizeLinear that a tensor comes from; None if there is none.
 
-        Args:
-            name: tensor.
-            through: operators that may lie between, of which the first input is followed, and every input of a Concat:
-                one float part makes the whole float. The result is then that of the first.
+        Of operators that may lie between (`through`) the first input is followed, and every input of a Concat: one
+        float part makes the whole float. The result is then that of the first.
         """
         found: list[onnx.NodeProto] = []
         waiting, seen = [name], {name}

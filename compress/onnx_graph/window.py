@@ -21,11 +21,9 @@ INTERPOLATIONS: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The window of a convolution or pool, with an entry for each axis of the image.
+    """The window of a convolution or pool, with an entry for each axis of the image; `pads` are (before, after).
 
-    Attributes:
-        pads: (before, after) of each axis.
-        ceil: True if a last window that is not whole counts.
+    `ceil`: a last window that is not whole counts.
     """
 
     kernel: tuple[int, ...]
@@ -53,12 +51,9 @@ class Window:
 
 
 def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int] | None = None) -> Window:
-    """Return the window of an operator, `auto_pad` resolved.
+    """The window of an operator, `auto_pad` resolved, on an image of a size without batch and channels.
 
-    Args:
-        attributes: of the operator.
-        size: of the image, without batch and channels.
-        kernel: of a convolution; None = the attribute that a pool has.
+    `kernel`: of a convolution; None = the attribute that a pool has.
     """
     kernel = tuple(int(n) for n in (attributes["kernel_shape"] if kernel is None else kernel))
     rank = len(kernel)

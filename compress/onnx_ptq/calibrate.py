@@ -62,15 +62,8 @@ def calibrate_graph(
 ) -> CalibrationReport:
     """Measure the range of every quantizer of a placement; all `batches` (inputs by name) are used.
 
-    Args:
-        source: the float graph.
-        reading: the graph that the placement is for.
-        placement: the quantizers.
-        batches: inputs by name.
-        total: number of batches, for `progress`; 0 = unknown.
-        check: is shown the results for one image of the first batch (for all where their number is fixed) before the
-            others are computed; may refuse them.
-        progress: is informed of each batch.
+    `check` is shown the results for one image of the first batch (for all where their number is fixed) before the
+    others are computed; it may refuse them. `total` batches are for `progress`; 0 = unknown.
     """
     progress = progress or NoProgress()
     watching = {site.name: calibrator_for(site.format, site.spec) for site in placement.activations}

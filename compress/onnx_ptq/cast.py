@@ -38,11 +38,9 @@ class CastFile:
     """Result of writing a file in half precision.
 
     Attributes:
-        path: the new file.
         casting: what is in half precision, and what stays float32, with the reasons.
         images: number of images that ranges were measured on; 0 = constants and operators alone decided.
         sqnr_db: signal to noise of the least output against float32, computed as the file says; None without images.
-        notes: sentences for everything that the user should know.
     """
 
     path: Path

@@ -42,9 +42,7 @@ from compress.support.progress import Progress
 class Improved:
     """Result of the methods beyond calibration.
 
-    Attributes:
-        later: parameters that make up for rounding, (place, value); ranges are calibrated without them.
-        notes: what was done, and what was taken back.
+    `later` are parameters that make up for rounding: ranges are calibrated without them.
     """
 
     later: tuple[tuple[Place, Tensor], ...] = ()

@@ -45,11 +45,7 @@ class Index(OnnxGraph):
     """An index over the graph of a file; made anew after a change, but for constants that are added through it.
 
     Attributes:
-        source: the file.
-        opset: of the standard operators.
-        consumers: the nodes that read each tensor, each once, in order, with those whose graphs read it (branches of
-            If, bodies of Loop).
-        outputs: names of the graph's outputs.
+        consumers: the nodes that read each tensor, each once, in order, with those whose graphs read it.
         unchanging: tensors that follow from constants alone.
         fixed: the same and those that follow from the shapes of tensors.
     """
@@ -165,10 +161,7 @@ def infer(
 ) -> tuple[Shapes, Types]:
     """Infer shapes and types of the tensors of a graph whose inputs have given shapes; unknown ones are left out.
 
-    Args:
-        source: the file.
-        sizes: by input.
-        known: values of tensors that decide about shapes, such as computed pads, which inference does not compute.
+    `known` values decide about shapes, such as computed pads, which inference does not compute.
     """
     model = without_weights(source.proto)
     for value in model.graph.input:

@@ -73,9 +73,7 @@ class SourceFile:
     """A float ONNX file.
 
     Attributes:
-        path: the file.
-        proto: the model; weights in other files are not in it.
-        external: True if the file had weights in other files.
+        proto: the model; weights in other files (`external`) are not in it.
         notes: what was mended on reading, a sentence each.
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
     """

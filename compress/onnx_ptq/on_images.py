@@ -80,17 +80,9 @@ def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches
 def smooth_file(
     source: SourceFile, reading: Reading, placement: Placement, batches: Sequence[Arrays], spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Scale channels of a float file in canonical form, in place, and choose products that stay float.
+    """Scale channels of a float file in canonical form, in place; return rules for products that stay float, and notes.
 
-    Args:
-        source: the file.
-        reading: its graph.
-        placement: what would be quantized.
-        batches: some of the calibration data.
-        spec: how ranges are chosen.
-
-    Returns:
-        Rules for the products, and notes.
+    `placement` is what would be quantized, `batches` are some of the calibration data.
     """
     choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
     scales, rules = on_images(choose, source, batches)
@@ -338,18 +330,10 @@ def correct_biases(
     amax: Mapping[str, Tensor],
     images: Sequence[Arrays],
 ) -> tuple[str, ...]:
-    """Write the bias of each quantized layer of a float file so that the mean of its quantized results is right.
+    """Write the bias of each quantized layer so that the mean of its quantized results is right; return a note if any.
 
-    Args:
-        source: the float graph.
-        index: the same graph, which is changed.
-        reading: the graph that the placement is for.
-        placement: the quantizers.
-        amax: ranges by quantizer.
-        images: inputs by name; at most `zero_points.LOOKED_AT` of them, evenly spread, are looked at.
-
-    Returns:
-        A note, if there is such a layer.
+    `index` is of the float graph `source`, and is changed; at most `zero_points.LOOKED_AT` images, evenly spread, are
+    looked at.
     """
     layers = _layers(reading, placement)
     if not layers:

@@ -51,13 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How batches are computed.
-
-    Attributes:
-        images: images of a piece at least, as long as a batch has them; 0 = whole batches.
-        at_once: pieces that are computed at a time.
-        threads: of each; 0 = one for each core.
-    """
+    """How batches are computed: images of a piece at least (0 = whole batches), pieces at a time, threads of each."""
 
     images: int
     at_once: int
@@ -112,14 +106,7 @@ def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
 
 
 def independent(alone: Arrays, beside: Mapping[str, Any], images: int, tensors: Iterable[str]) -> bool:
-    """Return True if tensors of an image are the same alone and as the second of several images.
-
-    Args:
-        alone: results for one image.
-        beside: results for several, of which it is the second; they may be `Blocked`.
-        images: their number.
-        tensors: names of the results that are compared.
-    """
+    """True if tensors of an image are the same alone and as the second of several, which may be `Blocked`."""
     return all(_is_second(alone[name], beside[name], images) for name in tensors)
 
 

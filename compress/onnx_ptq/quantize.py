@@ -50,15 +50,7 @@ from compress.support.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedFile:
-    """Result of quantizing an ONNX file.
-
-    Attributes:
-        path: the new file.
-        placement: every decision with its reason.
-        calibration: ranges, by quantizer.
-        notes: a sentence for everything else that was changed.
-        casting: of what is not quantized, to half precision; None in float32.
-    """
+    """Result of quantizing an ONNX file; `notes` has a sentence for everything else that was changed."""
 
     path: Path
     placement: Placement

@@ -236,13 +236,7 @@ _STANDARD = frozenset({"", "ai.onnx"})
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """The place of a layer's weight in the file.
-
-    Attributes:
-        node: reads it.
-        place: index of that input.
-        transposed: True if the file holds (in, out) of a linear layer, where the view has (out, in).
-    """
+    """Where the file has a layer's weight; `transposed`: as (in, out), where the view has (out, in)."""
 
     node: onnx.NodeProto
     place: int
@@ -254,7 +248,6 @@ class Reading:
     """A graph as placement sees it, and the way back.
 
     Attributes:
-        view: what placement works on.
         nodes: the file's nodes that an operation of the view consists of, by the view's name.
         weights: by the path of the layer.
     """

@@ -185,9 +185,7 @@ def inputs_of_file(source: SourceFile) -> tuple[TensorInfo, ...]:
 def feeds(batches: Iterable[Any], inputs: Sequence[TensorInfo]) -> Iterator[Arrays]:
     """Yield the inputs of a file from a user's batches, in pieces of its own batch size where that is fixed.
 
-    Args:
-        batches: tensors or arrays; tuples that begin with all inputs, which a target may follow; or a mapping by name.
-        inputs: of the file.
+    A batch is tensors or arrays; a tuple that begins with all inputs, which a target may follow; or a mapping by name.
     """
     for batch in batches:
         arrays = _arrays(batch, inputs)

@@ -203,12 +203,10 @@ _ALIGNED = 4096
 def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     """Write a model; it has external data if it is too large without, or if the file that it comes from had them.
 
-    Args:
-        source: the model, and the folder of its external data. Tensors that go to another file are taken out of it, so
-            that large models are not in memory twice.
-        path: external data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so that no model
-            loses its weights; those of a model that was at `path` are removed afterwards.
-        target: that the model is for; ONNX Runtime loads its files once.
+    Tensors that go to another file are taken out of the model, so that large ones are not in memory twice. External
+    data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so that no model loses its weights;
+    those of a model that was at `path` are removed afterwards. A file for `target` ONNX Runtime is loaded once. Nothing
+    is written if the model is not valid.
     """
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:

@@ -30,11 +30,7 @@ Kind = Literal["int8", "float", "quantizer", "outside"]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A kernel, a quantizer, or an operation outside the block.
-
-    Attributes:
-        integers: True if its result is integers: a quantizer, or a pool of quantized values.
-    """
+    """A kernel, a quantizer, or an operation outside the block; `integers`: its result is integers."""
 
     title: str
     detail: str
@@ -44,13 +40,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGraph:
-    """A block as a graph.
-
-    Attributes:
-        block: path of its module in the float network; "" = the whole network.
-        boxes: by the name of their first node, in an order in which no edge goes backward.
-        edges: (from, to).
-    """
+    """A block as a graph, in an order in which no edge goes backward; `block` is its path; "" = the whole network."""
 
     block: str
     target: str
@@ -59,10 +49,7 @@ class BlockGraph:
 
 
 def block_graph(qmodel: nn.Module, block: str) -> BlockGraph:
-    """Return one block of a quantized network as a graph.
-
-    `block`: path of a module of the float model, such as `layer1.0`; "" = the whole network, if it is small.
-    """
+    """One block of a quantized network as a graph; `block` is a path such as `layer1.0`, "" = the whole, if small."""
     target = placement_of(qmodel).target
     graph: fx.Graph = qmodel.graph  # type: ignore[assignment]
     inside = {node for node in graph.nodes if _belongs(node, block)}

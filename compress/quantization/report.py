@@ -24,9 +24,7 @@ Moments = tuple[Tensor, Tensor]
 class Pair:
     """Two layers between which cross-layer equalization moves scale.
 
-    Attributes:
-        first, second: module paths.
-        repeat: inputs of `second` that come from one channel of `first`: the pixels, where a flatten lies between.
+    `repeat`: inputs of `second` that come from one channel of `first`: the pixels, where a flatten lies between.
     """
 
     first: str
@@ -39,7 +37,6 @@ class Equalization:
     """Result of cross-layer equalization.
 
     Attributes:
-        pairs: the pairs that were equalized, in graph order.
         refused: reason why the outputs of a layer could not be rescaled, by path, layers before the output left out.
         divided: factor by which each output channel of a pair's first layer was divided in the end, (out,), by path.
         rounds: passes over all pairs until nothing moved.
@@ -53,14 +50,11 @@ class Equalization:
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A normalization and the linear layers that consume its output.
+    """A normalization and the paths of the linear layers that consume its output.
 
     Attributes:
-        path: module path of the normalization, also where the graph calls a function with that module's parameters
-            (timm's norms).
-        node: name of its node.
+        path: module path, also where the graph calls a function with that module's parameters (timm's norms).
         parameters: paths of its weight and, where it has one, bias.
-        consumers: module paths of the linear layers.
     """
 
     path: str
@@ -74,7 +68,6 @@ class Smoothing:
     """Result of SmoothQuant.
 
     Attributes:
-        norms: the normalizations that were smoothed, in graph order.
         refused: reason why a normalization could not be smoothed, by name.
         divided: factor by which each channel of a normalization's output was divided, (C,), by path.
     """
@@ -90,7 +83,6 @@ class Prepared:
 
     Attributes:
         relu6: names of the ReLU6 nodes that became ReLU.
-        equalization: pairs and factors; None if it was not asked for.
         moments: mean and deviation of each layer's result by path, from BatchNorm, for analytic bias correction.
     """
 
@@ -132,10 +124,8 @@ class Rounding:
     """Result of AdaRound for one layer.
 
     Attributes:
-        layer: module path.
-        error_nearest: mean squared error of the layer's outputs, after its activation, with nearest rounding, against
-            float.
-        error_learned: the same error with the rounding that was chosen.
+        error_nearest, error_learned: mean squared error of its outputs, after its activation, against float,
+            rounded to nearest and as chosen.
         changed: share of the weights that were not rounded to nearest.
         reason: why nothing was learned; "" when it was.
     """
@@ -149,12 +139,7 @@ class Rounding:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Result of reconstruction for one block.
-
-    Attributes:
-        block: module path of its layer, or of the first and the last one.
-        error_before, error_after: mean squared error of its output against the float network's.
-    """
+    """Result of reconstruction for one block: mean squared errors of its output against float."""
 
     block: str
     error_before: float
@@ -168,9 +153,8 @@ class Correction:
     """Result of bias correction for one layer.
 
     Attributes:
-        shift: largest change of a channel's bias; 0 when it was left as it is.
+        shift: largest change of a channel's bias; `added`, (out,), is what was added.
         reason: why it was left as it is; "" when it was corrected.
-        added: what was added to the bias, (out,); None when it was left as it is.
     """
 
     layer: str
@@ -184,10 +168,8 @@ class Comparison:
     """Quantization with the methods beyond calibration beside plain PTQ, on calibration images.
 
     Attributes:
-        methods: names of the keys that ask for them.
-        sqnr_db: signal to noise of the outputs with them, against the float network.
-        plain_sqnr_db: the same without them.
-        taken_back: the methods that were not kept, because they made the network worse.
+        methods: names of the keys that ask for them; `taken_back` were not kept, because they made the network worse.
+        sqnr_db, plain_sqnr_db: signal to noise of the outputs with them, and without them, against the float network.
         margin_db: loss that does not count as worse; the choice of images may move half a decibel.
     """
 
@@ -215,11 +197,9 @@ class QuantizationReport(GraphReport):
     """Report of a quantized network; `report_of` and `placement_of` read it, `attach_report` replaces it.
 
     Attributes:
-        placement: the table of decisions; also at `qmodel.placement`.
         prepared: changes to the float graph; None if another library placed the quantizers (`interop`).
         calibration: ranges and histograms; None before `calibrate`.
         scaling: what `smooth: auto` did; () if nothing.
-        reconstruction: blocks with learned roundings and ranges, a row for each.
         comparison: what the methods beyond calibration gained or lost; None where none was asked for.
     """
 

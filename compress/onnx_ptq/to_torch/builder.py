@@ -31,12 +31,9 @@ Value = fx.Node | float | list[fx.Node]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the file holds a parameter of a layer.
+    """Where the file holds a parameter of a layer: the node that reads it, and the index of that input.
 
-    Attributes:
-        node: name of the node that reads it.
-        input: index among the node's inputs; one that is not there yet can be added.
-        transposed: True if the file holds (in, out) of a linear layer, where torch has (out, in).
+    `transposed`: the file holds (in, out) of a linear layer, where torch has (out, in).
     """
 
     node: str
@@ -47,19 +44,13 @@ class Place:
 class Builder:
     """Tensors by the names that they have in the file, and what operators need to know of the file.
 
-    Args:
-        index: of the float graph.
-        shapes: of its tensors, for the batch that it is converted with.
-        types: of its tensors.
+    Attributes:
         wider: index of the same graph for a batch that is larger by one image, which shows the sizes that depend on the
             batch; None if the file takes this batch size alone.
-
-    Attributes:
         root: holds the layers and constants.
         origin: name of the file's tensor by name of the fx node that computes it.
         path: path of each layer by name of the file's node.
         places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
-        convert: returns the value of a node of the file.
     """
 
     convert: Callable[[onnx.NodeProto], Value]

@@ -42,14 +42,7 @@ _CHANGED = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A file as a torch network that computes its outputs, in order, in evaluation mode.
-
-    Attributes:
-        network: the network.
-        origin: name of the file's tensor by name of the fx node that computes it.
-        path: path of each layer in the network by name of the file's node; the same but for names that torch refuses.
-        places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
-    """
+    """A file as a torch network that computes its outputs, in order, in evaluation mode; names as in `Builder`."""
 
     network: fx.GraphModule
     origin: dict[str, str]

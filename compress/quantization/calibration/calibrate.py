@@ -160,10 +160,9 @@ def calibrate_weights(qmodel: nn.Module) -> None:
 
 
 def _weight_calibrators(qmodel: nn.Module) -> dict[Quantizer, Calibrator]:
-    """Calibrators that have seen the weights, of quantizers whose range is not set yet.
+    """Calibrators that have seen the weights, of quantizers whose range is not set yet: those that clip nothing.
 
-    Those that clip nothing: a GPU finds the largest weights while the host goes on. The others set their ranges now,
-    because histograms of all channels of all layers would be too much at a time.
+    The others set their ranges now: histograms of all channels of all layers would be too much at a time.
     """
     found: dict[Quantizer, Calibrator] = {}
     for site in placement_of(qmodel).weights:

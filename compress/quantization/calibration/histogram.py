@@ -44,9 +44,7 @@ class Sample:
 
     Attributes:
         amax: largest magnitude of all values of the tensor or stretch; NaN where there is one.
-        values: (n,), each of which counts for `every` values of the tensor.
-        rest: (m,), which count once.
-        every: 1 where all values are in the sample.
+        values: (n,), each of which counts for `every` values of the tensor; `rest`: (m,), which count once.
     """
 
     amax: float

@@ -49,11 +49,7 @@ class Decision:
 class ActivationSite:
     """A quantizer to insert after nodes; it is one module, also if several tensors share its scale.
 
-    Attributes:
-        name: module path of the quantizer.
-        edges: (tensor, consumer) pairs of node names: these consumers get the quantized tensor.
-        format: the integers.
-        spec: how its range is calibrated.
+    `edges` are (tensor, consumer) pairs of node names: these consumers get the quantized tensor.
     """
 
     name: str

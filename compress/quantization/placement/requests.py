@@ -20,14 +20,7 @@ from compress.quantization.spec import MOST_BITS, ActivationSpec, QuantSpec, Rul
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """Settings of one layer after all rules.
-
-    Attributes:
-        enable: True if it is quantized.
-        weights, activations: formats and calibrators.
-        rule: `match` of the rule that decided; "" = the section's defaults.
-        reason: of that rule.
-    """
+    """Settings of one layer after all rules; `rule` is the `match` of the one that decided, "" = the defaults."""
 
     enable: bool
     weights: WeightSpec
@@ -332,12 +325,9 @@ def is_residual_add(node: Node, kinds: frozenset[str]) -> bool:
 
 
 def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -> tuple[Node, Node] | None:
-    """(branch, layer) that an add fuses with: of the branches that end in a layer, the one with the longest path.
+    """(branch, layer of `kinds`) that an add fuses with: of branches that end in a layer, the longest.
 
     In a ResNet's downsampling block both branches end in a convolution.
-
-    Returns:
-        The add's argument and its layer, of `kinds` and consumed by the add alone; None if there is none.
     """
     found = []
     for source in node.tensors:

@@ -205,10 +205,10 @@ def adaround(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Rounding, ...]:
-    """Learn the rounding of the weights of every quantized layer, in graph order; in place; a row for each layer.
+    """Learn the rounding of the weights of every layer of a calibrated network, in graph order; in place; a row each.
 
-    A calibrated network is needed. In `folder` the rounding of each finished layer is saved: a run that is stopped
-    and restarted with the same model, data and spec goes on from there.
+    In `folder` the rounding of each finished layer is saved: a run that is restarted with the same model, data and spec
+    goes on from there.
     """
     spec = spec or AdaRoundSpec()
     validate(spec, AdaRoundSpec, section="quantization.adaround", error=QuantizationError)

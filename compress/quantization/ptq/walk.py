@@ -27,10 +27,9 @@ from compress.quantization.quantizer import Quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """A layer with a quantized weight, reached by the walk.
+    """A layer with a quantized weight, reached by the walk; its weight and bias may be changed.
 
     Attributes:
-        layer: its weight and bias may be changed, its outputs are computed afterwards.
         inputs: the layer's input in the quantized network, for each batch.
         settings: further arguments of the call, such as a transposed convolution's `output_size`.
         targets: the layer's output in the float network, for each batch.

@@ -80,12 +80,7 @@ def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Ite
 
 @dataclass(frozen=True, kw_only=True)
 class Subset:
-    """The quantizers that are on.
-
-    Attributes:
-        weights: paths of the layers whose weight is quantized.
-        edges: (tensor, consumer) pairs of node names on which the consumer gets the quantized tensor.
-    """
+    """The quantizers that are on: of weights by layer, of (tensor, consumer) edges by names of nodes."""
 
     weights: frozenset[str] = frozenset()
     edges: frozenset[tuple[str, str]] = frozenset()

@@ -48,8 +48,7 @@ class Cause:
         kind: `channel ranges` of a weight, `outlier channels` of an activation, `saturation`, `two ranges` under one
             scale, `softmax tails` or `dead values`.
         tensor: what is quantized: a layer's weight, or a tensor of the graph.
-        value: the number that shows it: a ratio or a share.
-        text: the finding as a sentence.
+        value: the ratio or share that shows it; `text` is the finding as a sentence.
     """
 
     kind: str
@@ -60,12 +59,9 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first tensor of a quantized network that diverges.
+    """The first tensor of a quantized network that diverges from float.
 
-    Attributes:
-        tensor: node of the graph.
-        sqnr_db: its signal to noise against the float network's.
-        before_db: the least of its inputs' ratios; far above `sqnr_db` if this operation is at fault.
+    `before_db` is the least of its inputs' ratios; far above `sqnr_db` if this operation is at fault.
     """
 
     tensor: str
@@ -94,9 +90,7 @@ class Diagnosis:
     """Where a quantized network loses accuracy.
 
     Attributes:
-        images: number of images that effects were measured on.
-        float_score: the metric of the float network; None without targets.
-        quantized: effect of all quantizers.
+        quantized: effect of all quantizers, on so many images.
         first: the first tensor that diverges; None if none does.
         rows: the layers, the noisiest first.
     """

@@ -48,7 +48,6 @@ class Change:
     """One change of a specification.
 
     Attributes:
-        text: what it does, in words.
         layer: of one layer; "" = of the whole network.
         cause: why it was tried.
         without: effect of the mended network if this change is taken out; None if not measured.
@@ -65,13 +64,9 @@ class Mended:
     """Result of `mend`.
 
     Attributes:
-        diagnosis: of the network as it was specified.
-        spec: the specification with the changes.
+        diagnosis: of the network as it was specified; `effect`: of the mended one.
         changes: none of them can be taken out without missing the goal.
         specs: the specification without each change, in their order.
-        effect: of the mended network.
-        met: True if the goal is met.
-        goal: in words.
     """
 
     diagnosis: Diagnosis

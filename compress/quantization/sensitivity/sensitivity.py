@@ -49,10 +49,7 @@ _Rows = Sequence[NDArray[np.float64]]
 class Choice:
     """A format for every layer.
 
-    Attributes:
-        formats: format of each layer.
-        noise: sum over layers of the power of the noise over that of the signal.
-        cost: sum over layers, in the unit of the cost table.
+    `noise` is the sum over layers of the power of the noise over that of the signal, `cost` in the unit of its table.
     """
 
     formats: Mapping[str, str]
