@@ -135,7 +135,8 @@ def parse_inspector(text: str) -> EngineListing:
         raise AuditError(f"the JSON holds the names of {len(rows)} layers and no more; {_AGAIN}")
     if not any("Inputs" in layer or "Outputs" in layer for layer in rows):
         raise AuditError(f"none of the {len(rows)} layers in the JSON has inputs or outputs; {_AGAIN}")
-    chosen, others = first_profile(rows)
+    chosen = [layer for layer in rows if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
+    others = len(rows) - len(chosen)  # of later profiles
     notes = omissions(chosen)
     if others:
         notes += (f"the engine has several optimization profiles: {others} layers of the later ones are left out",)
@@ -210,12 +211,6 @@ def omissions(layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         if count:
             notes.append(f"{count} of {len(layers)} layers are listed without their {key}")
     return tuple(notes)
-
-
-def first_profile(layers: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
-    """The layers of the first profile, and the number of others, whose names end in `[profile N]`."""
-    own = [layer for layer in layers if not re.search(r"\[profile \d+\]", str(layer.get("Name", "")))]
-    return own, len(layers) - len(own)
 
 
 def without_constants(layers: Sequence[EngineLayer], borders: Collection[str]) -> tuple[EngineLayer, ...]:

@@ -232,7 +232,7 @@ def cast_model(
     """
     caster = _Caster(proto, precision, {**(types or {}), **types_of(proto)}, ranges, array)
     caster.choose(keep or {})
-    return caster.write(keep_io_types)
+    return _Rewriting(caster, keep_io_types).done()
 
 
 def types_of(proto: onnx.ModelProto) -> dict[str, int]:
@@ -568,9 +568,6 @@ class _Caster:
     def _read_in_float(self, name: str) -> bool:
         readers = self.readers.get(name, [])
         return bool(readers) and all(i in self.kept for i in readers)
-
-    def write(self, keep_io_types: bool) -> Casting:
-        return _Rewriting(self, keep_io_types).done()
 
 
 class _Rewriting:

@@ -622,10 +622,6 @@ class _Converter:
         """True if all tensors exist as integers."""
         return all(name in self.scales for name in names)
 
-    def same_integers(self, names: Sequence[str]) -> bool:
-        """True if all tensors exist as integers of one scale."""
-        return self.integers(*names) and all(self.scales[names[0]].same(self.scales[name]) for name in names)
-
 
 @dataclass
 class _Chain:
@@ -1059,7 +1055,7 @@ def _erf(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
 
 def _keeps(c: _Converter, node: onnx.NodeProto, names: Sequence[str]) -> bool:
     """True if an operator that only moves elements moves integers; its result has their scales."""
-    if not c.same_integers(names):
+    if not c.integers(*names) or not all(c.scales[names[0]].same(c.scales[name]) for name in names):
         return False
     for result in node.output:
         c.scales[result] = c.scales[names[0]]

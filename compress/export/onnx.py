@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import json
 import logging
@@ -210,7 +211,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if numbers or is_dataclass(output) or not isinstance(output, (Tensor, tuple, list, dict)):
         model = _TensorsOf(model)  # torch.export knows no other containers, and torch.onnx no numbers
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
-    if shapes is not None and not _named_arguments(model):
+    if shapes is not None and model.forward.__code__.co_flags & inspect.CO_VARARGS:
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
     try:
         with _quiet(), torch.no_grad(), looked_up_once(), _FloatLimits():
@@ -283,10 +284,6 @@ def _suspects(model: nn.Module) -> str:
     leaves = [leaf for m in model.modules() if isinstance(m, fx.GraphModule) for leaf in leaves_of(m)]
     named = ", ".join(f"{leaf.path} ({leaf.kind}: {leaf.reason})" for leaf in leaves[:3])
     return f"; look first at what torch.fx kept whole: {named}" if leaves else ""
-
-
-def _named_arguments(model: nn.Module) -> bool:
-    return model.forward.__code__.co_flags & 0x04 == 0  # CO_VARARGS
 
 
 @contextlib.contextmanager

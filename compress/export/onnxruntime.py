@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from compress.export.names import added_constant, added_tensor
-from compress.onnx_graph.graph import MOVES, PASSES, WEIGHTED_OPS, OnnxGraph, attribute, consumed_as, made_after
+from compress.onnx_graph.graph import (
+    MOVES,
+    PASSES,
+    WEIGHTED_OPS,
+    OnnxGraph,
+    attribute,
+    consumed_as,
+    each_node,
+    made_after,
+)
 
 _LARGEST = 2**31 - 1
 _ROOM = 2.0**30  # largest bias in steps: half of what INT32 holds, so that float32 scales may be inexact
@@ -58,30 +67,26 @@ def _make_room(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return True
 
 
-def clips_apart(proto: onnx.ModelProto) -> int:
+@each_node
+def clips_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Write every Relu and Clip of an INT8 product's result as Max and Min, where no quantizer alone reads it.
 
     ONNX Runtime takes such a product, Relu or Clip and quantizer for one operation; where the quantizer is missing, it
     computes the product in float. Between a product and other operations its form in 8 bits has a float result.
     """
-    view = OnnxGraph(proto.graph)
-
-    def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        scale = _scale_of_product(node, view) if node.op_type in {"Relu", "Clip"} else None
-        if scale is None:
-            return None
-        low, high = [*node.input[1:], "", ""][:2] if node.op_type == "Clip" else ("", "")
-        if node.op_type == "Relu":
-            low = view.add_constant(added_constant(node.name, "zero"), np.zeros((), scale.dtype))
-        steps = [(kind, bound) for kind, bound in (("Max", low), ("Min", high)) if bound]
-        made, source = [], node.input[0]
-        for i, (kind, bound) in enumerate(steps, start=1):
-            output = node.output[0] if i == len(steps) else view.free(added_tensor(node.output[0], "low"))
-            made.append(made_after(node, kind, [source, bound], output, node.name if i == len(steps) else ""))
-            source = output
-        return made or None
-
-    return view.rewrite(apart)
+    scale = _scale_of_product(node, view) if node.op_type in {"Relu", "Clip"} else None
+    if scale is None:
+        return None
+    low, high = [*node.input[1:], "", ""][:2] if node.op_type == "Clip" else ("", "")
+    if node.op_type == "Relu":
+        low = view.add_constant(added_constant(node.name, "zero"), np.zeros((), scale.dtype))
+    steps = [(kind, bound) for kind, bound in (("Max", low), ("Min", high)) if bound]
+    made, source = [], node.input[0]
+    for i, (kind, bound) in enumerate(steps, start=1):
+        output = node.output[0] if i == len(steps) else view.free(added_tensor(node.output[0], "low"))
+        made.append(made_after(node, kind, [source, bound], output, node.name if i == len(steps) else ""))
+        source = output
+    return made or None
 
 
 def _scale_of_product(node: onnx.NodeProto, view: OnnxGraph) -> NDArray[Any] | None:
@@ -283,26 +288,22 @@ def _pair(name: str, like: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePro
     ]
 
 
-def bounded_softmaxes(proto: onnx.ModelProto) -> int:
+@each_node
+def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Min between every Softmax of a dequantized tensor and the QuantizeLinear to uint8 after it.
 
     ONNX Runtime fuses the three into QLinearSoftmax, whose uint8 result wraps where a probability is larger than 255
     steps: just above the calibrated range becomes 0 (5 dB). Where 255 steps reach 1 there is nothing to bound.
     """
-    view = OnnxGraph(proto.graph)
-
-    def bounded(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
-        if source is None or source.op_type != "Softmax" or view.dequantizer(source.input[0]) is None:
-            return None
-        scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
-        if scale is None or scale.size != 1 or zero is None or zero.dtype != np.uint8 or 255 * float(scale.item()) >= 1:
-            return None
-        name = view.free(added_tensor(node.output[0], "bounded"))
-        top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
-        most = view.add_constant(added_tensor(node.output[0], "most"), top)
-        minimum = made_after(node, "Min", [node.input[0], most], name)  # ONNX Runtime removes a Clip
-        node.input[0] = name
-        return [minimum, node]
-
-    return view.rewrite(bounded)
+    source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
+    if source is None or source.op_type != "Softmax" or view.dequantizer(source.input[0]) is None:
+        return None
+    scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
+    if scale is None or scale.size != 1 or zero is None or zero.dtype != np.uint8 or 255 * float(scale.item()) >= 1:
+        return None
+    name = view.free(added_tensor(node.output[0], "bounded"))
+    top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
+    most = view.add_constant(added_tensor(node.output[0], "most"), top)
+    minimum = made_after(node, "Min", [node.input[0], most], name)  # ONNX Runtime removes a Clip
+    node.input[0] = name
+    return [minimum, node]

@@ -21,6 +21,7 @@ from compress.onnx_graph.graph import (
     attribute,
     consumed_as,
     drop_unread,
+    each_node,
     made_after,
     replace_attributes,
     without_weights,
@@ -90,37 +91,33 @@ def _from_product(tensor: str, view: OnnxGraph, *, any_type: bool) -> bool:
     return through and any(_from_product(name, view, any_type=any_type) for name in node.input)
 
 
-def strides_kept(proto: onnx.ModelProto) -> int:
+@each_node
+def strides_kept(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Give 1 x 1 convolutions with a stride and padding a second row of zeros in their kernel.
 
     A pass of OpenVINO moves the stride to the operation before, and the padding is then counted at the wrong
     resolution, in float too.
     """
-    view = OnnxGraph(proto.graph)
-
-    def with_row(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        if node.op_type != "Conv" or not moves_its_stride(node, view) or not any(attribute(node, "pads", [])):
-            return None
-        weight = view.dequantizer(node.input[1])
-        value = view.array(node.input[1] if weight is None else weight.input[0])
-        if value is None:
-            return None
-        wider = np.concatenate([value, np.zeros_like(value)], axis=2)
-        added = view.add_constant(added_tensor(node.output[0], "wider_weight"), wider)
-        rank = value.ndim - 2
-        pads = list(attribute(node, "pads", []))
-        pads[rank] += 1  # at the end of the first axis
-        replace_attributes(node, kernel_shape=[2] + [1] * (rank - 1), pads=pads)
-        if weight is None:
-            node.input[1] = added
-            return [node]
-        own = onnx.NodeProto()
-        own.CopyFrom(weight)
-        own.input[0], own.output[0] = added, view.free(added_tensor(weight.output[0], "wider"))
-        own.name, node.input[1] = added_tensor(weight.name, "wider"), own.output[0]
-        return [own, node]
-
-    return view.rewrite(with_row)
+    if node.op_type != "Conv" or not moves_its_stride(node, view) or not any(attribute(node, "pads", [])):
+        return None
+    weight = view.dequantizer(node.input[1])
+    value = view.array(node.input[1] if weight is None else weight.input[0])
+    if value is None:
+        return None
+    wider = np.concatenate([value, np.zeros_like(value)], axis=2)
+    added = view.add_constant(added_tensor(node.output[0], "wider_weight"), wider)
+    rank = value.ndim - 2
+    pads = list(attribute(node, "pads", []))
+    pads[rank] += 1  # at the end of the first axis
+    replace_attributes(node, kernel_shape=[2] + [1] * (rank - 1), pads=pads)
+    if weight is None:
+        node.input[1] = added
+        return [node]
+    own = onnx.NodeProto()
+    own.CopyFrom(weight)
+    own.input[0], own.output[0] = added, view.free(added_tensor(weight.output[0], "wider"))
+    own.name, node.input[1] = added_tensor(weight.name, "wider"), own.output[0]
+    return [own, node]
 
 
 def moves_its_stride(node: onnx.NodeProto, view: OnnxGraph) -> bool:
@@ -145,41 +142,33 @@ def _unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> list[onnx.Node
     return [node, made_after(node, "Max", [node.output[0]] * 2, output)]
 
 
-def float_averages(proto: onnx.ModelProto) -> int:
+@each_node
+def float_averages(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers.
 
     OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it, and rounds it to
     the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
     """
-    view = OnnxGraph(proto.graph)
-
-    def kept(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
-        in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
-        return _unfused(node, "average", view) if in_float else None
-
-    return view.rewrite(kept)
+    consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
+    in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
+    return _unfused(node, "average", view) if in_float else None
 
 
-def joins_apart(proto: onnx.ModelProto) -> int:
+@each_node
+def joins_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Max that changes no value after every Concat whose result gets a zero point, but before convolutions.
 
     A quantizer after a Concat is moved to its inputs. A zero point then passes a Concat along axis 1 to convolutions
     alone: along other axes the plugin computes the convolution in float, refuses a product, or crashes.
     """
-    view = OnnxGraph(proto.graph)
-
-    def kept(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        if node.op_type != "Concat":
-            return None
-        pairs = [pair for pair in view.consumers.get(node.output[0], ()) if pair.op_type == "QuantizeLinear"]
-        moved = [pair for pair in pairs if len(pair.input) > 2 and np.any(view.array(pair.input[2]))]
-        again = [two for pair in moved for two in view.consumers.get(pair.output[0], ())]
-        read = {after.op_type for two in again for after in view.consumers.get(two.output[0], ())}
-        plain = attribute(node, "axis", 0) == 1 and read <= {"Conv", "ConvTranspose"}
-        return None if not moved or plain else _unfused(node, "joined", view)
-
-    return view.rewrite(kept)
+    if node.op_type != "Concat":
+        return None
+    pairs = [pair for pair in view.consumers.get(node.output[0], ()) if pair.op_type == "QuantizeLinear"]
+    moved = [pair for pair in pairs if len(pair.input) > 2 and np.any(view.array(pair.input[2]))]
+    again = [two for pair in moved for two in view.consumers.get(pair.output[0], ())]
+    read = {after.op_type for two in again for after in view.consumers.get(two.output[0], ())}
+    plain = attribute(node, "axis", 0) == 1 and read <= {"Conv", "ConvTranspose"}
+    return None if not moved or plain else _unfused(node, "joined", view)
 
 
 def extremes_apart(proto: onnx.ModelProto) -> int:
@@ -238,21 +227,17 @@ def flat_gathers(proto: onnx.ModelProto) -> int:
 _TO_THE_END = np.iinfo(np.int64).max
 
 
-def concatenated_pads(proto: onnx.ModelProto) -> int:
+@each_node
+def concatenated_pads(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Replace every Pad of mode `wrap`, which OpenVINO cannot read, by Slices and Concats, axis by axis.
 
     A Pad by computed or negative amounts, or of named axes, is left alone.
     """
-    view = OnnxGraph(proto.graph)
-
-    def concatenated(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        wraps = node.op_type == "Pad" and attribute(node, "mode", b"") == b"wrap" and not any(node.input[2:])
-        amounts = view.array(node.input[1]) if wraps else None
-        if amounts is None or amounts.min() < 0 or not amounts.any():
-            return None
-        return _concatenated(view, node, amounts.reshape(2, -1).T.tolist())
-
-    return view.rewrite(concatenated)
+    wraps = node.op_type == "Pad" and attribute(node, "mode", b"") == b"wrap" and not any(node.input[2:])
+    amounts = view.array(node.input[1]) if wraps else None
+    if amounts is None or amounts.min() < 0 or not amounts.any():
+        return None
+    return _concatenated(view, node, amounts.reshape(2, -1).T.tolist())
 
 
 def _concatenated(view: OnnxGraph, pad: onnx.NodeProto, amounts: list[list[int]]) -> list[onnx.NodeProto]:
@@ -384,33 +369,29 @@ def _computes_with_sizes(nodes: Sequence[onnx.NodeProto]) -> bool:
     )
 
 
-def signs_apart(proto: onnx.ModelProto) -> int:
+@each_node
+def signs_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Give the other consumers of a signed tensor that transposed convolutions read an unsigned pair of equal values.
 
     The plugin computes a transposed convolution in 8 bits without a zero point only, and on processors without AMX a
     convolution of unsigned integers only. Of two readers of one pair, one would be float there.
     """
-    view = OnnxGraph(proto.graph)
-
-    def two(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        pair = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        zero = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
-        readers = view.consumers.get(node.output[0], [])
-        others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
-        if pair is None or zero is None or zero.dtype != np.int8 or zero.any() or len(others) in {0, len(readers)}:
-            return None
-        q, result = (view.free(added_tensor(name, "unsigned")) for name in (node.input[0], node.output[0]))
-        middle = view.add_constant(added_constant(result, "zero_point"), np.full(zero.shape, 128, np.uint8))
-        for reader in others:
-            consumed_as(reader, node.output[0], result)
-        names = [added_tensor(one.name, "unsigned") for one in (pair, node)]
-        return [
-            node,
-            helper.make_node("QuantizeLinear", [*pair.input[:2], middle], [q], name=names[0]),
-            helper.make_node("DequantizeLinear", [q, node.input[1], middle], [result], name=names[1]),
-        ]
-
-    return view.rewrite(two)
+    pair = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+    zero = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
+    readers = view.consumers.get(node.output[0], [])
+    others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
+    if pair is None or zero is None or zero.dtype != np.int8 or zero.any() or len(others) in {0, len(readers)}:
+        return None
+    q, result = (view.free(added_tensor(name, "unsigned")) for name in (node.input[0], node.output[0]))
+    middle = view.add_constant(added_constant(result, "zero_point"), np.full(zero.shape, 128, np.uint8))
+    for reader in others:
+        consumed_as(reader, node.output[0], result)
+    names = [added_tensor(one.name, "unsigned") for one in (pair, node)]
+    return [
+        node,
+        helper.make_node("QuantizeLinear", [*pair.input[:2], middle], [q], name=names[0]),
+        helper.make_node("DequantizeLinear", [q, node.input[1], middle], [result], name=names[1]),
+    ]
 
 
 _ZERO = np.zeros((), np.uint8)

@@ -52,12 +52,9 @@ def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
     """The operations of a traced graph, in order, without inputs, constants and shape arithmetic."""
     skipped = {"graph", "shape", "quantizer"}
     nodes = (n for n in graph_module.graph.nodes if TRAITS[node_kind(n)].category not in skipped)
-    return tuple(_layer(n) for n in nodes if _output_shape(n) is not None or _reads_tensors(n))
-
-
-def _reads_tensors(node: fx.Node) -> bool:
-    """True for an unknown operation on tensors; one on numbers is shape arithmetic."""
-    return node_kind(node) == "unknown" and bool(tensor_args(node))
+    return tuple(
+        _layer(n) for n in nodes if _output_shape(n) is not None or (node_kind(n) == "unknown" and tensor_args(n))
+    )
 
 
 def total_macs(items: tuple[Layer, ...]) -> tuple[int, tuple[str, ...]]:
@@ -121,19 +118,14 @@ def _weight_shape(node: fx.Node) -> Shape | None:
     return weight.meta.get("shape") if isinstance(weight, fx.Node) else None
 
 
-def _conv_macs(node: fx.Node) -> Macs | None:
-    weight = _weight_shape(node)  # (out, in / groups, k...)
+def _weight_macs(node: fx.Node) -> Macs | None:
+    weight = _weight_shape(node)  # (out, in / groups, k...), or (out, in)
     return (math.prod(node.meta["shape"]) * math.prod(weight[1:]), 0) if weight else None
 
 
 def _conv_transpose_macs(node: fx.Node) -> Macs | None:
     weight = _weight_shape(node)  # (in, out / groups, k...): every input element meets weight[1:]
     return (math.prod(tensor_args(node)[0].meta["shape"]) * math.prod(weight[1:]), 0) if weight else None
-
-
-def _linear_macs(node: fx.Node) -> Macs | None:
-    weight = _weight_shape(node)
-    return (math.prod(node.meta["shape"]) * weight[1], 0) if weight else None
 
 
 def _matmul_macs(node: fx.Node) -> Macs | None:
@@ -173,9 +165,9 @@ def _window_attention_macs(node: fx.Node) -> Macs | None:
 
 
 _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
-    "conv": _conv_macs,
+    "conv": _weight_macs,
     "conv_transpose": _conv_transpose_macs,
-    "linear": _linear_macs,
+    "linear": _weight_macs,
     "matmul": _matmul_macs,
     "addmm": _matmul_macs,
     "attention": _attention_macs,

@@ -177,10 +177,6 @@ def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
     return result
 
 
-def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
-    return _KnownProxy(node, tracer)
-
-
 def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
     return iter([proxy[i] for i in range(len(value))])
 
@@ -500,7 +496,7 @@ class Tracer(fx.Tracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return super().proxy(node) if self.values is None else known_proxy(node, self)
+        return super().proxy(node) if self.values is None else _KnownProxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """An attribute of a module: symbolic, but not while values are computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -109,6 +110,21 @@ class OnnxGraph:
 
     def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
         replace_nodes(self.graph, nodes)
+
+
+Rule = Callable[[onnx.NodeProto, OnnxGraph], list[onnx.NodeProto] | None]
+"""Returns the nodes in the place of one, which it may change; None = it stays."""
+
+
+def each_node(rule: Rule) -> Callable[[onnx.ModelProto], int]:
+    """A pass that applies a rule to each node of a model, in place, and returns how many nodes it replaced."""
+
+    @functools.wraps(rule)
+    def run(proto: onnx.ModelProto) -> int:
+        view = OnnxGraph(proto.graph)
+        return view.rewrite(lambda node: rule(node, view))
+
+    return run
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:

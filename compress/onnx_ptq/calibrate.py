@@ -109,7 +109,8 @@ def _batch_statistics(
     first = next(given, None)
     if first is None:
         return
-    watched, alone = _watched_tensors(placement), one_image(source.proto, first)
+    watched = list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
+    alone = one_image(source.proto, first)
     tensors, size = dict.fromkeys([*watched, *results]), _bytes(reading, watched)
     plan = plan_for(first, size, apart=alone is not None)
     session, blocked = _sessions(source, tensors, plan, _sampled_only(placement, watching))
@@ -134,7 +135,7 @@ def _batch_statistics(
             chosen = FloatSession(source, tensors, threads=plan.threads)
         del found_alone
     del values, tried, session, blocked
-    work = partial(_computed_parts, chosen, placement, watching, BlockedSamples())
+    work = partial(_parts, chosen, placement, watching, BlockedSamples())
     jobs = zip(pieces(itertools.chain([first], given), plan.images), _and_none(known), strict=False)
     found: list[Parts] = []
     for piece, parts in in_order(work, jobs, plan.at_once):
@@ -182,25 +183,16 @@ def _and_none(known: list[Mapping[str, Any] | None]) -> Iterator[Mapping[str, An
         yield known.pop(0) if known else None
 
 
-def _computed_parts(
+def _parts(
     session: AnySession,
     placement: Placement,
     watching: Mapping[str, Calibrator],
     samples: BlockedSamples,
     job: tuple[Piece, Mapping[str, Any] | None],
 ) -> tuple[Piece, Parts]:
+    """The statistics of the tensors of a piece, the last ones first: they are still in the cache."""
     piece, known = job
-    return piece, _parts(placement, watching, piece, session.run(piece.feed) if known is None else known, samples)
-
-
-def _parts(
-    placement: Placement,
-    watching: Mapping[str, Calibrator],
-    piece: Piece,
-    values: Mapping[str, Any],
-    samples: BlockedSamples,
-) -> Parts:
-    """Return the statistics of the tensors of a piece, the last ones first: they are still in the cache."""
+    values = session.run(piece.feed) if known is None else known
     found: Parts = {}
     for site in reversed(placement.activations):
         watch = watching[site.name]
@@ -217,9 +209,10 @@ def _parts(
                 sample = samples.draw(value, start=start, total=total, signed=signed)
                 found[site.name, tensor] = watch.part_of(sample)
             else:
-                x = _as_tensor(value).reshape(-1)
+                array = np.asarray(value)
+                x = torch.from_numpy(array if array.dtype in _PLAIN else array.astype(np.float32)).reshape(-1)
                 found[site.name, tensor] = watch.part(x, start=start, total=total)
-    return found
+    return piece, found
 
 
 def _bytes(reading: Reading, tensors: Iterable[str]) -> int:
@@ -243,10 +236,6 @@ def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Place
     return tuple(site.name for site in sites if zero.issuperset(tensor for tensor, _ in site.edges))
 
 
-def _watched_tensors(placement: Placement) -> list[str]:
-    return list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
-
-
 def weight_amax(name: str, weight: Tensor, quant_format: QuantFormat, spec: WeightSpec) -> Tensor:
     """Return the range of a weight, () or (C,)."""
     calibrator = calibrator_for(quant_format, spec)
@@ -262,8 +251,3 @@ def _chosen(name: str, calibrator: Calibrator) -> Tensor:
         return calibrator.compute_amax()
     except CalibrationError as error:
         raise CalibrationError(f"{name}: {error}") from None
-
-
-def _as_tensor(value: Any) -> Tensor:
-    array = np.asarray(value)
-    return torch.from_numpy(array if array.dtype in _PLAIN else array.astype(np.float32))

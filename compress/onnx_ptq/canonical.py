@@ -272,7 +272,8 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 def open_einsums(source: SourceFile) -> int:
     """Write each Einsum that is a product of two matrices as a MatMul, in place; return their number."""
     index = Index(source)
-    ranks = _ranks(source) if any(node.op_type == "Einsum" for node in index.graph.node) else {}
+    kinds = _kinds(source) if any(node.op_type == "Einsum" for node in index.graph.node) else {}
+    ranks = {name: len(kind.shape.dim) for name, kind in kinds.items() if kind.HasField("shape")}
 
     def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx"):
@@ -295,10 +296,6 @@ def open_einsums(source: SourceFile) -> int:
         return made
 
     return index.rewrite(opened)
-
-
-def _ranks(source: SourceFile) -> dict[str, int]:
-    return {name: len(kind.shape.dim) for name, kind in _kinds(source).items() if kind.HasField("shape")}
 
 
 def _kinds(source: SourceFile) -> dict[str, onnx.TypeProto.Tensor]:
@@ -545,7 +542,10 @@ def _computed_scalar(name: str, index: Index) -> bool:
         return all(_computed_scalar(key, index) for key in node.input)
     if node.op_type == "Slice":
         starts, ends = (index.value(key) for key in node.input[1:3])
-        return _is_shape(node.input[0], index) and starts is not None and ends is not None and _one_long(starts, ends)
+        if starts is None or ends is None or not _is_shape(node.input[0], index):
+            return False
+        start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
+        return end - start == 1 or (start == -1 and end > 1 << 30)
     indices = index.value(node.input[1]) if node.op_type == "Gather" else None
     if node.op_type == "Constant":
         value = index.value(name)
@@ -556,11 +556,6 @@ def _computed_scalar(name: str, index: Index) -> bool:
 def _is_shape(name: str, index: Index) -> bool:
     node = index.producers.get(name)
     return node is not None and node.op_type == "Shape"
-
-
-def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
-    start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
-    return end - start == 1 or (start == -1 and end > 1 << 30)
 
 
 _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2

@@ -155,7 +155,8 @@ def cast_source(
         session = FloatSession(source, part, plain=True)
         for feed in data:
             ranges.add(session.run(feed))
-    exact = _exact(source, types, data[0])
+    names = [name for name in known_results(source) if types.get(name) == onnx.TensorProto.FLOAT]
+    exact = FloatSession(source, names, plain=True).run(data[0])  # before another graph is in memory
     goal = -np.inf if _is_quantized(source) else GOAL_DB[precision]  # there a step of a quantizer decides, not rounding
     options: dict[str, Any] = {"types": types, "ranges": ranges, "keep_io_types": keep_io_types}
     made, casting = _cast(source, precision, **options)
@@ -206,12 +207,6 @@ def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[li
             size = 4 * elements(shapes.get(name))
         parts[-1].append(name)
     return parts
-
-
-def _exact(source: SourceFile, types: Mapping[str, int], feed: Arrays) -> Arrays:
-    """Return the float outputs of a graph, before another one is in memory."""
-    names = [name for name in known_results(source) if types.get(name) == onnx.TensorProto.FLOAT]
-    return FloatSession(source, names, plain=True).run(feed)
 
 
 def _distance(exact: Arrays, made: SourceFile, casting: Casting, feed: Arrays) -> float | None:

@@ -373,7 +373,7 @@ class _Reader:
             return "embedding"
         if node.op_type == "Clip" and self._bounds(node) == (0.0, 6.0):
             return "relu6"
-        if node.op_type == "Transpose" and _is_layout(node):
+        if node.op_type == "Transpose" and list(attribute(node, "perm", [])) in ([0, 2, 3, 1], [0, 3, 1, 2]):
             return "identity"  # between NCHW and NHWC: sums and layers on both sides are still one block
         return kind
 
@@ -504,7 +504,3 @@ def weight_of(index: Index, name: str, transposed: bool) -> torch.Tensor:
 def _tensor(index: Index, name: str) -> torch.Tensor | None:
     value = index.value(name) if name in index.unchanging else None
     return None if value is None else torch.from_numpy(np.array(value, np.float32))
-
-
-def _is_layout(node: onnx.NodeProto) -> bool:
-    return list(attribute(node, "perm", [])) in ([0, 2, 3, 1], [0, 3, 1, 2])

@@ -92,9 +92,9 @@ class _Writer:
         self._constant(scales, scale)
         self._constant(points, torch.zeros(scale.shape, dtype=q.dtype), quant_format)
         result, name = self._free(added_tensor(old, "dequantized"), added_tensor(old, "DequantizeLinear"))
-        attributes: dict[str, Any] = (
-            {} if quant_format.axis is None else {"axis": _file_axis(weight, quant_format, q.ndim)}
-        )
+        attributes: dict[str, Any] = {}
+        if quant_format.axis is not None:  # in the file's own layout
+            attributes["axis"] = q.ndim - 1 - quant_format.axis if weight.transposed else quant_format.axis
         node = helper.make_node("DequantizeLinear", [quantized, scales, points], [result], name=name, **attributes)
         if quant_format.kind == "int" and quant_format.num_bits <= 4:
             node.metadata_props.add(key=INT4_KEY, value=str(quant_format.num_bits))
@@ -187,12 +187,6 @@ def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor
     return result
 
 
-def _file_axis(weight: Weight, quant_format: QuantFormat, rank: int) -> int:
-    """Axis of the output channels in the file's own layout of a weight."""
-    axis = quant_format.axis or 0
-    return rank - 1 - axis if weight.transposed else axis
-
-
 _LARGEST = (1 << 31) - (1 << 20)
 """Bytes of a file of one piece, less than protobuf's limit of 2 GiB."""
 _INSIDE = 1024
@@ -218,8 +212,10 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     older, data = _weight_files(path), _free_data(path)
     with replacing(path) as temporary, _external(source, data) as proto:
         temporary.write_bytes(proto.SerializeToString())
-    for place in {place for place in older if _is_data_of(place, path)} - _weights_of_others(path):
-        place.unlink(missing_ok=True)
+    for place in older - _weights_of_others(path):
+        own = place.name.startswith(f"{path.name}.") and place.name.endswith(".data")
+        if own and place.parent == path.parent:
+            place.unlink(missing_ok=True)
     return path
 
 
@@ -227,10 +223,6 @@ def _free_data(path: Path) -> Path:
     """Return the first of `<path>.data`, `<path>.2.data`, ... that is not there: any that is may be another model's."""
     names = (path.with_name(f"{path.name}{f'.{i}' if i > 1 else ''}.data") for i in itertools.count(1))
     return next(place for place in names if not place.exists() and not place.is_symlink())
-
-
-def _is_data_of(place: Path, path: Path) -> bool:
-    return place.parent == path.parent and place.name.startswith(f"{path.name}.") and place.name.endswith(".data")
 
 
 def _weights_of_others(path: Path) -> set[Path]:

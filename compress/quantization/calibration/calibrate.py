@@ -113,18 +113,15 @@ class _Network:
                 quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
             else:
                 _set(quantizer, calibrator)
-        self._raise_averages()
+        ranges = {name: quantizer.amax for name, quantizer in self.activations.items()}
+        for name, raised in raised_ranges(self.view, self.report.placement, ranges).items():
+            self.activations[name].set_amax(raised)
         found = dict(quantizers(self.model))
         amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
         histograms = _histograms(self.watching)
         seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
         attach_report(self.model, replace(self.report, calibration=seen))
         return seen
-
-    def _raise_averages(self) -> None:
-        ranges = {name: quantizer.amax for name, quantizer in self.activations.items()}
-        for name, amax in raised_ranges(self.view, self.report.placement, ranges).items():
-            self.activations[name].set_amax(amax)
 
 
 def _histograms(watching: Mapping[str, Calibrator]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -151,12 +148,6 @@ def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
     for name, quantizer in quantizers(qmodel):
         quantizer.set_amax(seen.amax[name].to(quantizer.amax.device))
     attach_report(quantized_graph(qmodel), replace(quantization_report_of(qmodel), calibration=seen))
-
-
-def calibrate_weights(qmodel: nn.Module) -> None:
-    watching = _weight_calibrators(qmodel)
-    choose_together(watching.values())
-    _set_weights(watching)
 
 
 def _weight_calibrators(qmodel: nn.Module) -> dict[Quantizer, Calibrator]:

@@ -218,7 +218,10 @@ class Histogram:
             whole = part if isinstance(part, Counted) else _counted(part, width, bins)
             _add_counts(counts, _wider(whole, width))
         if parts[0].every > 1:
-            _count_largest(counts, min(int(float(batch_amax) / float(width)), bins - 1))
+            last = min(int(float(batch_amax) / float(width)), bins - 1)
+            if counts[last] == 0:  # no sample held the largest magnitude; the number of values stays
+                counts[last] += 1
+                counts[counts.argmax()] -= 1
         held = self.counts.numpy()[0, :bins]
         held += counts
 
@@ -307,13 +310,6 @@ def _add_counts(counts: NDArray[np.int64], found: NDArray[np.int64]) -> None:
     counts[: inside.size] += inside
     if found.size > counts.size:
         counts[-1] += found[counts.size :].sum()
-
-
-def _count_largest(counts: NDArray[np.int64], last: int) -> None:
-    """Count the largest magnitude, in bin `last`, if no sample held it; the number of values stays."""
-    if counts[last] == 0:
-        counts[last] += 1
-        counts[counts.argmax()] -= 1
 
 
 def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:

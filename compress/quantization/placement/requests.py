@@ -36,18 +36,13 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
     for rule in spec.rules:
         if not any(_matches(rule, own) for own in names.values()):
             known = sorted(set().union(*names.values()))
-            hint = _inside_leaf(rule.match, view) or _hint(rule.match, known)
             raise QuantizationError(
-                f"quantization.rules: match {rule.match!r} matches no layer{hint}; "
+                f"quantization.rules: match {rule.match!r} matches no layer{_hint(rule.match, view, known)}; "
                 "`python -m compress inspect model` lists the names, and globs such as 'layer1.*' are allowed"
             )
-    ends = _ends(named) if spec.first_last_bits is not None else set()
+    weighted = [node for node in named if node.kind in WEIGHTED] if spec.first_last_bits is not None else []
+    ends = {*weighted[:1], *weighted[-1:]}
     return {node: _settings(names.get(node, set()), spec, end=node in ends) for node in view.nodes}
-
-
-def _ends(nodes: list[Node]) -> set[Node]:
-    weighted = [node for node in nodes if node.kind in WEIGHTED]
-    return {weighted[0], weighted[-1]} if weighted else set()
 
 
 def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
@@ -74,14 +69,12 @@ def _matches(rule: Rule, names: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, rule.match) for name in names)
 
 
-def _hint(match: str, known: list[str]) -> str:
+def _hint(match: str, view: GraphView, known: list[str]) -> str:
+    leaf = next((leaf for leaf in view.leaves if match.startswith(f"{leaf.path}.")), None)
+    if leaf is not None:
+        return f" ({leaf.path} is kept whole and stays float: {leaf.reason})"
     inside = [name for name in known if name.startswith(f"{match}.")]
     return f", did you mean '{match}.*' ({len(inside)} layers)?" if inside else near_misses(match, known)
-
-
-def _inside_leaf(match: str, view: GraphView) -> str:
-    inside = next((leaf for leaf in view.leaves if match.startswith(f"{leaf.path}.")), None)
-    return f" ({inside.path} is kept whole and stays float: {inside.reason})" if inside else ""
 
 
 _FLOAT32_PRODUCT = (
@@ -135,7 +128,8 @@ def requests_of(
         if node.kind in table.stays_float and (node.shape is not None or node.path):
             found.refuse(node, f"{node.kind} stays float", _why_float(node, table.stays_float[node.kind]))
         return found
-    if node.kind == "mean" and not _is_spatial_mean(node):
+    over_image = bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
+    if node.kind == "mean" and not over_image:  # else a global average pool by another name
         return found
     if not own.enable:
         found.refuse(node, f"rule: {own.rule}", own.reason or "left float by the recipe")
@@ -246,28 +240,18 @@ def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
     end, activated = node, False
     while len(end.consumers) == 1:
         (consumer,) = end.consumers
-        norm = consumer.kind == "batch_norm" and not activated and _takes_norm(node)
-        fuses = _fuses(consumer, table) or (consumer.kind in PASSING and not consumer.converts) or norm
-        if not fuses and not _absorbs_add(node, end, consumer, table):
+        # a BatchNorm over the channels: that of a linear layer's tokens is over the tokens
+        of_channels = node.kind != "linear" or len(node.shape or ()) == 2
+        norm = consumer.kind == "batch_norm" and not activated and of_channels
+        clips = consumer.kind != "clamp" or consumer.low == 0.0 or not table.clips_at_zero
+        fuses = (consumer.kind in table.fuses and clips) or (consumer.kind in PASSING and not consumer.converts) or norm
+        absorbs = table.residual == "identity" and node is end and is_residual_add(consumer, table.residual_after)
+        if not fuses and not absorbs:
             break
         end, activated = consumer, activated or consumer.kind in table.fuses
         if end.kind == "add":
             return None
     return end
-
-
-def _takes_norm(node: Node) -> bool:
-    """True if a BatchNorm after a layer is over its channels: that of a linear layer's tokens is over the tokens."""
-    return node.kind != "linear" or len(node.shape or ()) == 2
-
-
-def _fuses(node: Node, table: TargetTable) -> bool:
-    return node.kind in table.fuses and (node.kind != "clamp" or node.low == 0.0 or not table.clips_at_zero)
-
-
-def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> bool:
-    """True if `consumer` is the add that the layer `node` fuses with where only one branch is quantized."""
-    return table.residual == "identity" and node is end and is_residual_add(consumer, table.residual_after)
 
 
 def _is_model_output(node: Node, table: TargetTable) -> bool:
@@ -285,11 +269,6 @@ def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
             return False
         tensor = tensor.tensors[0]
     return True
-
-
-def _is_spatial_mean(node: Node) -> bool:
-    """True if a mean is over the last two axes of an image: a global average pool by another name."""
-    return bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
 
 
 def _weight_site(node: Node, spec: WeightSpec, table: TargetTable) -> WeightSite:

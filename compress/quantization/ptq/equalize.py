@@ -60,11 +60,6 @@ def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
     weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
 
 
-def output_channels(layer: nn.Module) -> int:
-    weight = tensor_of(layer)
-    return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
-
-
 def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
     """Why a module cannot be rescaled alone, by path: its parameters are used elsewhere too, or read by the graph."""
     paths: dict[int, list[str]] = {}
@@ -87,7 +82,9 @@ def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
     for path in paths:
         layer: Any = graph_module.get_submodule(path)
         if layer.bias is None:
-            zeros = layer.weight.new_zeros(output_channels(layer))
+            weight = layer.weight
+            channels = weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+            zeros = weight.new_zeros(channels)
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
 
 

@@ -89,13 +89,11 @@ def signed_tensors(placement: Placement, spec: QuantSpec) -> list[str]:
 def lowest_expected(view: GraphView, seen: Mapping[str, tuple[float, float]], constant: Constant) -> dict[str, float]:
     """The value that each tensor is not expected below, if few integers are enough there, from (lowest, highest)."""
     flat = _flat_below(view, constant)
-    lowest = {name: max(_expected(*ends), flat.get(name, -math.inf)) for name, ends in seen.items()}
+    lowest = {  # other images are not expected below it
+        name: max(min(low - MARGIN * (high - low), -MARGIN * high), flat.get(name, -math.inf))
+        for name, (low, high) in seen.items()
+    }
     return {name: least for name, least in lowest.items() if 0 < -least < GAIN * seen[name][1]}
-
-
-def _expected(low: float, high: float) -> float:
-    """The value that other images are not expected below."""
-    return min(low - MARGIN * (high - low), -MARGIN * high)
 
 
 def _flat_below(view: GraphView, constant: Constant) -> dict[str, float]:

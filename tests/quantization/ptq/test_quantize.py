@@ -28,7 +28,6 @@ from compress import (
     quantize,
 )
 from compress.errors import CalibrationError, ExportError, QuantizationError
-from compress.quantization.calibration.calibrate import calibrate_weights
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import Comparison
 from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
@@ -170,7 +169,7 @@ def test_layerwise_sqnr_names_every_layer(qmodel):
 def test_weights_recalibrate_after_training(qmodel):
     with torch.no_grad():
         qmodel.fc.weight.mul_(3)
-    calibrate_weights(qmodel)
+    calibrate(qmodel, [X])
     torch.testing.assert_close(qmodel.fc.weight_quantizer.amax, qmodel.fc.weight.detach().abs().amax(1))
 
 
