@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import compress
 from analysis.common.study import command_line, gpu_software, listed, study_parser
 from analysis.engine_check.networks import NETWORKS
-from compress.audit.requirement import folded_names, lost_in_audit, lost_in_runtime
+from compress.audit.engine import folded_names, lost_in_audit, lost_in_runtime
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.files import write_text

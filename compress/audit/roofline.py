@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.audit.engine import EngineAudit
-from compress.audit.layer import AuditedLayer
-from compress.audit.layers import EIGHT_BITS
+from compress.audit.layers import EIGHT_BITS, AuditedLayer
 from compress.roofline_model import Device, Roofline, Row, find_device
 from compress.roofline_model.counting import Kernel
 from compress.roofline_model.model import row_under_roof

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from compress.audit.findings import unknown_part
+from compress.audit.engine import unknown_part
 from compress.cli.build import (
     ENGINE,
     BatchOption,

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from compress.audit.engine import EngineAudit
+from compress.audit.engine import EngineAudit, megabytes, unknown_part
 from compress.audit.files import audit_engine
-from compress.audit.findings import megabytes, unknown_part
 from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table

@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 from compress.data.preprocessing import Preprocessing
 from compress.errors import CompressWarning, ExportError
 from compress.export.casting import Ranges, cast_model
-from compress.export.cleanup import clean, pads_into_convolutions
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
-from compress.export.targets import finish_for, shape_for
+from compress.export.targets import clean, finish_for, pads_into_convolutions, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.files import replacing
 from compress.graph.compare import alone

@@ -1,24 +1,25 @@
 """Prepares a model for the exporter: BatchNorm is folded, and quantizers become the nodes that ONNX will hold.
 
 Integers of weights are computed here, from the float32 weight and the very scale that is written, so that the file
-holds exactly what fake quantization computed.
+holds exactly what fake quantization computed. Operations that an exporter does not know, or that an engine computes
+wrongly, become equivalent ones.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import Counter
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
-from compress.export.half import held_by_half
 from compress.export.names import INT4_KEY
-from compress.export.spelling import spell_plainly
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
@@ -26,9 +27,141 @@ from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.trace import trace
 from compress.onnx_graph.graph import free_name
+from compress.onnx_graph.window import AVERAGE_POOLS, MAX_POOLS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
 from compress.quantization.spec import MOST_BITS
+
+
+def half_or_more(scale: Tensor) -> Tensor:
+    """Round scales up where float16 is coarse, so that the scale of a nearly zero channel stays above zero."""
+    step = 2.0**-24  # the smallest float16, and the distance of those below 2**-14
+    return torch.where(scale < 2.0**-14, (scale / step).ceil() * step, scale)
+
+
+def held_by_half(scale: Tensor, precision: str, *, of_weight: bool) -> Tensor:
+    """Return a float32 scale in the form that a file gets, so that a cast of the file to a precision changes nothing.
+
+    A scale that float16 does not hold stays as it is, and its pair float32. For weights all are held: the integers
+    follow the scale.
+    """
+    if precision == "fp32":
+        return scale
+    if precision == "bf16":
+        return scale.bfloat16().float()
+    held = (half_or_more(scale) if of_weight else scale).half().float()
+    fine = held.isfinite() & ((held - scale).abs() <= 2.0**-10 * scale)
+    return torch.where(fine | (held.isfinite() & of_weight), held, scale)
+
+
+def half_scale(scale: Tensor, name: str) -> Tensor:
+    """A scale in float16; `name` is the quantizer's, for the message."""
+    written = scale.half()
+    if not bool((torch.isfinite(written) & (written > 0)).all()):
+        raise ExportError(
+            f"{name}: a scale of {scale.min().item():.3g} to {scale.max().item():.3g} is zero or infinite in float16; "
+            "export with precision fp32, or leave the layer float"
+        )
+    return written
+
+
+_MAX_POOLS: dict[int, type[nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d]] = {
+    1: nn.MaxPool1d,
+    2: nn.MaxPool2d,
+    3: nn.MaxPool3d,
+}
+_AVERAGES = (F.avg_pool2d, F.avg_pool3d)
+
+
+class _LogSigmoid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return log_sigmoid(x)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log(sigmoid(x)); ONNX Runtime cuts off the sigmoid at -18, and its logarithm has no tail there."""
+    return -F.softplus(-x)
+
+
+def avg_pool(
+    x: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Return an average with a divisor of its own as a product: torch's exporter leaves `divisor_override` out.
+
+    The arguments are those of `F.avg_pool2d` and `F.avg_pool3d`; `count_include_pad` has no effect where there is a
+    divisor.
+    """
+    pool = AVERAGE_POOLS[x.dim() - 2]
+    stride = kernel_size if stride is None else stride
+    if divisor_override is None:
+        averaged: Tensor = pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        return averaged
+    if ceil_mode:
+        raise ExportError(
+            "an average pooling has divisor_override and ceil_mode: ONNX has no such form; pad it instead"
+        )
+    window = (kernel_size,) * (x.dim() - 2) if isinstance(kernel_size, int) else kernel_size
+    averaged = pool(x, kernel_size, stride, padding)
+    return averaged * (math.prod(window) / divisor_override)
+
+
+class _AvgPool(nn.Module):
+    def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d) -> None:
+        super().__init__()
+        self.window, self.stride, self.padding = layer.kernel_size, layer.stride, layer.padding
+        self.ceil_mode, self.divisor = layer.ceil_mode, layer.divisor_override
+
+    def forward(self, x: Tensor) -> Tensor:
+        return avg_pool(x, self.window, self.stride, self.padding, self.ceil_mode, divisor_override=self.divisor)
+
+
+def spell_plainly(model: nn.Module) -> None:
+    """Replace what an exporter does not know or an engine computes wrongly, in place.
+
+    RReLU becomes LeakyReLU of the mean slope, adaptive maxima over equal windows become plain ones, average pooling
+    with a divisor of its own an average and a product, and LogSigmoid minus a Softplus.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.LogSigmoid):
+            model.set_submodule(name, _LogSigmoid())
+        if isinstance(module, nn.RReLU):
+            model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
+        if isinstance(module, (nn.AvgPool2d, nn.AvgPool3d)) and module.divisor_override is not None:
+            model.set_submodule(name, _AvgPool(module))
+    if isinstance(model, fx.GraphModule):
+        for node in list(model.graph.nodes):
+            if node_kind(node) == "adaptive_max_pool":
+                _spell_pool(model, node)
+            if node.target is F.logsigmoid:
+                node.target = log_sigmoid
+            if node.target in _AVERAGES and (len(node.args) > 6 or node.kwargs.get("divisor_override") is not None):
+                node.target = avg_pool
+                node.kwargs = {("x" if name == "input" else name): value for name, value in node.kwargs.items()}
+        model.recompile()
+
+
+def _spell_pool(model: fx.GraphModule, node: fx.Node) -> None:
+    """Make a max pooling of an adaptive one, which torch 2.11 does not export, unless windows differ in size."""
+    source = node.all_input_nodes[0]
+    before, after = source.meta.get("shape"), node.meta.get("shape")
+    if before is None or after is None or len(before) != len(after) or len(after) - 2 not in _MAX_POOLS:
+        return
+    sizes = list(zip(before[2:], after[2:], strict=True))
+    if any(size % windows for size, windows in sizes):
+        return
+    window = tuple(size // windows for size, windows in sizes)
+    users = [other for other in model.graph.nodes if other.op == "call_module" and other.target == node.target]
+    if users == [node]:  # its name stays that of the file's node
+        model.set_submodule(str(node.target), _MAX_POOLS[len(window)](window))
+    else:
+        node.op, node.target = "call_function", MAX_POOLS[len(window)]
+        node.args, node.kwargs = (source, window), {}
 
 
 def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32") -> nn.Module:

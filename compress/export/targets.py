@@ -1,11 +1,20 @@
-"""The passes over a quantized file that its target needs, in order: one list for exported models and users' files."""
+"""The passes over a file: those for all, which tidy torch's ONNX, and those that its target needs, in order.
+
+One list serves exported models and users' files.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from compress.export.names import INT4_KEY, added_tensor
+from compress.export.names import INT4_KEY, added_tensor, node_name, tensor_name
 from compress.export.onnxruntime import bounded_softmaxes, clips_apart, integer_biases, repeat_pairs, room_for_biases
 from compress.export.openvino import (
     batches_kept,
@@ -21,7 +30,129 @@ from compress.export.openvino import (
     strides_kept,
     zero_points_into_biases,
 )
-from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph, opset_of
+from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, replace_attributes
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def clean(proto: onnx.ModelProto) -> None:
+    """Tidy a model in place; what it computes stays the same."""
+    graph = proto.graph
+    _global_average_pools(graph)
+    averages_without_padding(graph)
+    _rename_nodes(graph)
+    for node in graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for tensor in graph.initializer:
+        tensor.doc_string = ""
+    del graph.metadata_props[:]
+    del graph.value_info[:]  # engines infer shapes themselves; stale symbolic ones can contradict them
+    drop_unread(graph)
+
+
+def averages_without_padding(graph: onnx.GraphProto) -> None:
+    """Let averages over images without padding count what is there, which is the same in torch and in ONNX.
+
+    A window that reaches over the edge (`ceil_mode`) is divided by its part in the image. ONNX Runtime's integer kernel
+    divides by the whole window if padding is to be counted (1.31).
+    """
+    for node in graph.node:
+        over_the_edge = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0)
+        if over_the_edge and not any(attribute(node, "pads", [])):
+            replace_attributes(node, count_include_pad=None)
+
+
+def _rename_nodes(graph: onnx.GraphProto) -> None:
+    """Name nodes after the module that they come from, and inner tensors after the node that writes them."""
+    seen: Counter[tuple[str, str]] = Counter()
+    renamed: dict[str, str] = {}
+    fixed = {value.name for value in graph.output}
+    for node in graph.node:
+        origin = _module_path(node), node.op_type
+        node.name = node_name(*origin, seen[origin])
+        seen[origin] += 1
+        for i, output in enumerate(node.output):
+            if output and output not in fixed:
+                renamed[output] = tensor_name(node.name, i)
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+
+
+def _module_path(node: onnx.NodeProto) -> str:
+    for prop in node.metadata_props:
+        if prop.key == _SCOPES:
+            scopes = ast.literal_eval(prop.value)
+            return str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
+    return ""
+
+
+def _global_average_pools(graph: onnx.GraphProto) -> None:
+    """Turn a ReduceMean over the last two axes of an image into GlobalAveragePool, which engines fuse and quantize."""
+    view = OnnxGraph(graph)
+    for node in graph.node:
+        axes = view.array(node.input[1]) if node.op_type == "ReduceMean" and len(node.input) == 2 else None
+        # torch writes adaptive pooling in this form, and only that of images
+        if axes is not None and attribute(node, "keepdims", 1) == 1 and sorted(axes.tolist()) == [-2, -1]:
+            node.op_type = "GlobalAveragePool"
+            del node.input[1:]
+            del node.attribute[:]
+
+
+Values = Callable[[str], NDArray[Any] | None]
+
+
+def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) -> int:
+    """Remove every Pad by zeros of which all consumers are convolutions, which pad in its place; return the number.
+
+    Frameworks that pad unevenly ("same" padding at stride 2, as TensorFlow) write a Pad before the convolution, which
+    engines run in float. ONNX's Conv pads each side by itself, and a padded zero is exact on every grid. `value`
+    returns a constant by name; None reads initializers and Constant nodes.
+    """
+    view = OnnxGraph(proto.graph)
+    results = {tensor.name for tensor in proto.graph.output}
+
+    def removed(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        consumers = view.consumers.get(node.output[0], []) if node.op_type == "Pad" else []
+        amounts = _amounts(node, value or view.array) if consumers else None
+        fits = amounts is not None and node.output[0] not in results
+        if amounts is None or not fits or not all(_pads_itself(c, node.output[0], len(amounts)) for c in consumers):
+            return None
+        for conv in consumers:
+            own = attribute(conv, "pads", [0] * len(amounts))
+            replace_attributes(conv, auto_pad=None, pads=[int(a + b) for a, b in zip(own, amounts, strict=True)])
+            conv.input[0] = node.input[0]
+        return []
+
+    return view.rewrite(removed)
+
+
+def _amounts(node: onnx.NodeProto, value: Values) -> list[int] | None:
+    """Return what a Pad adds to the spatial axes, in the order of Conv's `pads`; None if it pads anything else."""
+    names = [name for name in node.input[1:] if name]
+    constants = [value(name) for name in names]
+    if attribute(node, "mode", b"constant") != b"constant" or any(c is None for c in constants) or len(names) > 2:
+        return None
+    given = constants[0] if constants else attribute(node, "pads", None)
+    filling = constants[1] if len(constants) > 1 else attribute(node, "value", 0.0)
+    if given is None or (filling is not None and getattr(filling, "size", 1) != 1) or float(filling or 0) != 0:
+        return None
+    amounts = [int(amount) for amount in given]
+    rank = len(amounts) // 2
+    outside = [amounts[i] for i in (0, 1, rank, rank + 1)] if rank > 2 else [1]
+    if any(outside) or min(amounts) < 0:
+        return None
+    return [*amounts[2:rank], *amounts[rank + 2 :]]
+
+
+def _pads_itself(node: onnx.NodeProto, source: str, sides: int) -> bool:
+    """Return True if a node is a convolution of a tensor with padding that is given in numbers."""
+    if node.op_type != "Conv" or node.input[0] != source or list(node.input).count(source) != 1:
+        return False
+    automatic = attribute(node, "auto_pad", b"NOTSET")
+    own = attribute(node, "pads", None)
+    return automatic in {b"NOTSET", b"VALID"} and (own is None or len(own) == sides)
 
 
 def shape_for(proto: onnx.ModelProto, target: str) -> None:

@@ -29,8 +29,8 @@ from onnx.shape_inference import InferenceError
 
 from compress.engines.base import Arrays, library_errors
 from compress.errors import QuantizationError
-from compress.export.cleanup import pads_into_convolutions
 from compress.export.names import added_tensor
+from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, oriented_product
 from compress.onnx_graph.graph import (

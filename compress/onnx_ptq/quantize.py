@@ -21,9 +21,8 @@ from torch import nn
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, Casting, types_of
-from compress.export.cleanup import averages_without_padding
 from compress.export.names import TARGET_KEY
-from compress.export.targets import finish_for, shape_for
+from compress.export.targets import averages_without_padding, finish_for, shape_for
 from compress.onnx_graph.graph import drop_unread
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs

@@ -25,8 +25,8 @@ from torch import Tensor
 from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
-from compress.export.half import half_or_more, half_scale, held_by_half
 from compress.export.names import INT4_KEY, added_tensor
+from compress.export.prepare import half_or_more, half_scale, held_by_half
 from compress.files import replacing
 from compress.onnx_graph.graph import constant_tensor, consumed_as, drop_unread
 from compress.onnx_ptq.index import Index, Types

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compress.audit.engine import EngineAudit
-from compress.audit.findings import Finding
-from compress.audit.layer import AuditedLayer
+from compress.audit.engine import EngineAudit, Finding
+from compress.audit.layers import AuditedLayer
 from compress.errors import RunError
 from compress.measure.end_to_end import EndToEnd
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from compress.audit.findings import unknown_part
+from compress.audit.engine import unknown_part
 from compress.records.rows import EngineRow
 from compress.report.blocks import Block, Bullets, Details, Table, Text, code, number, table
 from compress.support.text import display, in_bytes

@@ -14,8 +14,8 @@ from torch import nn
 import compress
 from analysis.engine_check.run import ask
 from compress.errors import ExportError
-from compress.export.cleanup import pads_into_convolutions
 from compress.export.openvino import zero_points_into_biases
+from compress.export.targets import pads_into_convolutions
 from compress.export.tensorrt import scales_on_outputs
 from compress.measure.layer_parity import layer_parity
 from compress.quantization.spec import TARGETS

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from compress.audit.engine import EngineAudit, audit_listing
+from compress.audit.engine import EngineAudit, audit_listing, folded_names, unmet_by_audit, unmet_by_runtime
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx, sparse_nodes
-from compress.audit.requirement import folded_names, unmet_by_audit, unmet_by_runtime
 from compress.engines import build_engine
 from compress.errors import AuditError, EngineError
 from compress.pipeline.run import Run

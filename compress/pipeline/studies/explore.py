@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compress.audit.engine import EngineAudit, audit_listing
-from compress.audit.nvidia import parse_build_log
+from compress.audit.files import parse_build_log
 from compress.audit.roofline import engine_roofline, int8_choices
 from compress.engines import build_engine
 from compress.engines.tensorrt.build import build_tensorrt

@@ -18,10 +18,9 @@ from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
 from compress import audit_onnx, build_tensorrt, load_recipe
-from compress.audit.engine import audit_listing
-from compress.audit.nvidia import parse_build_log
+from compress.audit.engine import audit_listing, unmet_by_audit
+from compress.audit.files import parse_build_log
 from compress.audit.onnx import audit_sparsity
-from compress.audit.requirement import unmet_by_audit
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
 from compress.recipe.files import recipe_names
