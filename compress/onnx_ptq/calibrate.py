@@ -19,10 +19,23 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, DeadTensorError
-from compress.onnx_ptq.blocked import BLOCKS, Blocked, BlockedSamples, BlockedSession, blocked_session, with_block
 from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
-from compress.onnx_ptq.passes import Piece, Plan, in_order, independent, one_image, pieces, plan_for
+from compress.onnx_ptq.passes import (
+    BLOCKS,
+    Blocked,
+    BlockedSamples,
+    BlockedSession,
+    Piece,
+    Plan,
+    blocked_session,
+    in_order,
+    independent,
+    one_image,
+    pieces,
+    plan_for,
+    with_block,
+)
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
 from compress.quantization.calibration.calibrate import raised_ranges

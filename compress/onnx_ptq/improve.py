@@ -29,8 +29,7 @@ from compress.onnx_ptq.to_torch.builder import Place
 from compress.onnx_ptq.to_torch.network import Converted, compare_network, converted
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.guard import kept
-from compress.quantization.ptq.improve import smoothed
+from compress.quantization.ptq.improve import kept, smoothed
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of

@@ -35,20 +35,22 @@ from compress.quantization.placement.decisions import ActivationSite, Placement,
 from compress.quantization.placement.place import place
 from compress.quantization.placement.view import Node
 from compress.quantization.ptq.bias_correction import Window, certain_shift, mean_inputs
-from compress.quantization.ptq.channel_scales import (
+from compress.quantization.ptq.on_images import (
     ChannelScale,
     Consumer,
     Group,
     choose_scales,
     convolve,
     groups_of,
+    lowest_expected,
     poor_products,
     products_of,
     scaling_note,
+    signed_tensors,
+    spread,
     with_scale,
 )
 from compress.quantization.ptq.walk import IMAGES
-from compress.quantization.ptq.zero_points import lowest_expected, signed_tensors, spread
 from compress.quantization.spec import QuantSpec, Rule
 
 T = TypeVar("T")

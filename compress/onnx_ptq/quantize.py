@@ -36,11 +36,16 @@ from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_f
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.write import insert_pairs, save_model
 from compress.quantization.calibration.calibrate import check_batches
-from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
-from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.decisions import (
+    Placement,
+    around_closed,
+    closed_branches,
+    concats_apart,
+    shared_tensors,
+)
 from compress.quantization.placement.place import place
-from compress.quantization.ptq.channel_scales import looks_at_layers
-from compress.quantization.ptq.guard import methods
+from compress.quantization.ptq.improve import methods
+from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, Rule, check_quant_spec

@@ -10,7 +10,7 @@ import torch
 
 from compress.kernels.histogram import KINDS, SOURCE, compile_cuda, compiler
 from compress.quantization.calibration import histogram
-from compress.quantization.calibration.amax import row_amax
+from compress.quantization.calibration.histogram import row_amax
 
 CPU = torch.device("cpu")
 BINS, START = 300, 64

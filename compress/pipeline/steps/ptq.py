@@ -17,7 +17,7 @@ from compress.pipeline.run import Run, stem
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.block_graph import typical_block
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.guard import methods, without
+from compress.quantization.ptq.improve import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target

@@ -22,23 +22,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
-from compress.quantization.calibration.amax import (
-    NEAR_TIE,
-    as_rows,
-    check_percentile,
-    entropy_amax,
-    mse_amax,
-    percentile_amax,
-    row_amax,
-)
 from compress.quantization.calibration.histogram import (
     BINS,
     MAX_BINS,
+    NEAR_TIE,
     Counted,
     Histogram,
     Sample,
+    as_rows,
+    check_percentile,
     drawn_from,
+    entropy_amax,
+    mse_amax,
+    percentile_amax,
     raise_amax,
+    row_amax,
 )
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.spec import LEAST_BITS, MOST_BITS, ActivationSpec, CalibratorName, WeightSpec

@@ -16,25 +16,30 @@ from compress.graph.inputs import Batches, Inputs, as_inputs, device_of, model_i
 from compress.graph.ops import Watching
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
-from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
-from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.decisions import (
+    Placement,
+    around_closed,
+    closed_branches,
+    concats_apart,
+    shared_tensors,
+)
 from compress.quantization.placement.insert import insert_placed, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.ptq.channel_scales import looks_at_layers
-from compress.quantization.ptq.guard import (
+from compress.quantization.ptq.improve import (
     FirstBatches,
     before_calibration,
     check_shapes,
     compare_ranges,
     default_ranges,
     guarded,
+    improve,
     kept,
     methods,
+    needs_data_twice,
+    smoothed,
 )
-from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
-from compress.quantization.ptq.scale_channels import Scaled, scale_channels
+from compress.quantization.ptq.on_images import Scaled, looks_at_layers, place_on_images, scale_channels
 from compress.quantization.ptq.walk import some_of
-from compress.quantization.ptq.zero_points import place_on_images
 from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress

@@ -19,7 +19,7 @@ from compress.graph.inputs import Batches, Inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.guard import kept
+from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of

@@ -20,7 +20,7 @@ from compress.errors import QuantizationError
 from compress.graph.inputs import Batches, Inputs
 from compress.graph.layers import layers
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.guard import kept
+from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer

@@ -28,7 +28,7 @@ from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.placement.requests import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
-from compress.quantization.ptq.guard import kept
+from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule

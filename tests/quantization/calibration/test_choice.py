@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import entropy as scipy_entropy
 
 from compress.errors import CalibrationError
-from compress.quantization.calibration.amax import (
+from compress.quantization.calibration.calibrate import choose_together, on_host, together
+from compress.quantization.calibration.calibrators import make_calibrator
+from compress.quantization.calibration.histogram import (
     as_rows,
     entropy_amax,
     kl_divergences,
@@ -18,8 +20,6 @@ from compress.quantization.calibration.amax import (
     percentile_amax,
     row_amax,
 )
-from compress.quantization.calibration.calibrate import choose_together, on_host, together
-from compress.quantization.calibration.calibrators import make_calibrator
 
 FAST = settings(max_examples=40)
 

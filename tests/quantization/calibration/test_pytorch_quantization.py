@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from compress.quantization.calibration.amax import as_rows, entropy_amax, mse_amax, percentile_amax, row_amax
 from compress.quantization.calibration.calibrators import make_calibrator
-from compress.quantization.calibration.histogram import BINS
+from compress.quantization.calibration.histogram import BINS, as_rows, entropy_amax, mse_amax, percentile_amax, row_amax
 
 calib = pytest.importorskip("pytorch_quantization.calib", reason="install the extra pytorch-quantization")
 from pytorch_quantization.calib import histogram as theirs  # noqa: E402

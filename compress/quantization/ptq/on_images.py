@@ -1,28 +1,45 @@
-"""What 8 bits cost the result of a layer, and a scale for each input channel where they cost much.
+"""What some images decide (`smooth: auto`): scales of channels, products that stay float, and zero points.
 
-The inputs of a layer are divided by s_j, and its weights of channel j are multiplied by s_j, as in SmoothQuant (Xiao et
-al., arXiv 2211.10438, section 4, equation 4), for convolutions too. The strength is the one with the smallest error of
-the layer's result on images that the ranges of the channels were not measured on.
+Where 8 bits cost the result of a layer much, its inputs are divided by s_j, and its weights of channel j are multiplied
+by s_j, as in SmoothQuant (Xiao et al., arXiv 2211.10438, section 4, equation 4), for convolutions too. The strength is
+the one with the smallest error of the layer's result on images that the ranges of the channels were not measured on. In
+torch models the division is in the parameters of what makes the tensor; `onnx_ptq.on_images` does the same to files.
+
+Negative values that images have decide whether integers without a sign begin below zero.
 """
 
 from __future__ import annotations
 
 import glob
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
+from compress.graph.canonical import canonical_graph
+from compress.graph.compare import Reference
+from compress.graph.functional import constant_value, is_constant
+from compress.graph.inputs import Inputs
+from compress.graph.ops import Watching, node_kind, node_module
+from compress.graph.traits import PASSING
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import POOR_PRODUCT, Placement
+from compress.quantization.placement.insert import read_fx
+from compress.quantization.placement.place import place
+from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.ptq.equalize import scale_inputs, scale_outputs, shared_parameters
 from compress.quantization.ptq.smoothquant import smoothing_scale
+from compress.quantization.ptq.walk import on_images, tensors_of
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
 
 T = TypeVar("T")
@@ -313,3 +330,216 @@ def _rounded(x: Tensor, amax: Tensor, signed: bool, lowest: float = 0.0) -> Tens
 def _noise(wanted: Tensor, found: Tensor, axes: tuple[int, ...]) -> Tensor:
     """The mean over rows, or images, of the squared error over the squared result."""
     return ((found - wanted).pow(2).sum(axes) / wanted.pow(2).sum(axes).clamp_min(1e-12)).mean()
+
+
+Image = TypeVar("Image")
+
+Constant = Callable[[Node, Node], Tensor | None]
+"""The other operand of a sum or product (first) with a tensor (second), if it is a constant."""
+
+LOOKED_AT = 16
+"""Images whose values decide about zero points and biases."""
+MARGIN = 1 / 16
+"""Share of the range that is left for images that were not looked at."""
+GAIN = 0.75
+"""Largest share of the negative range in the positive one for which a zero point is worth it."""
+
+
+def place_on_images(
+    graph_module: fx.GraphModule, spec: QuantSpec, batches: Sequence[Any], *, all_reduce: bool = False
+) -> Placement:
+    """Decide where quantizers are placed in a float graph (`place`), with zero points from images."""
+    view = read_fx(graph_module)
+    placement = place(view, spec)
+    tensors = frozenset(signed_tensors(placement, spec))
+    if not tensors or not batches:
+        return placement
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+
+    def ranges(images: Sequence[tuple[Tensor, ...]]) -> dict[str, tuple[float, float]]:
+        found: dict[str, tuple[float, float]] = {}
+
+        def look(name: str, x: Tensor) -> None:
+            if x.numel():
+                low, high = found.get(name, (math.inf, -math.inf))
+                found[name] = min(low, float(x.min())), max(high, float(x.max()))
+
+        for image in spread(images):
+            Watching(graph_module, tensors, look).run(*image)
+        return found
+
+    def constant(user: Node, node: Node) -> Tensor | None:
+        operands = nodes[user.name].args
+        others = [each for each in operands if each is not nodes[node.name]]
+        if len(operands) != 2 or len(others) != 1 or not is_constant(others[0]):
+            return None
+        value = constant_value(graph_module, others[0]) if isinstance(others[0], fx.Node) else others[0]
+        return torch.as_tensor(value).detach().float().cpu()
+
+    seen = on_images(ranges, graph_module, batches, all_reduce=all_reduce) or {}
+    return place(view, spec, lowest_expected(view, seen, constant))
+
+
+def spread(images: Sequence[Image]) -> Sequence[Image]:
+    """Return at most `LOOKED_AT` images, evenly spread."""
+    return images[:: -(-len(images) // LOOKED_AT)]
+
+
+def signed_tensors(placement: Placement, spec: QuantSpec) -> list[str]:
+    """The tensors with a sign that may have a zero point: none where specification or target has none."""
+    if not looks_at_layers(spec) or not TABLES[placement.target].zero_points:
+        return []
+    signed = [site for site in placement.activations if site.format.signed and not site.format.lowest]
+    return list(dict.fromkeys(tensor for site in signed for tensor, _ in site.edges))
+
+
+def lowest_expected(view: GraphView, seen: Mapping[str, tuple[float, float]], constant: Constant) -> dict[str, float]:
+    """The value that each tensor is not expected below, if few integers are enough there, from (lowest, highest)."""
+    flat = _flat_below(view, constant)
+    lowest = {  # other images are not expected below it
+        name: max(min(low - MARGIN * (high - low), -MARGIN * high), flat.get(name, -math.inf))
+        for name, (low, high) in seen.items()
+    }
+    return {name: least for name, least in lowest.items() if 0 < -least < GAIN * seen[name][1]}
+
+
+def _flat_below(view: GraphView, constant: Constant) -> dict[str, float]:
+    """The tensors whose values below one, which is below 0, make no difference to any operation that consumes them."""
+    flat = dict[Node, float]()
+    for node in reversed(view.nodes):
+        flat[node] = min((_flat_for(node, user, flat[user], constant) for user in node.consumers), default=-math.inf)
+    return {node.name: least for node, least in flat.items() if -math.inf < least < 0}
+
+
+def _flat_for(node: Node, user: Node, result: float, constant: Constant) -> float:
+    """The value below which one consumer is flat; `result` is that of the consumer's own result."""
+    if user.kind in PASSING or (user.traits.free and user.traits.category == "movement"):
+        return result
+    if user.kind not in ("add", "mul"):
+        return user.traits.flat_below
+    value = constant(user, node)
+    if value is None or not value.numel() or not bool(value.isfinite().all()):
+        return -math.inf
+    if user.kind == "add":
+        return float((result - value).min())
+    return float((result / value).min()) if bool((value > 0).all()) else -math.inf
+
+
+_THROUGH = PASSING | {"relu", "leaky_relu"}
+"""Operations that a positive factor for each channel passes."""
+_POOLS = frozenset({"max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool"})
+"""Those that it passes where channels are the second axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Result of `scale_channels`: the model (the caller's own if nothing was scaled), rules for products, and notes."""
+
+    model: nn.Module
+    rules: tuple[Rule, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@torch.no_grad()
+def scale_channels(
+    model: nn.Module, example_inputs: Inputs, batches: Sequence[Any], spec: QuantSpec, *, all_reduce: bool = False
+) -> Scaled:
+    """Scale channels of a copy of a float model, and choose products that stay float, as rank 0 does."""
+    if not batches:
+        return Scaled(model=model)
+    graph_module = canonical_graph(model, example_inputs, fold=False)
+    view = read_fx(graph_module)
+    placement = place_on_images(graph_module, spec, batches, all_reduce=all_reduce)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    layers = _Layers(graph_module)
+    groups = [
+        group for group in groups_of(view, placement, layers.plain) if layers.producer(nodes[group.tensor], group)
+    ]
+    products = products_of(view, placement)
+    if not groups and not products:
+        return Scaled(model=model)
+    choose = partial(_chosen, graph_module, groups, products, spec)
+    scales, rules = on_images(choose, graph_module, batches, all_reduce=all_reduce) or ({}, ())
+    if not scales:
+        return Scaled(model=model, rules=rules)
+    reference = Reference.of(model, example_inputs)
+    for tensor, scale in scales.items():
+        group = next(group for group in groups if group.tensor == tensor)
+        device = layers.module(group.layers[0].path).weight.device
+        producer, factor = layers.producer(nodes[tensor], group), scale.scale.to(device)
+        if producer is not None:
+            producer(1 / factor)
+            for layer in group.layers:
+                scale_inputs(layers.module(layer.path), factor)
+    reference.check(graph_module, "scaling channels")
+    return Scaled(model=graph_module, rules=rules, notes=scaling_note(list(scales.values())))
+
+
+def _chosen(
+    graph_module: fx.GraphModule,
+    groups: Sequence[Group],
+    products: Sequence[Node],
+    spec: QuantSpec,
+    images: Sequence[tuple[Tensor, ...]],
+) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
+
+    def watch(names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], Mapping[str, Tensor]]:
+        return partial(tensors_of, graph_module, frozenset(names))
+
+    scales = choose_scales(groups, images, spec, watch=watch, consumer=partial(_consumer, graph_module))
+    return {group.tensor: scale for group, scale in scales}, poor_products(products, images, spec, watch=watch)
+
+
+def _consumer(graph_module: fx.GraphModule, layer: Node) -> Consumer:
+    module: Any = graph_module.get_submodule(layer.path)
+    weight, groups = module.weight.detach().float().cpu(), getattr(module, "groups", 1)
+    if layer.kind == "linear":
+        return Consumer(weight=weight, groups=1, compute=lambda x, w: x @ w.T)
+    return Consumer(weight=weight, groups=groups, compute=convolve(module.stride, module.dilation, groups))
+
+
+class _Layers:
+    """Which layers and normalizations of a graph can be rescaled."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self.calls = Counter(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module")
+        self.shared = shared_parameters(graph_module)
+
+    def module(self, path: str) -> Any:
+        return self.graph_module.get_submodule(path)
+
+    def plain(self, node: Node) -> bool:
+        return self._alone(node.path)
+
+    def _alone(self, path: str) -> bool:
+        own = self.calls[path] == 1 and path not in self.shared
+        return own and not parametrize.is_parametrized(self.module(path))
+
+    def producer(self, node: fx.Node, group: Group) -> Callable[[Tensor], None] | None:
+        """What multiplies the channels of a tensor by factors (C,), where it is made; None if nothing can."""
+        if len(node.users) != len(group.layers):
+            return None
+        through = _THROUGH | _POOLS if group.convolution else _THROUGH
+        while node_kind(node) in through:
+            (node, *more) = node.all_input_nodes
+            if more or len(node.users) != 1:
+                return None
+        kind = node_kind(node)
+        if node.op != "call_module" or not self._alone(str(node.target)):
+            return None
+        module: Any = node_module(node)
+        if kind in (("conv", "conv_transpose") if group.convolution else ("linear",)):
+            return partial(scale_outputs, module)
+        rank = len(group.layers[0].inputs[0].shape or ())
+        norms = {"batch_norm": group.convolution or rank == 2, "layer_norm": not group.convolution}
+        one_axis = len(getattr(module, "normalized_shape", (1,))) == 1
+        if norms.get(kind, False) and one_axis and isinstance(getattr(module, "weight", None), Tensor):
+            return partial(_scale_norm, module)
+        return None
+
+
+def _scale_norm(module: Any, factor: Tensor) -> None:
+    module.weight.mul_(factor)
+    if getattr(module, "bias", None) is not None:
+        module.bias.mul_(factor)
