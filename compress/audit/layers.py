@@ -86,19 +86,19 @@ class EngineTensor:
     strides: tuple[int, ...] = ()
     rows: int | None = 1
 
-    def elements(self, batch: int = 1) -> int | None:
-        """The elements in memory for `batch` images, with padded channels; None if the rows are unknown."""
+    def elements(self) -> int | None:
+        """The elements in memory for an image, with padded channels; None if the rows are unknown."""
         if self.rows is None and (-1 in self.shape or not self.shape):
             return None
-        shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
+        shape = [(self.rows or 1) if size < 0 else size for size in self.shape]
         if len(shape) >= 3:
             step = _channel_step(self.format)
             shape[1] = -(-shape[1] // step) * step
         return math.prod(shape)
 
-    def bytes(self, batch: int = 1) -> float | None:
+    def bytes(self) -> float | None:
         """The bytes in memory; None if the type or the number of elements is unknown."""
-        size, elements = TYPE_BYTES.get(self.dtype), self.elements(batch)
+        size, elements = TYPE_BYTES.get(self.dtype), self.elements()
         return None if size is None or elements is None else elements * size
 
 
@@ -200,8 +200,8 @@ def weight_of(layer: EngineLayer) -> EngineTensor | None:
     return max(found, key=lambda c: c.elements() or 0, default=None)
 
 
-def macs(layer: EngineLayer, batch: int = 1) -> int | None:
-    """The multiply-accumulates for `batch` images: 0 without a product, None if the weight is unknown."""
+def macs(layer: EngineLayer) -> int | None:
+    """The multiply-accumulates for an image: 0 without a product, None if the weight is unknown."""
     kind = operation(layer)
     if kind not in {"conv", "product"}:
         return None if kind == "other" else 0
@@ -210,7 +210,7 @@ def macs(layer: EngineLayer, batch: int = 1) -> int | None:
     out = layer.outputs[0]
     if -1 in out.shape and out.rows is None:
         return None
-    elements = math.prod(batch * (out.rows or 1) if size < 0 else size for size in out.shape)
+    elements = math.prod((out.rows or 1) if size < 0 else size for size in out.shape)
     if is_attention(layer):
         return _attention_macs(layer, elements)
     weight = weight_of(layer) or _weight_input(layer)

@@ -32,13 +32,13 @@ class LayerChoice:
         return self.int8_ms < self.fp16_ms
 
 
-def engine_roofline(audit: EngineAudit, *, device: str | Device, batch_size: int = 32, name: str = "") -> Roofline:
+def engine_roofline(audit: EngineAudit, *, device: str | Device, batch_size: int = 32) -> Roofline:
     """Compute the roofline of an engine's layers on a device: a name of `DEVICE_NAMES`, `machine`, or a `Device`."""
     found = find_device(device)
     most = max(audit.weighted, key=lambda layer: layer.macs or 0, default=None)
     precision = _device_precision(most.precision) if most else "fp32"
     return Roofline(
-        model=name or "engine",
+        model="engine",
         device=found,
         precision=precision,
         batch_size=batch_size,

@@ -1072,6 +1072,16 @@ def _moved(
     return made
 
 
+def _through(
+    c: _Converter, node: onnx.NodeProto, op: str, *constants: Array, last: bool = False, integers: bool, **options: Any
+) -> None:
+    """Add an operator of one tensor, in a layout, and of constants."""
+    result = node.output[0]
+    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
+    inputs = [c.get(node.input[0], last=last, integers=integers), *map(c.out.constant, constants)]
+    c.out.operator(op, inputs, [made], **options)
+
+
 def _axis(axis: int, rank: int, last: bool) -> int:
     return _PLACE[axis % rank] if last else axis % rank
 
@@ -1129,7 +1139,7 @@ def _split(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
 
 
 def _slice(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result = node.input[0], node.output[0]
+    source = node.input[0]
     shape, integers, last = c.shape(source), _keeps(c, node, [source]), c.is_last(source)
     starts, ends, axes, steps = (c.given(node, place) for place in range(1, 5))
     if starts is None or ends is None:
@@ -1142,25 +1152,22 @@ def _slice(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
             raise c.refusal(node, "with a negative step is not written")
         cut = slice(int(starts.reshape(-1)[i]), int(ends.reshape(-1)[i]), step)
         bounds[int(axis)] = list(cut.indices(shape[int(axis)]))
-    placed = [bounds[i] for i in _LAST] if last else bounds
-    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
-    inputs = [c.get(source, last=last, integers=integers), *(c.numbers([b[k] for b in placed]) for k in range(3))]
-    c.out.operator("STRIDED_SLICE", inputs, [made])
+    placed = np.asarray([bounds[i] for i in _LAST] if last else bounds, np.int32)
+    _through(c, node, "STRIDED_SLICE", *placed.T, last=last, integers=integers)
 
 
 def _gather(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result = node.input[0], node.output[0]
+    source = node.input[0]
     indices, axis = c.value(node.input[1]), int(attributes.get("axis", 0)) % len(c.shape(source))
     if indices is None:
         raise c.refusal(node, "with computed indices is not written")
     integers = _keeps(c, node, [source])
-    made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
     chosen = np.where(indices < 0, indices + c.shape(source)[axis], indices).astype(np.int32)
-    c.out.operator("GATHER", [c.get(source, last=False, integers=integers), c.out.constant(chosen)], [made], axis=axis)
+    _through(c, node, "GATHER", chosen, integers=integers, axis=axis)
 
 
 def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result, rank = node.input[0], node.output[0], len(c.shape(node.input[0]))
+    source, rank = node.input[0], len(c.shape(node.input[0]))
     pads, value, axes = (c.given(node, place) for place in range(1, 4))
     filling = 0.0 if value is None else float(value.reshape(-1)[0])
     mode = attributes.get("mode", "constant")
@@ -1170,9 +1177,8 @@ def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
     for i, axis in enumerate(range(rank) if axes is None else axes.reshape(-1)):
         ends[int(axis)] = pads.reshape(2, -1)[:, i]
     integers, last = _keeps(c, node, [source]), c.is_last(source)
-    made = _moved(c, node, result, c.shape(result), last=last, integers=integers)
-    inputs = [c.get(source, last=last, integers=integers), c.out.constant(ends[list(_LAST)] if last else ends)]
-    c.out.operator("PAD" if mode == "constant" else "MIRROR_PAD", inputs, [made])
+    placed = ends[list(_LAST)] if last else ends
+    _through(c, node, "PAD" if mode == "constant" else "MIRROR_PAD", placed, last=last, integers=integers)
 
 
 def _max_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1259,18 +1265,17 @@ def _length(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
 
 
 def _softmax(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, rank = node.input[0], len(c.shape(node.input[0]))
+    rank = len(c.shape(node.input[0]))
     axis = int(attributes.get("axis", -1)) % rank
     last = rank == 4 and axis == 1
     if axis != rank - 1 and not last:
         raise c.refusal(node, f"over axis {axis} of {rank} is not written; LiteRT's is over the last")
-    made = _moved(c, node, node.output[0], c.shape(source), last=last, integers=False)
-    op = "LOG_SOFTMAX" if node.op_type == "LogSoftmax" else "SOFTMAX"
-    c.out.operator(op, [c.get(source, last=last)], [made], **({"beta": 1.0} if op == "SOFTMAX" else {}))
+    op, options = ("SOFTMAX", {"beta": 1.0}) if node.op_type == "Softmax" else ("LOG_SOFTMAX", {})
+    _through(c, node, op, last=last, integers=False, **options)
 
 
 def _resize(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result = node.input[0], node.output[0]
+    source = node.input[0]
     shape, out = c.shape(source), c.shape(node.output[0])
     mode, kind = attributes.get("mode", "nearest"), attributes.get("coordinate_transformation_mode", "half_pixel")
     if len(shape) != 4 or shape[:2] != out[:2] or mode not in {"nearest", "linear"}:
@@ -1288,12 +1293,11 @@ def _resize(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     if any(abs(n * float(factor) - size) > 1e-3 for n, factor, size in sizes):
         raise c.refusal(node, "by a factor that makes no whole size is not in LiteRT; interpolate to a size")
     integers = mode == "nearest" and _keeps(c, node, [source])
-    made = _moved(c, node, result, out, last=True, integers=integers)
-    inputs = [c.get(source, last=True, integers=integers), c.numbers(out[2:])]
     options = {"alignCorners": kind == "align_corners", "halfPixelCenters": "half_pixel" in kind}
     if mode == "nearest":
         options = {"alignCorners": False, "halfPixelCenters": False}
-    c.out.operator("RESIZE_NEAREST_NEIGHBOR" if mode == "nearest" else "RESIZE_BILINEAR", inputs, [made], **options)
+    op = "RESIZE_NEAREST_NEIGHBOR" if mode == "nearest" else "RESIZE_BILINEAR"
+    _through(c, node, op, np.asarray(out[2:], np.int32), last=True, integers=integers, **options)
 
 
 def _depth_to_space(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1369,14 +1373,9 @@ def _normalized(
 
 
 def _expand(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    source, result, integers = node.input[0], node.output[0], _keeps(c, node, [node.input[0]])
-    times = c.given(node, 1) if node.op_type == "Tile" else None
-    made = _moved(c, node, result, c.shape(result), last=False, integers=integers)
-    read = [
-        c.get(source, last=False, integers=integers),
-        c.numbers(c.shape(result) if times is None else times.tolist()),
-    ]
-    c.out.operator("BROADCAST_TO" if times is None else "TILE", read, [made])
+    integers, times = _keeps(c, node, [node.input[0]]), c.given(node, 1) if node.op_type == "Tile" else None
+    sizes = np.asarray(c.shape(node.output[0]) if times is None else times, np.int32)
+    _through(c, node, "BROADCAST_TO" if times is None else "TILE", sizes, integers=integers)
 
 
 HANDLERS: dict[str, Handler] = {

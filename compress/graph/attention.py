@@ -100,8 +100,8 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     reason = _why_whole(node, module, arguments)
     if reason:
         return reason
-    path, heads, width = str(node.target), module.num_heads, module.head_dim
-    query, key, value = _projected(node, wrap)
+    path, heads = str(node.target), module.num_heads
+    query, key, value = _projected(node, wrap, arguments)
 
     def masked(scores: Any) -> fx.Proxy:
         for name in ("attn_mask", "key_padding_mask"):
@@ -113,7 +113,7 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         return _drop(node, weights, module.dropout) if module.dropout else weights
 
     tracer = query.tracer
-    y, weights = _attend(query, key, value, width**-0.5, masked, dropped)
+    y, weights = _attend(query, key, value, module.head_dim**-0.5, masked, dropped)
     y = y.transpose(1, 2).flatten(2)
     y = tracer.create_proxy("call_module", f"{path}.out_proj", (y,), {})
     if not module.batch_first:
@@ -132,11 +132,10 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     return ""
 
 
-def _projected(node: fx.Node, wrap: Wrap) -> tuple[Any, Any, Any]:
+def _projected(node: fx.Node, wrap: Wrap, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Query, key and value of each head, (N, heads, tokens, width): as torch, one layer for those of one tensor."""
     module: Any = node_module(node)
-    bound = inspect.signature(nn.MultiheadAttention.forward).bind(None, *node.args, **node.kwargs)
-    sources = [bound.arguments[name] for name in ("query", "key", "value")]
+    sources = [arguments[name] for name in ("query", "key", "value")]
     path, heads, width = str(node.target), module.num_heads, module.head_dim
     x, y, z = ((wrap(n) if module.batch_first else wrap(n).transpose(0, 1)) for n in sources)
 

@@ -34,7 +34,8 @@ def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = 
         if pair is None or node in keep:
             continue
         layer, norm = pair
-        _fold_into(node_module(layer), node_module(norm))
+        own: Any = node_module(norm)
+        _fold_statistics(node_module(layer), (own.running_mean, own.running_var, own.eps, own.weight, own.bias))
         node.replace_all_uses_with(layer)
         graph_module.graph.erase_node(node)
         folded.append(str(node.target))
@@ -202,10 +203,6 @@ def folded_parameters(
     if transposed:
         fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
     return fused, shift
-
-
-def _fold_into(layer: Any, norm: Any) -> None:
-    _fold_statistics(layer, (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias))
 
 
 def _fold_statistics(layer: Any, statistics: Statistics) -> None:

@@ -21,7 +21,8 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.write import save_model
 from compress.pipeline.folder import open_run
 from compress.plots.style import save_figure
-from compress.quantization.ptq.adaround import adaround
+from compress.quantization.ptq.adaround import Rounder
+from compress.quantization.ptq.walk import walk
 from compress.recipe.tree import parse_recipe
 from compress.training.log import write_log
 from tests.hostile.disk import read_only, room_for
@@ -73,7 +74,7 @@ def test_a_rounding_that_finds_no_room_is_learned_again(tmp_path):
     def rounded():
         torch.manual_seed(0)
         qmodel = compress.quantize(nn.Sequential(nn.Linear(8, 4)).eval(), x, [x])
-        adaround(qmodel, [x], spec=AdaRoundSpec(steps=2), folder=tmp_path)
+        walk(qmodel, [x], Rounder(AdaRoundSpec(steps=2), folder=tmp_path).visit, images=8)
         return qmodel.state_dict()["0.weight"]
 
     with room_for(100), pytest.raises(OSError, match=r"0\.safetensors"):

@@ -175,10 +175,10 @@ class Builder:
         return size if factor == 1 else self.call(operator.mul, size, factor)
 
 
-def axes_of(builder: Builder, node: onnx.NodeProto, place: int = 1) -> list[int] | None:
+def axes_of(builder: Builder, node: onnx.NodeProto) -> list[int] | None:
     """Return the axes of an operator, an attribute before opset 13 and an input after; None = all."""
-    if len(node.input) > place and node.input[place]:
-        return builder.whole(node.input[place])
+    if len(node.input) > 1 and node.input[1]:
+        return builder.whole(node.input[1])
     found = attribute(node, "axes", None)
     return None if found is None else [int(axis) for axis in found]
 

@@ -106,13 +106,12 @@ def mse_amax(
     num_bits: int = 8,
     unsigned: bool = False,
     start_bin: int = START_BIN,
-    stride: int = 1,
     tolerance: float = 0.0,
 ) -> Tensor:
     """The `amax` at which quantizing changes the values least, in mean square.
 
-    Every value counts as the centre of its bin, and the candidates are the centres of bins `start_bin`,
-    start_bin + stride, ... and of the last bin in use. Of candidates whose error is within `tolerance`, a share of the
+    Every value counts as the centre of its bin, and the candidates are the centres of bins from `start_bin`
+    to the last in use. Of candidates whose error is within `tolerance`, a share of the
     least, the smallest is chosen, so that values that differ in their last digits get the same range. Counts are
     (..., bins) with bin 0 at zero, `bin_width` and the result (...), float32.
     """
@@ -120,7 +119,7 @@ def mse_amax(
     live = live_bins(counts)
     weights = counts.reshape(-1, counts.shape[-1])[:, : int(live.max())].double()
     last = live.reshape(-1, 1) - 0.5
-    grid = torch.arange(weights.shape[1], dtype=torch.float64, device=counts.device)[start_bin::stride] + 0.5
+    grid = torch.arange(weights.shape[1], dtype=torch.float64, device=counts.device)[start_bin:] + 0.5
     grid = grid[_first_candidate(weights, grid, last, bound, tolerance) :]
     errors = _squared_errors(weights, grid[None], bound).masked_fill(grid > last, torch.inf)
     candidates = torch.cat([grid.expand(len(weights), -1), last], 1)
@@ -182,7 +181,6 @@ def entropy_amax(
     num_bits: int = 8,
     unsigned: bool = False,
     start_bin: int = START_BIN,
-    stride: int = 1,
 ) -> Tensor:
     """The `amax` that changes the distribution of magnitudes least.
 
@@ -190,7 +188,7 @@ def entropy_amax(
     threshold, in bins. If fewer are in use, nothing is clipped.
     """
     live = live_bins(counts).reshape(-1)
-    thresholds = torch.arange(int(live.max()) + 1, device=counts.device)[start_bin::stride]
+    thresholds = torch.arange(int(live.max()) + 1, device=counts.device)[start_bin:]
     chosen = live
     if len(thresholds):
         histogram = counts.reshape(-1, counts.shape[-1])[:, : max(2, int(live.max()))].double()

@@ -12,7 +12,7 @@ error on the calibration images does not decrease stays rounded to nearest. Anot
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,12 +30,11 @@ from compress.graph.modules import stored_name
 from compress.graph.ops import module_kind, node_kind, tensor_of
 from compress.kernels.memory_format import along_axis
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.ptq.walk import Visit, walk
+from compress.quantization.ptq.walk import Visit
 from compress.quantization.quantizer import weight_quantizer_of
-from compress.quantization.report import Rounding, placement_of
+from compress.quantization.report import Rounding
 from compress.quantization.spec import AdaRoundSpec
 from compress.support.progress import NoProgress, Progress
-from compress.support.validation import validate
 
 _IMAGES = 16
 """Images that are gathered from at a time."""
@@ -195,26 +194,6 @@ def learn_rounding(
             break  # every rounding has reached 0 or 1
         optimizer.step()
     return torch.addcmul(base, (soft_rounding(v) >= 0.5).to(base.dtype), free) * scale
-
-
-def adaround(
-    qmodel: fx.GraphModule,
-    batches: Iterable[Any],
-    *,
-    spec: AdaRoundSpec | None = None,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-) -> tuple[Rounding, ...]:
-    """Learn the rounding of the weights of every layer of a calibrated network, in graph order; in place; a row each.
-
-    In `folder` the rounding of each finished layer is saved: a run that is restarted with the same model, data and spec
-    goes on from there.
-    """
-    spec = spec or AdaRoundSpec()
-    validate(spec, AdaRoundSpec, section="quantization.adaround", error=QuantizationError)
-    worker = Rounder(spec, folder=folder, progress=progress, total=len(placement_of(qmodel).weights))
-    walk(qmodel, batches, worker.visit, images=spec.images)
-    return worker.finish()
 
 
 class Rounder:

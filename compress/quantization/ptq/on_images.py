@@ -83,7 +83,6 @@ class ChannelScale:
     """What a tensor is divided by, (C,), and the signals to noise of its consumers' results in 8 bits."""
 
     scale: Tensor
-    strength: float
     before_db: float
     after_db: float
 
@@ -252,7 +251,7 @@ def channel_scale(
     if after < before + GAIN_DB:
         return None
     scale = _scale(largest, inner, live, strength)
-    return ChannelScale(scale=scale, strength=strength, before_db=before, after_db=after)
+    return ChannelScale(scale=scale, before_db=before, after_db=after)
 
 
 def product_db(pairs: Sequence[tuple[Tensor, Tensor]], spec: ActivationSpec) -> float:

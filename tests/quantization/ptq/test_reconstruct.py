@@ -25,7 +25,7 @@ from compress import (
 from compress.errors import QuantizationError
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.ptq.adaround import (
-    adaround,
+    Rounder,
     beta_at,
     inverse_rounding,
     learn_rounding,
@@ -37,6 +37,7 @@ from compress.quantization.ptq.adaround import (
 from compress.quantization.ptq.bias_correction import expected_shift
 from compress.quantization.ptq.equalize import clipped_normal
 from compress.quantization.ptq.reconstruct import block_module, blocks, images_of_a_step
+from compress.quantization.ptq.walk import walk
 from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
 from compress.quantization.sensitivity.compare import sqnr
 from compress.support.progress import NoProgress
@@ -287,19 +288,19 @@ def test_goes_on_where_it_was_stopped(tmp_path):
         return quantize(network(), x[:2], [x], spec=QuantSpec(weights=WeightSpec(num_bits=3), activations=FINE))
 
     whole = fresh()
-    adaround(whole, [x], spec=spec)
+    walk(whole, [x], Rounder(spec).visit, images=32)
     stopped = fresh()
     with pytest.raises(KeyboardInterrupt):
-        adaround(stopped, [x], spec=spec, folder=tmp_path, progress=Stopping(4))
+        walk(stopped, [x], Rounder(spec, folder=tmp_path, progress=Stopping(4)).visit, images=32)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert len(written) == 4
     resumed = fresh()
-    adaround(resumed, [x], spec=spec, folder=tmp_path)
+    walk(resumed, [x], Rounder(spec, folder=tmp_path).visit, images=32)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
     (tmp_path / "conv1.safetensors").write_bytes(b"torn")
     with pytest.raises(QuantizationError, match="remove it"):
-        adaround(fresh(), [x], spec=spec, folder=tmp_path)
+        walk(fresh(), [x], Rounder(spec, folder=tmp_path).visit, images=32)
 
 
 def test_zeros_stay_zeros():
