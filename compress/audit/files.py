@@ -234,7 +234,6 @@ def _value(text: str) -> Any:
 
 
 def _names_of_log(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The network's inputs and outputs, from `I/O Tensors` or `Bindings:`."""
     io = [line.partition("Name: ")[2].partition(", IOMode: ") for line in block if ", IOMode: " in line]
     if io:
         inputs, outputs = (
@@ -287,7 +286,6 @@ def _all_tensors(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 def _names_of_json(
     document: Mapping[str, Any], layers: Sequence[EngineLayer]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The network's inputs and outputs, from `I/O Tensors` or `Bindings`."""
     named = [t for t in document.get("I/O Tensors") or () if isinstance(t, dict) and "Name" in t]
     if named:
         by_mode = {
@@ -299,7 +297,6 @@ def _names_of_json(
 
 
 def engine_layer(row: Mapping[str, Any]) -> EngineLayer:
-    """Make a layer from its keys and values."""
     weights = row.get("Weights")
     weights = weights if isinstance(weights, Mapping) else {}
     sparse = row.get("HasSparseWeights", row.get("AllowSparse"))
@@ -389,7 +386,6 @@ def _tensor(item: Mapping[str, Any]) -> EngineTensor:
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Dimensions; None if they are not a list of whole numbers."""
     if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
         return None
     return tuple(value)

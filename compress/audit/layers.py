@@ -97,7 +97,6 @@ class EngineTensor:
         return math.prod(shape)
 
     def bytes(self) -> float | None:
-        """The bytes in memory; None if the type or the number of elements is unknown."""
         size, elements = TYPE_BYTES.get(self.dtype), self.elements()
         return None if size is None or elements is None else elements * size
 
@@ -106,7 +105,6 @@ _WIDE = {"two": 2, "four": 4, "eight": 8, "sixteen": 16, "thirty-two": 32}
 
 
 def _channel_step(text: str) -> int:
-    """The number of channels that a format stores together."""
     match = re.search(r"channel % (\d+)", text)
     if match:
         return int(match[1])

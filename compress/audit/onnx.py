@@ -278,7 +278,6 @@ def _transposes(name: str, view: OnnxGraph) -> int:
 
 
 def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
-    """The type of the integers that a DequantizeLinear reads."""
     source = view.array(node.input[0])
     if source is None and len(node.input) > 2:
         source = view.array(node.input[2])  # the zero point has the same type

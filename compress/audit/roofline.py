@@ -28,7 +28,6 @@ class LayerChoice:
 
     @property
     def int8_pays(self) -> bool:
-        """True if INT8 has the lower bound of time."""
         return self.int8_ms < self.fp16_ms
 
 

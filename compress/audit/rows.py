@@ -111,7 +111,6 @@ def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
 
 
 def _most_written(layer: EngineLayer, known: _Rows) -> float:
-    """The largest number of elements that a layer can write."""
     steps, read = fused_steps(layer.name), list(_open(layer.inputs))
     if not steps or set(steps) & _GROWS or not read or operation(layer) == "product":
         return math.inf

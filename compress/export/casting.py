@@ -458,7 +458,6 @@ class _Caster:
         return f"a constant is too small for {self.name}: {name} of at most {largest:.3g} keeps {db:.0f} dB"
 
     def _divided(self, node: onnx.NodeProto) -> bool:
-        """Return True if an operation divides by a result."""
         waiting, seen = list(node.output), set[str]()
         while waiting:
             name = waiting.pop()

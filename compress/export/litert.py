@@ -80,7 +80,6 @@ def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 
 
 
 def convert(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> bytes:
-    """Return the bytes of a LiteRT file of a model whose inputs have the given sizes; see `export_litert`."""
     for name, size in sizes.items():
         if min(size, default=1) < 1:
             raise ExportError(
@@ -91,7 +90,6 @@ def convert(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> bytes
 
 
 def schema() -> ModuleType:
-    """Return the flatbuffer schema of the runtime."""
     try:
         from ai_edge_litert import schema_py_generated  # optional: the extra `litert`
     except ImportError as error:
@@ -341,7 +339,6 @@ class _Converter:
         return found if found.kind in "iub" else np.dtype(np.float32)
 
     def cast(self, source: int, dtype: np.dtype[Any]) -> int:
-        """The tensor itself, or one of that type made from it."""
         tensor, kind = self.out.graph.tensors[source], self.out.types[dtype]
         if tensor.type == kind:
             return source
@@ -1054,7 +1051,6 @@ def _erf(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
 
 
 def _keeps(c: _Converter, node: onnx.NodeProto, names: Sequence[str]) -> bool:
-    """True if an operator that only moves elements moves integers; its result has their scales."""
     if not c.integers(*names) or not all(c.scales[names[0]].same(c.scales[name]) for name in names):
         return False
     for result in node.output:
@@ -1065,7 +1061,6 @@ def _keeps(c: _Converter, node: onnx.NodeProto, names: Sequence[str]) -> bool:
 def _moved(
     c: _Converter, node: onnx.NodeProto, result: str, shape: Sequence[int], *, last: bool, integers: bool
 ) -> int:
-    """The tensor that an operator which moves elements writes."""
     kept = c.scales[result] if integers else None
     made = c.new(node.name or result, c.placed(shape, last), kept, c.dtype(result))
     c.forms[result, last, integers] = made
@@ -1247,7 +1242,6 @@ def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
 
 
 def _axes(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> tuple[list[int], bool]:
-    """(Axes of a reduction, True if they stay as 1)."""
     rank, given = len(c.shape(node.input[0])), c.given(node, 1)
     axes = [int(a) % rank for a in (attributes.get("axes", ()) if given is None else given.reshape(-1))]
     every = [] if attributes.get("noop_with_empty_axes") else list(range(rank))
@@ -1255,7 +1249,6 @@ def _axes(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
 
 
 def _length(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    """ReduceL2, the root of the sum of squares."""
     source, result, shape = node.input[0], node.output[0], c.shape(node.input[0])
     axes, keep = _axes(c, node, attributes)
     squares, total = c.new(f"{node.name}/squares", shape), c.new(f"{node.name}/sum", c.shape(result))

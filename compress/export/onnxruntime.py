@@ -247,7 +247,6 @@ def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: O
 
 
 def _pads_within_range(node: onnx.NodeProto, view: OnnxGraph) -> bool:
-    """Return True for a Pad with zeros, or with values of the tensor itself."""
     if attribute(node, "mode", b"constant") != b"constant":
         return True
     value = view.array(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)

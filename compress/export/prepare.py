@@ -55,7 +55,6 @@ def held_by_half(scale: Tensor, precision: str, *, of_weight: bool) -> Tensor:
 
 
 def half_scale(scale: Tensor, name: str) -> Tensor:
-    """A scale in float16; `name` is the quantizer's, for the message."""
     written = scale.half()
     if not bool((torch.isfinite(written) & (written > 0)).all()):
         raise ExportError(
@@ -196,8 +195,6 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
 
 
 class _ByPosition(nn.Module):
-    """Takes by position what a model takes by keyword."""
-
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.names = model, names
@@ -207,7 +204,6 @@ class _ByPosition(nn.Module):
 
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str) -> nn.Module:
-    """Return the module that writes a quantizer into the file."""
     of_weight = name.endswith(".weight_quantizer")
     scale = held_by_half(quantizer.scale.detach(), precision, of_weight=of_weight)
     if of_weight:

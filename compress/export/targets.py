@@ -36,7 +36,6 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def clean(proto: onnx.ModelProto) -> None:
-    """Tidy a model in place; what it computes stays the same."""
     graph = proto.graph
     _global_average_pools(graph)
     averages_without_padding(graph)

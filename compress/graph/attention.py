@@ -172,7 +172,6 @@ def _projected(node: fx.Node, wrap: Wrap, arguments: dict[str, Any]) -> tuple[An
 
 
 def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Weights and biases of the projections of query, key and value."""
     if module._qkv_same_embed_dim:
         weights = list(module.in_proj_weight.chunk(3))
     else:

@@ -66,7 +66,6 @@ def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None
 
 
 def may_overwrite(node: fx.Node) -> bool:
-    """True if an operation may overwrite its first argument."""
     if node.op == "call_module":
         return bool(getattr(node_module(node), "inplace", False))
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
@@ -120,7 +119,6 @@ class _Watcher(_Runs):
         self.latest: dict[fx.Node, fx.Node] = {}
 
     def changed_inputs(self) -> list[fx.Node]:
-        """Placeholders whose tensors were changed."""
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]  # type: ignore[union-attr]
         return [node for node, copy in zip(placeholders, self.copies, strict=False) if _changes(copy)]
 
@@ -220,7 +218,6 @@ def _is_of(path: str, package: str) -> bool:
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:
-    """Refuse a weight that a hook computes before every call."""
     for hook in module._forward_pre_hooks.values():
         kind = type(hook).__module__
         if kind == "torch.nn.utils.prune":

@@ -122,7 +122,6 @@ def relative_error(reference: Any, result: Any) -> float:
 
 
 def same_results(reference: Any, result: Any) -> bool:
-    """True if two results of a model agree within `TOLERANCE`."""
     return relative_error(reference, result) <= TOLERANCE
 
 
@@ -162,7 +161,6 @@ class Reference:
         return 0.0 if error <= TOLERANCE or self._explained(rewritten) else error
 
     def check(self, rewritten: nn.Module, what: str) -> None:
-        """Refuse a rewritten network that computes something else."""
         error = self.difference(rewritten)
         if not error:
             return

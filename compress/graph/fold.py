@@ -159,7 +159,6 @@ def _channel_constant(
 
 
 def _is_trained(graph_module: fx.GraphModule, value: object) -> bool:
-    """Return True if a constant is computed from parameters."""
     if not isinstance(value, fx.Node):
         return False
     if value.op == "get_attr":

@@ -207,7 +207,6 @@ def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, 
 
 
 def _names(arguments: dict[str, Any]) -> dict[str, str]:
-    """Names that a weight and a bias have in the module that holds the weight."""
     weight, bias = arguments["weight"], arguments.get("bias")
     if weight.op != "get_attr":
         return {"weight": "weight", "bias": "bias"}

@@ -68,7 +68,6 @@ def run_with(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
 
 
 def each_input(function: Callable[[Tensor], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Apply a function to every input, and keep their names."""
     if isinstance(inputs, KeywordInputs):
         return KeywordInputs({name: function(x) for name, x in zip(inputs.names, inputs, strict=True)})
     return tuple(function(x) for x in inputs)
@@ -83,7 +82,6 @@ def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def shapes_text(inputs: tuple[Tensor, ...]) -> str:
-    """Names, shapes and types, for messages."""
     names = [f"{name} " for name in inputs.names] if isinstance(inputs, KeywordInputs) else [""] * len(inputs)
     return ", ".join(f"{name}{tuple(x.shape)} {x.dtype}" for name, x in zip(names, inputs, strict=True))
 
@@ -239,7 +237,6 @@ def first_inputs(
 
 
 def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
-    """The tensors of a mapping that are arguments of `forward`, in its order."""
     given = {name: value for name, value in batch.items() if name not in TARGET_KEYS and isinstance(value, Tensor)}
     known = _arguments(model)
     arguments = [name for name in known if name in given]

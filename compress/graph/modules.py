@@ -82,7 +82,6 @@ class Named(nn.Module):
 
 
 def stored_name(layer: nn.Module, name: str) -> str:
-    """Name in the state_dict of a layer's `weight` or `bias`."""
     return str(layer.names[name]) if isinstance(layer, Named) else name
 
 

@@ -163,7 +163,6 @@ def altered(module: nn.Module) -> str:
 
 
 def calls_alike(one: type[nn.Module], other: type[nn.Module]) -> bool:
-    """True if calls of two classes of layers run the same methods."""
     names = ("__call__", "forward", "_conv_forward", "_output_padding")
     return all(getattr(one, name, None) is getattr(other, name, None) for name in names)
 
@@ -215,7 +214,6 @@ def tensor_of(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
-    """The parameter, buffer or other attribute at a dotted path of a module."""
     value: Any = module
     for name in path.split("."):
         value = getattr(value, name)

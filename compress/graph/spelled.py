@@ -221,7 +221,6 @@ def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _arranged(graph: fx.Graph, value: Any, axes: Axes) -> Any:
-    """Return a tensor with its axes in another order, and with axes of size 1."""
     order = [axis for axis in axes if axis is not None]
     if order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]:
         value = graph.call_method("transpose", (value, -2, -1))

@@ -576,7 +576,6 @@ _MAKERS = frozenset({torch.ones, torch.zeros, torch.full, torch.arange, torch.li
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first `count` arguments of a `forward` after self; those of `*args` are numbered."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind in positional][:count]

@@ -88,8 +88,6 @@ def from_pytorch_quantization(model: nn.Module, example_inputs: Inputs) -> fx.Gr
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
-    """Format and range of one of their quantizers."""
-
     format: QuantFormat
     amax: Tensor
 

@@ -146,7 +146,6 @@ def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
 
 
 def tensor_names(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors of a graph and of all graphs in it."""
     found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
     for node in graph.node:
         found.update(name for name in (*node.input, *node.output) if name)
@@ -173,7 +172,6 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """Return the value of a node's attribute, or `default` if the node has no such attribute."""
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 

@@ -78,6 +78,5 @@ def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequ
 
 
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
-    """Return the attributes of a node by name, texts as `str`."""
     values = {own.name: helper.get_attribute_value(own) for own in node.attribute}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}

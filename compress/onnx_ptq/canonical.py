@@ -83,7 +83,6 @@ class _Opening:
         self.dtype: type[np.floating[Any]] = np.float16 if half else np.float32
 
     def rule(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        """Return the nodes that a fused one stands for; None if it is none."""
         rules: dict[str, Callable[[onnx.NodeProto], bool]] = {
             "FusedConv": self._layer,
             "FusedGemm": self._layer,
@@ -143,7 +142,6 @@ class _Opening:
         return True
 
     def _quick_gelu(self, node: onnx.NodeProto) -> bool:
-        """The product of x and sigmoid(alpha * x)."""
         factor, x = attribute(node, "alpha", 1.702), node.input[0]
         scaled = x
         if factor != 1.0:
@@ -247,7 +245,6 @@ def _read_small(source: SourceFile) -> None:
 
 
 def raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Return a model with a higher opset."""
     with library_errors(
         QuantizationError,
         f"{source.path} has opset {opset_of(proto)}, and what is asked for needs {opset}; it cannot be raised: ",
@@ -299,7 +296,6 @@ def open_einsums(source: SourceFile) -> int:
 
 
 def _kinds(source: SourceFile) -> dict[str, onnx.TypeProto.Tensor]:
-    """Return the types and shapes of tensors, with open sizes, where they are known."""
     with contextlib.suppress(InferenceError, ValueError):  # reported where shapes are needed
         proto = onnx.shape_inference.infer_shapes(without_weights(source.proto)).graph
         values = [helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in proto.initializer]

@@ -117,7 +117,6 @@ def check_precision(precision: str, allowed: Iterable[str]) -> None:
 
 
 def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[str]]:
-    """Return a copy of a file with the opset that a precision asks for, and sentences on that."""
     source = replace(source, proto=copied(source))
     name_nodes(source.proto.graph)
     notes = [*source.notes, *opened_fused(source)]
@@ -187,7 +186,6 @@ def _cast(
 
 
 def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
-    """Return the float32 tensors that ONNX Runtime can compute."""
     unknown, graph = unknown_to_runtime(source), source.proto.graph
     names = [value.name for value in graph.input]
     names += [name for node in graph.node if node.op_type != "Constant" for name in node.output]
@@ -197,7 +195,6 @@ def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
 
 
 def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Return tensors in parts that fit in memory."""
     parts: list[list[str]] = [[]]
     size = 0
     for name in tensors:
@@ -210,7 +207,6 @@ def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[li
 
 
 def _distance(exact: Arrays, made: SourceFile, casting: Casting, feed: Arrays) -> float | None:
-    """Return the signal to noise of the least float output; None if there is none to compare."""
     return min(_signal_to_noise(exact, made, casting, feed).values(), default=None)
 
 

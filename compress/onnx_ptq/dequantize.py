@@ -173,7 +173,6 @@ class _Lifting:
         return value is not None and (value.dtype.kind != "f" or bool((value >= 0).all()))
 
     def _kept(self, node: onnx.NodeProto, *names: str) -> dict[str, Any]:
-        """Return attributes that the float operator has too."""
         return {one.name: helper.get_attribute_value(one) for one in node.attribute if one.name in names or not names}
 
     def _operand(self, name: str, scale: str, zero: str, axis: int = 0) -> str:
@@ -440,7 +439,6 @@ def _three(names: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _unpacked(value: NDArray[Any], bits: int) -> NDArray[Any]:
-    """Return bytes along the last axis as numbers of 4 or 8 bits."""
     if bits == 8:
         return value
     return np.stack([value & 15, value >> 4], axis=-1).reshape(*value.shape[:-1], -1)

@@ -89,7 +89,6 @@ def improve_file(
 
 
 def tensors_of_feed(feed: Arrays, order: Iterable[str]) -> tuple[Tensor, ...]:
-    """Return the inputs of a batch in the order of the file, floats in float32."""
     found = [torch.from_numpy(np.asarray(feed[name])) for name in order]
     return tuple(x.float() if x.is_floating_point() else x for x in found)
 

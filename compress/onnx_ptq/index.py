@@ -83,14 +83,12 @@ class Index(OnnxGraph):
         return value
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
-        """Add an initializer, and return its name; see `OnnxGraph`."""
         name = super().add_constant(name, value)
         self.unchanging.add(name)
         self.fixed.add(name)
         return name
 
     def number(self, name: str) -> float | None:
-        """Return the one number that a constant holds; None if it is no such constant."""
         if name not in self.fixed or not name:
             return None
         value = self.value(name)
@@ -143,7 +141,6 @@ def _stays_small(node: onnx.NodeProto, feeds: dict[str, NDArray[Any]]) -> bool:
 def _evaluated(
     node: onnx.NodeProto, feeds: dict[str, NDArray[Any]], name: str, opset: dict[str, int]
 ) -> NDArray[Any] | None:
-    """Run one node on constants with ONNX's reference evaluator; None if it cannot."""
     inputs = [
         helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for k, v in feeds.items()
     ]
@@ -190,7 +187,6 @@ def infer(
 
 
 def elements(shape: tuple[int, ...] | None) -> int:
-    """Return the number of elements of a shape; 0 if it is not known."""
     return 0 if shape is None else math.prod(shape)
 
 

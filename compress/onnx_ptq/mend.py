@@ -99,7 +99,6 @@ def _network(
 
 
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
-    """Return a batch as tensors in the order of the file's inputs, and what follows them as it is."""
     if isinstance(batch, Mapping):
         batch = (*(batch[name] for name in order), *(v for k, v in batch.items() if k not in order))
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)

@@ -297,7 +297,6 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
 
 
 def _ranges(session: FloatSession, images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
-    """The lowest and the highest value of each tensor."""
     found: dict[str, tuple[float, float]] = {}
     for image in spread(images):
         for name, value in session.run(image).items():
@@ -411,7 +410,6 @@ def _place(reading: Reading, layer: Node) -> Place | None:
 
 
 def _window(node: onnx.NodeProto, kernel: tuple[int, ...]) -> Window | None:
-    """The window of a convolution; None of other layers."""
     if node.op_type != "Conv":
         return None
     rank = len(kernel)

@@ -110,7 +110,6 @@ class BlockedSession:
         self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def run(self, feeds: Arrays) -> dict[str, Any]:
-        """Return the tensors by name: arrays, and `Blocked` ones."""
         by_name = results_of(self._session, self._results, {k: v for k, v in feeds.items() if k in self._reads})
         results: dict[str, Any] = {name: feeds[name] for name in self._given}
         for name, result in self._names.items():
@@ -121,7 +120,6 @@ class BlockedSession:
 
 
 def with_block(values: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """Return results with another number of channels in a block."""
     return {k: replace(v, block=block) if isinstance(v, Blocked) else v for k, v in values.items()}
 
 
@@ -284,7 +282,6 @@ def images_of(feed: Arrays) -> int:
 
 
 def open_batch(value: onnx.ValueInfoProto) -> bool:
-    """Return True if an input takes any number of images."""
     dims = value.type.tensor_type.shape.dim
     return bool(dims) and not dims[0].HasField("dim_value")
 

@@ -57,7 +57,6 @@ Finder = Callable[[onnx.NodeProto, Index], Compound | None]
 
 
 def find_compounds(index: Index) -> list[Compound]:
-    """Return the compounds of a graph; no node is in two."""
     found: list[Compound] = []
     taken: set[str] = set()
     for node in index.graph.node:
@@ -335,7 +334,6 @@ class _Reader:
         self.add(made, *found.nodes)
 
     def _part(self, node: onnx.NodeProto, results: list[str]) -> None:
-        """A part of a tensor, as torch.fx has it: one operation without a shape that takes it apart, and its parts."""
         whole = f"parts of {node.input[0]}"
         if whole not in self.made:
             self.add(Node(name=whole, kind="split", inputs=(self.tensor(node.input[0]),)))

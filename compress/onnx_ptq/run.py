@@ -52,7 +52,6 @@ def unknown_to_runtime(source: SourceFile) -> dict[str, str]:
 
 
 def known_results(source: SourceFile) -> list[str]:
-    """Return the outputs of a graph that ONNX Runtime can compute."""
     unknown = unknown_to_runtime(source)
     return [value.name for value in source.proto.graph.output if value.name not in unknown]
 
@@ -132,7 +131,6 @@ class FloatSession:
 
 
 def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
-    """Run an ONNX Runtime session and return its results by name; CalibrationError if it fails."""
     shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
     with library_errors(CalibrationError, f"the network fails on a calibration batch of {shapes}: "):
         return dict(zip(names, session.run(names, feeds), strict=True))

@@ -72,7 +72,6 @@ class _Writer:
         self.shared: dict[Any, str] = {}
 
     def weight(self, site: WeightSite, weight: Weight, amax: Tensor) -> None:
-        """Put an integer constant and its DequantizeLinear in the place of a weight."""
         old = weight.node.input[weight.place]
         key = (old, weight.transposed, site.format, tuple(amax.reshape(-1).tolist()))
         if key not in self.shared:
@@ -234,7 +233,6 @@ def _weights_of_others(path: Path) -> set[Path]:
 
 
 def _weight_files(path: Path) -> set[Path]:
-    """Return the files that a model reads its weights from; none if there is no model."""
     try:
         return set(read_onnx(path).weight_files)
     except EngineError:

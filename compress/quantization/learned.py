@@ -55,7 +55,6 @@ def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *,
 
 
 def gradient_factor(quant_format: QuantFormat, elements: int) -> float:
-    """The factor g Qp of the gradient of a range that `elements` elements share."""
     return math.sqrt(quant_format.high / max(1, elements))
 
 
@@ -136,7 +135,6 @@ def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:
 
 
 def freeze_scales(qmodel: nn.Module) -> None:
-    """Make learned ranges fixed again, at what they have become; in place."""
     for name, quantizer in list(quantizers(qmodel)):
         if isinstance(quantizer, LearnedQuantizer):
             fixed = quantizer.frozen()

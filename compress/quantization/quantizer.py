@@ -239,7 +239,6 @@ def weight_quantizer_of(layer: Any) -> Quantizer:
 
 
 def can_quantize(module: nn.Module) -> str:
-    """Why a weighted layer cannot be quantized; "" when it can."""
     if isinstance(module, _QuantWeight):
         return "is quantized already"
     if altered(module):

@@ -290,14 +290,12 @@ def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:
 
 
 def quantized_graph(qmodel: nn.Module) -> fx.GraphModule:
-    """A quantized model as the graph that it is."""
     quantization_report_of(qmodel)
     assert isinstance(qmodel, fx.GraphModule)  # reports of quantized networks are attached to graphs
     return qmodel
 
 
 def calibration_of(qmodel: nn.Module) -> CalibrationReport:
-    """The ranges of a calibrated model."""
     found = quantization_report_of(qmodel).calibration
     if found is None:
         raise QuantizationError("the model is not calibrated: run compress.calibrate(qmodel, batches)")

@@ -92,7 +92,6 @@ class Builder:
         return self._made[name]
 
     def _fixed(self, name: str) -> NDArray[Any] | None:
-        """Return the value of a tensor that depends on neither activations nor the batch size."""
         value = self.index.value(name) if name in self.index.fixed else None
         if value is None or name in self.index.unchanging or self.wider is None:
             return value
@@ -111,7 +110,6 @@ class Builder:
         return self.graph.get_attr(key)
 
     def operand(self, name: str) -> Value:
-        """Return a tensor, or the number that a constant of one element is."""
         value = None if self.known(name) else self._fixed(name)
         number = float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
         if number is None or self.types.get(name) == onnx.TensorProto.BOOL:
@@ -158,7 +156,6 @@ class Builder:
         return [self._size(name, a, int(b)) for a, b in zip(here, after.reshape(-1), strict=True)]
 
     def whole(self, name: str) -> list[int]:
-        """Return the values of an integer tensor that does not depend on the batch."""
         found = self.integers(name)
         if not all(isinstance(size, int) for size in found):
             raise QuantizationError(f"tensor {name!r} depends on the batch size, where a fixed number is needed")

@@ -79,7 +79,6 @@ def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | No
 
 
 def converted(source: SourceFile, feed: Arrays) -> Converted:
-    """Convert a file in canonical form; see `from_onnx`."""
     index, shapes, types = inferred(source, feed)
     builder = _built(index, shapes, types, _wider(source, feed))
     network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
@@ -123,7 +122,6 @@ def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> B
 
 
 def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Value:
-    """Return the value of an operator, or a list of those of its outputs."""
     try:
         if compound is not None:
             return _compound(builder, compound)
@@ -151,7 +149,6 @@ def _compound(builder: Builder, found: Compound) -> Value:
 
 
 def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> None:
-    """Refuse a network that computes something else than its file."""
     names = [value.name for value in source.proto.graph.output]
     expected = FloatSession(source, names).run(feed)
     inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]

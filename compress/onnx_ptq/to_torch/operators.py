@@ -165,7 +165,6 @@ def written_layer_norm(b: Builder, found: Compound) -> Value:
 
 
 def plain_layer_norm(b: Builder, found: Compound) -> bool:
-    """Return True if a written LayerNorm is over the last axis."""
     node = found.nodes[0]
     shape = b.shapes.get(found.input)
     given = b.index.value(node.input[1]) if len(node.input) > 1 else attribute(node, "axes", None)
@@ -195,7 +194,6 @@ def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None
 
 
 def constant(b: Builder, name: str) -> Tensor:
-    """Return the value of a constant in float32."""
     value: NDArray[Any] | None = b.index.value(name) if name in b.index.unchanging else None
     if value is None:
         raise QuantizationError(f"its parameter {name!r} is computed when the file runs")

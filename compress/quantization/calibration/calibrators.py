@@ -121,7 +121,6 @@ class Calibrator(ABC):
         return self._largest() if self._read is None else self._read
 
     def _checked_largest(self) -> Tensor:
-        """The largest magnitude of each row, all finite and not all zero."""
         amax = self._seen()
         if amax is None:
             raise CalibrationError(

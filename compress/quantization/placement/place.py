@@ -286,7 +286,6 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
 
 
 def _common_spec(members: list[_Traced]) -> ActivationSpec:
-    """The widest bit width that any consumer asks for."""
     spec = max((item.spec for item in members), key=lambda s: s.num_bits)
     if any(item.spec.kind != spec.kind for item in members):
         consumers = ", ".join(dict.fromkeys(f"{item.layer.layer} ({item.spec.kind})" for item in members))

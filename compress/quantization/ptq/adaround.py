@@ -55,7 +55,6 @@ class Rows:
     bias: Tensor | None
 
     def outputs(self, weight: Tensor, chosen: Tensor) -> Tensor:
-        """The layer's outputs with `weight` at chosen rows, (chosen, outputs)."""
         groups, _, size = self.inputs.shape
         products = self.inputs[:, chosen] @ weight.reshape(groups, -1, size).mT
         flat = products.transpose(0, 1).flatten(1)
@@ -307,7 +306,6 @@ def _activation_after(node: fx.Node) -> str:
 
 
 def _refusal(this: Visit) -> str:
-    """Why a layer stays rounded to nearest; "" if its rounding can be learned."""
     if weight_quantizer_of(this.layer).format.kind != "int":
         return "FP8 steps are not evenly spaced: rounded to nearest"
     if parametrize.is_parametrized(this.layer):
@@ -316,7 +314,6 @@ def _refusal(this: Visit) -> str:
 
 
 def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
-    """A saved rounding, if it was learned from the same weights, scales, inputs and spec."""
     if path is None or not path.is_file():
         return None
     try:

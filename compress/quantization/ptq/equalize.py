@@ -260,7 +260,6 @@ def _fixed(node: fx.Node, fixed: Mapping[str, str]) -> str:
 
 
 def _spatial(mean: fx.Node, rank: int) -> bool:
-    """True if a mean is over axes after the channels only."""
     dims = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
     axes = (dims,) if isinstance(dims, int) else dims
     return isinstance(axes, (tuple, list)) and all(isinstance(d, int) and d % rank >= 2 for d in axes)

@@ -147,7 +147,6 @@ def choose_scales(
 def poor_products(
     products: Sequence[Node], images: Sequence[T], spec: QuantSpec, *, watch: Watch[T]
 ) -> tuple[Rule, ...]:
-    """Rules for the products whose results are poor in 8 bits: they stay float."""
     rules, asked = list[Rule](), spec.activations.resolved(whole=True)
     images = (images[1::2] or images)[:_PRODUCT_IMAGES]
     for part in _parts(products, lambda node: sum(map(_bytes, node.inputs))):
@@ -380,7 +379,6 @@ def place_on_images(
 
 
 def spread(images: Sequence[Image]) -> Sequence[Image]:
-    """Return at most `LOOKED_AT` images, evenly spread."""
     return images[:: -(-len(images) // LOOKED_AT)]
 
 

@@ -110,7 +110,6 @@ def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, lis
 
 
 def calibration_inputs(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
-    """Inputs of each batch, in the order of the graph's placeholders."""
     values = list(first_inputs(qmodel, batches, limit))
     if not values:
         raise CalibrationError("the walk got no images: `batches` was empty; give at least one batch")
@@ -198,7 +197,6 @@ def tensors_of(graph_module: fx.GraphModule, names: frozenset[str], inputs: tupl
 
 
 def _images(graph_module: fx.GraphModule, batches: Sequence[Any]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield single images, evenly spread over the batches."""
     places = [(batch, place) for batch in batches for place in range(_length(batch))]
     chosen = [places[i * len(places) // IMAGES] for i in range(IMAGES)] if len(places) > IMAGES else places
     for batch, start in chosen:

@@ -34,7 +34,6 @@ class Noise:
     noise: float = 0.0
 
     def add(self, signal: Any, value: Any) -> None:
-        """Add a tensor, or all tensors of a structure, and what became of it."""
         for exact, rounded in zip(flat_tensors(signal), flat_tensors(value), strict=True):
             self.signal += exact.double().square().sum().item()
             self.noise += (exact.double() - rounded.double()).square().sum().item()
@@ -94,7 +93,6 @@ def subset_of(placement: Placement) -> Subset:
 
 
 def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> object:
-    """Run a quantized graph with only `subset` of its quantizers on, without gradients."""
     with torch.no_grad():
         return Sides(qmodel, [subset]).run(*inputs)[0]
 

@@ -283,7 +283,6 @@ class _Work:
         return {layer: min(effect.noise, _MOST_NOISE) for layer, effect in effects.items()}
 
     def _needed(self, steps: list[_Step]) -> list[_Step]:
-        """The steps without those that are not needed, the dearest tried first."""
         if self.met(steps):
             for step in sorted(steps, key=lambda step: -step.cost):
                 rest = [other for other in steps if other is not step]
@@ -321,7 +320,6 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
 
 
 def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
-    """The specification with other formats everywhere, by name."""
     own = spec.activations.resolved(whole=False)
     names = {"max", "mse", "percentile"} - {own.calibrator, "mse" if own.kind == _FP8 else own.calibrator}
     found = {f"calibrator {name}": everywhere(spec, "activations", calibrator=name) for name in sorted(names)}

@@ -161,7 +161,6 @@ def mixed_spec(
 
 
 def format_rule(layer: str, name: str, settings: Mapping[str, Mapping[str, LayerSettings]]) -> Rule:
-    """The rule that gives a layer a format, whose settings are those of `mixed_spec`."""
     if name == FLOAT:
         return Rule(match=layer, enable=False)
     own = settings[name][layer]
@@ -172,8 +171,6 @@ Owner = TypeVar("Owner", QuantSpec, Rule)
 
 
 def everywhere(spec: QuantSpec, part: Literal["weights", "activations"], **changes: Any) -> QuantSpec:
-    """`spec` with changes of its weights or of its activations, in its rules too."""
-
     def changed(owner: Owner) -> Owner:
         own = getattr(owner, part)
         return replace(owner, **{part: replace(own, **changes)}) if own else owner
