@@ -26,8 +26,7 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
 from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.trace import trace
-from compress.onnx_graph.graph import free_name
-from compress.onnx_graph.window import AVERAGE_POOLS, MAX_POOLS
+from compress.onnx_graph.graph import AVERAGE_POOLS, MAX_POOLS, free_name
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
 from compress.quantization.spec import MOST_BITS

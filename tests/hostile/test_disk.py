@@ -21,7 +21,7 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.write import save_model
 from compress.pipeline.folder import open_run
 from compress.plots.style import save_figure
-from compress.quantization.ptq.adaround import Rounder
+from compress.quantization.ptq.rounding import Rounder
 from compress.quantization.ptq.walk import walk
 from compress.recipe.tree import parse_recipe
 from compress.training.log import write_log

@@ -16,8 +16,15 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import attribute
-from compress.onnx_graph.window import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, attributes_of, read_window
+from compress.onnx_graph.graph import (
+    AVERAGE_POOLS,
+    INTERPOLATIONS,
+    MAX_POOLS,
+    Window,
+    attribute,
+    attributes_of,
+    read_window,
+)
 from compress.onnx_ptq.read import Compound, Span
 from compress.onnx_ptq.to_torch.builder import Builder, Place, Size, Value, axes_of
 

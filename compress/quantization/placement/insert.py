@@ -20,7 +20,7 @@ from compress.graph.traits import WEIGHTED
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
-from compress.quantization.ptq.equalize import batchnorm_moments, ensure_biases, equalize, replace_relu6
+from compress.quantization.ptq.rescaling import batchnorm_moments, ensure_biases, equalize, replace_relu6
 from compress.quantization.quantizer import Quantizer, can_quantize, quantized_layer, weight_axis
 from compress.quantization.report import Prepared, QuantizationReport, QuantizedModule
 from compress.quantization.spec import QuantSpec, check_quant_spec

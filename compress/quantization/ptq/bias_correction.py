@@ -27,8 +27,8 @@ from compress.graph.ops import Watching, module_kind, node_kind, node_module, te
 from compress.graph.traits import TRAITS
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import fake_quantize
-from compress.quantization.ptq.equalize import propagate_moments, shared_parameters
 from compress.quantization.ptq.on_images import spread
+from compress.quantization.ptq.rescaling import propagate_moments, shared_parameters
 from compress.quantization.ptq.walk import Visit, on_images
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Correction, Moments, placement_of

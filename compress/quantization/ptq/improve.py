@@ -39,15 +39,14 @@ from compress.graph.inputs import (
 from compress.graph.ops import tensor_of
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrate import calibrating
-from compress.quantization.ptq.adaround import Rounder
 from compress.quantization.ptq.bias_correction import (
     IMAGES,
     correct_bias_analytic,
     correct_bias_means,
     correct_to_targets,
 )
-from compress.quantization.ptq.reconstruct import reconstruct
-from compress.quantization.ptq.smoothquant import smooth
+from compress.quantization.ptq.rescaling import smooth
+from compress.quantization.ptq.rounding import Rounder, reconstruct
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.report import (
     DEFAULT_CALIBRATOR,

@@ -37,8 +37,7 @@ from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.ptq.equalize import scale_inputs, scale_outputs, shared_parameters
-from compress.quantization.ptq.smoothquant import smoothing_scale
+from compress.quantization.ptq.rescaling import scale_inputs, scale_outputs, shared_parameters, smoothing_scale
 from compress.quantization.ptq.walk import on_images, tensors_of
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
 

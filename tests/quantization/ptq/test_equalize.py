@@ -13,17 +13,19 @@ import compress
 from compress import ActivationSpec, QuantSpec, WeightSpec, quantize, trace
 from compress.errors import CalibrationError, CheckpointError, QuantizationError
 from compress.graph.fold import fold_batchnorm
-from compress.quantization.ptq.equalize import (
+from compress.quantization.ptq.rescaling import (
     equalize,
     equalizing_scale,
+    find_norms,
     find_pairs,
     input_ranges,
     output_ranges,
     replace_relu6,
     scale_inputs,
     scale_outputs,
+    smooth,
+    smoothing_scale,
 )
-from compress.quantization.ptq.smoothquant import find_norms, smooth, smoothing_scale
 from compress.quantization.sensitivity.compare import sqnr
 from tests.networks import network, with_statistics
 from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide

@@ -24,9 +24,14 @@ from compress import (
 )
 from compress.errors import QuantizationError
 from compress.quantization.numerics import QuantFormat, quantize_tensor
-from compress.quantization.ptq.adaround import (
+from compress.quantization.ptq.bias_correction import expected_shift
+from compress.quantization.ptq.rescaling import clipped_normal
+from compress.quantization.ptq.rounding import (
     Rounder,
     beta_at,
+    block_module,
+    blocks,
+    images_of_a_step,
     inverse_rounding,
     learn_rounding,
     reconstruction_error,
@@ -34,9 +39,6 @@ from compress.quantization.ptq.adaround import (
     sampled_rows,
     soft_rounding,
 )
-from compress.quantization.ptq.bias_correction import expected_shift
-from compress.quantization.ptq.equalize import clipped_normal
-from compress.quantization.ptq.reconstruct import block_module, blocks, images_of_a_step
 from compress.quantization.ptq.walk import walk
 from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
 from compress.quantization.sensitivity.compare import sqnr

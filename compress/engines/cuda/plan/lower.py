@@ -32,7 +32,7 @@ from compress.engines.cuda.plan.steps import (
     Step,
 )
 from compress.engines.cuda.plan.view import View
-from compress.onnx_graph.window import read_window
+from compress.onnx_graph.graph import read_window
 
 Found = tuple[Step, int]
 

@@ -14,7 +14,7 @@ from compress.engines.cuda.plan.moving import padding_of
 from compress.engines.cuda.plan.quantizers import Grid, QuantizedConstant
 from compress.engines.cuda.plan.steps import NOTHING, Convolution, Epilogue, Linear, Padding, Product, Source
 from compress.engines.cuda.plan.view import View, number_of
-from compress.onnx_graph.window import read_window
+from compress.onnx_graph.graph import read_window
 
 _ALONE = frozenset({"Quantize", "Dequantize", "Activation"})
 
