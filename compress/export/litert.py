@@ -296,7 +296,7 @@ class _Converter:
             self.out.graph.inputs = [*(self.out.graph.inputs or ()), given]
             self.forms[name, False, False] = self.cast(given, self.dtype(name))
         for node in self.proto.graph.node:
-            if node.op_type != "Constant" and node.output[0] not in self.done and not self._is_constant(node):
+            if node.op_type != "Constant" and node.output[0] not in self.done and self.value(node.output[0]) is None:
                 self._node(node)
         for value in self.proto.graph.output:
             self.out.graph.outputs = [*(self.out.graph.outputs or ()), self._result(value.name)]
@@ -457,9 +457,6 @@ class _Converter:
         if name and found is None:
             raise self.refusal(node, f"reads {name!r}, which is computed and must be a constant here")
         return found
-
-    def _is_constant(self, node: onnx.NodeProto) -> bool:
-        return self.value(node.output[0]) is not None
 
     # -- integers ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from compress.graph.functional import is_constant
-from compress.graph.ops import node_kind
+from compress.graph.ops import node_kind, run_node
 
 V = TypeVar("V", bound=Hashable)
 
@@ -109,7 +109,7 @@ def _forward(made: Sequence[V], x: V, form: Form[V]) -> Spelled[V] | None:
 
 class _TorchForm:
     def __init__(self, graph_module: fx.GraphModule) -> None:
-        self._modules = dict(graph_module.named_modules())
+        self._root = graph_module
 
     def inputs(self, value: fx.Node) -> Sequence[fx.Node]:
         return value.all_input_nodes
@@ -128,12 +128,7 @@ class _TorchForm:
         env: dict[fx.Node, Any] = {x: AT.clone()}
         for value in values:
             args, kwargs = fx.node.map_arg((value.args, value.kwargs), env.__getitem__)
-            if value.op == "call_module":
-                env[value] = self._modules[str(value.target)](*args, **kwargs)
-            elif value.op == "call_method":
-                env[value] = getattr(args[0], str(value.target))(*args[1:], **kwargs)
-            else:
-                env[value] = value.target(*args, **kwargs)  # type: ignore[operator]
+            env[value] = run_node(self._root, value, args, kwargs)
         result = env[values[-1]]
         return result if isinstance(result, Tensor) and result.shape == AT.shape else None
 

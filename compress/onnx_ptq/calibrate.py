@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError, DeadTensorError
+from compress.errors import CalibrationError
 from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import (
@@ -38,7 +38,7 @@ from compress.onnx_ptq.passes import (
 )
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
-from compress.quantization.calibration.calibrate import raised_ranges
+from compress.quantization.calibration.calibrate import check_closed, raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Placement
@@ -97,9 +97,7 @@ def calibrate_graph(
         if images == 0:
             raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
         dead = _dead(watching, reading, placement)
-        closed = [name for name, calibrator in watching.items() if calibrator.only_zeros and name not in dead]
-        if closed and all(watching[name].seen for name in closed):
-            raise DeadTensorError(closed)
+        check_closed(watching, dead)
         live = [name for name in watching if name not in dead]
         amax = dict.fromkeys(dead, torch.ones(()))
         amax.update(zip(live, pool.map(lambda name: _chosen(name, watching[name]), live), strict=True))
@@ -124,7 +122,8 @@ def _batch_statistics(
         return
     watched = list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
     alone = one_image(source.proto, first)
-    tensors, size = dict.fromkeys([*watched, *results]), _bytes(reading, watched)
+    sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
+    tensors, size = dict.fromkeys([*watched, *results]), 4 * sum(sizes.get(name, 0) for name in watched)
     plan = plan_for(first, size, apart=alone is not None)
     session, blocked = _sessions(source, tensors, plan, _sampled_only(placement, watching))
     few = next(pieces([first], plan.images))
@@ -226,11 +225,6 @@ def _parts(
                 x = torch.from_numpy(array if array.dtype in _PLAIN else array.astype(np.float32)).reshape(-1)
                 found[site.name, tensor] = watch.part(x, start=start, total=total)
     return piece, found
-
-
-def _bytes(reading: Reading, tensors: Iterable[str]) -> int:
-    sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
-    return 4 * sum(sizes.get(name, 0) for name in tensors)
 
 
 def _weight_ranges(reading: Reading, placement: Placement) -> dict[str, Tensor]:

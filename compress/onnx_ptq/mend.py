@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.improve import file_names, for_network
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source
-from compress.onnx_ptq.quantize import scale_channels
+from compress.onnx_ptq.quantize import first_batch, scale_channels
 from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, Converted, converted
 from compress.quantization.ptq.on_images import looks_at_layers
@@ -65,9 +64,7 @@ def mend_onnx(
     original = load_source(path)
     order = [tensor.name for tensor in inputs_of_file(original)]
     data = [_in_order(batch, order) for batch in batches]
-    first = next(feeds(iter(data), inputs_of_file(original)), None)
-    if first is None:
-        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    first = first_batch(feeds(iter(data), inputs_of_file(original)))
     made, index, own = _network(original, first, data, spec)
     judged = data if images is None else [_in_order(batch, order) for batch in images]
     found = mend(

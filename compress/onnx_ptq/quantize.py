@@ -151,7 +151,7 @@ def _quantized(
     original = load_source(path, ops=ops)
     target = _target(original.path, out)
     pieces = feeds(batches, inputs_of_file(original))
-    first = _first(pieces)
+    first = first_batch(pieces)
     check_bounds(original, first)
     opset = max(_opset_for(spec, original), OPSETS.get(precision, 0), OPSET if trained else 0)
     source, notes = canonical(original, opset=opset)
@@ -231,18 +231,15 @@ def _some_of(
 
 
 def _placed(source: SourceFile, reading: Reading, first: Arrays, seen: list[Arrays], spec: QuantSpec) -> Placement:
-    apart = _apart(source, reading, place(reading.view, spec), first)
+    placement = place(reading.view, spec)
+    shared = shared_tensors(placement)
+    found = FloatSession(source, dict.fromkeys(shared)).run(first) if shared else {}
+    ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
+    apart = concats_apart(reading.view, placement, ranges)
     return place_on_images(source, reading, replace(spec, rules=(*apart, *spec.rules)), seen)
 
 
-def _apart(source: SourceFile, reading: Reading, placement: Placement, feed: Arrays) -> tuple[Rule, ...]:
-    shared = shared_tensors(placement)
-    found = FloatSession(source, dict.fromkeys(shared)).run(feed) if shared else {}
-    ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
-    return concats_apart(reading.view, placement, ranges)
-
-
-def _first(pieces: Iterator[Arrays]) -> Arrays:
+def first_batch(pieces: Iterator[Arrays]) -> Arrays:
     first = next(pieces, None)
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")

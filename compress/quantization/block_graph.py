@@ -164,7 +164,9 @@ def _box(members: list[fx.Node], inside: bool, block: str) -> Box:
     node, kind = members[0], node_kind(members[0])
     if kind == "quantizer":
         quantizer: Any = node_module(node)
-        return Box(title=_integers(quantizer), detail=_scale(quantizer), kind="quantizer", integers=True)
+        one = quantizer.ready and quantizer.amax.dim() == 0
+        scale = f"scale {quantizer.scale.item():.3g}" if one else "Q/DQ"
+        return Box(title=_integers(quantizer), detail=scale, kind="quantizer", integers=True)
     if kind in {"input", "output"}:
         return Box(title=kind, detail="", kind="outside")
     path = layer_name(node).removeprefix(f"{block}." if inside and block else "")
@@ -202,7 +204,3 @@ def _integers(quantizer: Quantizer) -> str:
         return spec.kind
     text = f"{'int' if spec.signed else 'uint'}{spec.num_bits}"
     return text + (" per channel" if spec.axis is not None else "")
-
-
-def _scale(quantizer: Quantizer) -> str:
-    return f"scale {quantizer.scale.item():.3g}" if quantizer.ready and quantizer.amax.dim() == 0 else "Q/DQ"

@@ -368,15 +368,13 @@ def _reshape(b: Builder, node: onnx.NodeProto) -> Value:
     sizes = b.integers(node.input[1])
     if not attribute(node, "allowzero", 0):
         shape = b.shapes[node.input[0]]
-        sizes = [_kept(b, node.input[0], i, shape[i]) if size == 0 else size for i, size in enumerate(sizes)]
+        for i, size in enumerate(sizes):
+            if size == 0:
+                sizes[i] = b.call("size", b.tensor(node.input[0]), 0) if i == 0 else shape[i]
     moving = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(moving) == 1 and -1 not in [size for size in sizes if isinstance(size, int)]:
         sizes[moving[0]] = -1
     return b.call(torch.reshape, b.tensor(node.input[0]), tuple(sizes))
-
-
-def _kept(b: Builder, name: str, axis: int, size: int) -> Size:
-    return b.call("size", b.tensor(name), 0) if axis == 0 else size
 
 
 def _flatten(b: Builder, node: onnx.NodeProto) -> Value:

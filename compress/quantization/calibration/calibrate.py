@@ -8,7 +8,7 @@ quantizer that no tensor passed, whose tensor held NaN, or whose tensor was zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -104,9 +104,7 @@ class _Network:
     def set_ranges(self, images: int) -> CalibrationReport:
         choose_together(self.watching.values())
         dead = _dead(self.view, self.watching)
-        closed = [name for name, calibrator in self.watching.items() if calibrator.only_zeros and name not in dead]
-        if closed and all(self.watching[name].seen for name in closed):
-            raise DeadTensorError(closed)
+        check_closed(self.watching, dead)
         for name, calibrator in self.watching.items():
             quantizer = self.activations[name]
             if name in dead:
@@ -141,6 +139,13 @@ def _dead(view: GraphView, watching: dict[str, Calibrator]) -> tuple[str, ...]:
         return ()
     dead = always_zero(view)
     return tuple(node.path for node in dead if node.path in zeros)
+
+
+def check_closed(watching: Mapping[str, Calibrator], dead: Collection[str]) -> None:
+    """Refuse tensors of zeros that the weights do not explain (DeadTensorError), if all of them were seen."""
+    closed = [name for name, calibrator in watching.items() if calibrator.only_zeros and name not in dead]
+    if closed and all(watching[name].seen for name in closed):
+        raise DeadTensorError(closed)
 
 
 def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:

@@ -430,7 +430,8 @@ class Histogram:
         counts = np.zeros(bins, np.int64)
         for part in parts:
             whole = part if isinstance(part, Counted) else _counted(part, width, bins)
-            _add_counts(counts, _wider(whole, width))
+            found, times = whole.counts, round(float(width / whole.width))  # a power of two: its division is exact
+            _add_counts(counts, found if times == 1 else np.add.reduceat(found, np.arange(0, found.size, times)))
         if parts[0].every > 1:
             last = min(int(float(batch_amax) / float(width)), bins - 1)
             if counts[last] == 0:  # no sample held the largest magnitude; the number of values stays
@@ -510,12 +511,6 @@ def _counted(sample: Sample, width: np.float32, most: int) -> Counted:
         counts *= sample.every
         counts += _count(sample.rest, float(width), bins).numpy()
     return Counted(counts=counts, width=width, amax=sample.amax, every=sample.every)
-
-
-def _wider(part: Counted, width: np.float32) -> NDArray[np.int64]:
-    """Counts in bins of `width`, the part's own or a power of two times as wide, by which division is exact."""
-    times = round(float(width / part.width))
-    return part.counts if times == 1 else np.add.reduceat(part.counts, np.arange(0, part.counts.size, times))
 
 
 def _add_counts(counts: NDArray[np.int64], found: NDArray[np.int64]) -> None:

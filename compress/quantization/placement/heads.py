@@ -49,14 +49,15 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
     means = {node for node in view.nodes if _is_expectation(node)}
     tail = _tail(view, means)
     finals = [node for node in view.nodes if node.kind in _CONVOLUTIONS and node in tail and node not in means]
-    finals = _whole(finals, view, tail)
+    inner = {node.path for node in view.nodes if node.path and node not in tail}
+    finals = [node for node in finals if node.path and node.path not in inner]  # others are called before layers too
     found |= {node: FloatPart("expectation stays float", _EXPECTATION) for node in means}
     sources = _sources(view, finals, tail)
     detects = bool(means) or _leads_apart(finals, sources) or _uses_anchors(view, finals, sources)
     if detects:
         decoding = [node for node in sources if node.kind in _DECODING and node.floating and node not in means]
         found |= {node: FloatPart("box decoding stays float", _BOXES) for node in decoding}
-    price = _share(finals, view)
+    price = sum(map(_macs, finals)) / (sum(map(_macs, view.nodes)) or 1)
     levels = {(node.shape or ())[2:] for node in finals}
     small = price < _MOST_OF_A_HEAD or len(levels) > 1
     if head == "float" or (detects and small and _has_trunk(view, finals)):
@@ -94,12 +95,6 @@ def _tail(view: GraphView, means: set[Node]) -> set[Node]:
     for node in reversed(view.nodes):
         leads[node] = any((user.kind in _LAYERS and user not in means) or leads[user] for user in node.consumers)
     return {node for node in view.nodes if not leads[node]}
-
-
-def _whole(finals: list[Node], view: GraphView, tail: set[Node]) -> list[Node]:
-    """Leave out layers that are called elsewhere too, where other layers follow."""
-    inner = {node.path for node in view.nodes if node.path and node not in tail}
-    return [node for node in finals if node.path and node.path not in inner]
 
 
 def _sources(view: GraphView, finals: list[Node], tail: set[Node]) -> dict[Node, frozenset[str]]:
@@ -143,11 +138,6 @@ def _is_affine(constant: Node, node: Node) -> bool:
     """True for one number a channel of an image, as a frozen BatchNorm has them; anchors differ by position."""
     rank, shape = len(node.shape or ()), constant.shape or ()
     return rank >= 4 and len(shape) in {rank - 1, rank} and math.prod(shape[2 - rank :]) == 1
-
-
-def _share(layers: list[Node], view: GraphView) -> float:
-    total = sum(_macs(node) for node in view.nodes)
-    return sum(map(_macs, layers)) / total if total else 0.0
 
 
 def _macs(node: Node) -> int:

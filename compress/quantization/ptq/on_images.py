@@ -274,7 +274,9 @@ def _measured(
     samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, lowest: float
 ) -> Callable[[Tensor], float]:
     """The signal to noise of the consumers' results as a function of the scale."""
-    x = _joined([sample.values for sample in samples])
+    x = [sample.values for sample in samples]
+    if x[0].ndim == 2 or len({values.shape for values in x}) == 1:
+        x = [torch.cat(x)]
     wanted = [[consumer.compute(part, consumer.weight) for part in x] for consumer in consumers]
     axes = (-1,) if x[0].ndim == 2 else tuple(range(1, x[0].ndim))
 
@@ -312,11 +314,6 @@ def _scale(largest: Tensor, inner: Tensor, live: Tensor, strength: float) -> Ten
     quiet = largest.clamp_min(float(largest[live].median()) / QUIET)
     scale = smoothing_scale(torch.where(live, quiet, 0.0), inner, strength)
     return torch.where(live, scale / scale[live].log().mean().exp(), 1.0)
-
-
-def _joined(samples: Sequence[Tensor]) -> list[Tensor]:
-    alike = samples[0].ndim == 2 or len({x.shape for x in samples}) == 1
-    return [torch.cat(list(samples))] if alike else list(samples)
 
 
 def _rounded(x: Tensor, amax: Tensor, signed: bool, lowest: float = 0.0) -> Tensor:

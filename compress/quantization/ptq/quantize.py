@@ -163,7 +163,8 @@ class _Work:
         ready, spec = done.model, replace(spec, rules=(*done.rules, *spec.rules))
         found = {t: self._inserted(ready, spec.for_target(t)) for t in targets}
         ranges = self.ranges.setdefault(before_calibration(spec), {})
-        with closed_branches(_inputs(found), *(quantization_report_of(made).placement for made in found.values())):
+        inputs = {node.name for made in found.values() for node in made.graph.nodes if node.op == "placeholder"}
+        with closed_branches(inputs, *(quantization_report_of(made).placement for made in found.values())):
             self._calibrate(found, ranges, ready, spec)
         for target, made in found.items():
             place = self.folder and (self.folder if target == self.spec.targets[0] else self.folder / target)
@@ -218,10 +219,6 @@ class _Work:
             beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=self.all_reduce)
             take_ranges(judged, replace(calibration_of(judged), compared=beside))
         seen |= {target: calibration_of(qmodel) for target, qmodel in found.items()}
-
-
-def _inputs(made: dict[Target, QuantizedModule]) -> set[str]:
-    return {node.name for network in made.values() for node in network.graph.nodes if node.op == "placeholder"}
 
 
 @torch.no_grad()

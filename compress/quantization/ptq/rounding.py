@@ -365,7 +365,7 @@ def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
     waiting: tuple[fx.Node, ...] = ()
     source, joined = inputs[0], 0
     for part in _parts(graph_module, inputs[0]):
-        layers = _layers(part)
+        layers = tuple(dict.fromkeys(str(n.target) for n in part if isinstance(_module(n), _QuantWeight)))
         if not layers:
             if waiting or not found or isinstance(_module(part[-1]), Quantizer):
                 waiting += part
@@ -429,11 +429,6 @@ def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.No
         if part and alive == {node}:
             yield tuple(part)
             part = []
-
-
-def _layers(part: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    found = (str(node.target) for node in part if isinstance(_module(node), _QuantWeight))
-    return tuple(dict.fromkeys(found))
 
 
 def _module(node: fx.Node) -> nn.Module | None:
@@ -597,7 +592,7 @@ def _learn(
             x = quantized[chosen]
             if spec.drop:
                 x = torch.where(torch.rand_like(x) < spec.drop, before[chosen], x)
-            names = {_parameter(path, w.layer): w.value() for path, w in weights.items()}
+            names = {f"{path}.{stored_name(w.layer, 'weight')}": w.value() for path, w in weights.items()}
             outputs = torch.func.functional_call(module, names, (x,))
             loss = (outputs - target[chosen]).square().sum(axis).mean()
             if step >= spec.warm_start * spec.steps:
@@ -615,10 +610,6 @@ def images_of_a_step(x: Tensor, y: Tensor, spec: ReconstructSpec) -> int:
     """How many images a step takes: fewer where a block's input x or result y, (N, ...), has many positions."""
     positions = max(t[0].numel() // t.shape[1 if t.dim() == 4 else -1] for t in (x, y))
     return min(spec.batch_size, len(y), max(LEAST_IMAGES, spec.positions // positions))
-
-
-def _parameter(path: str, layer: nn.Module) -> str:
-    return f"{path}.{stored_name(layer, 'weight')}"
 
 
 @contextmanager
