@@ -330,12 +330,19 @@ class _Lifting:
     def _dynamic(self, node: onnx.NodeProto) -> None:
         names = [*node.input, *[""] * (8 - len(node.input))]
         scale, zero, bias = (names[i] for i in _DYNAMIC[node.op_type])
-        result = node.output[0] if not bias else self.index.free(added_tensor(node.output[0], "product"))
-        self._add("MatMul", [names[0], self._operand(names[1], scale, zero, axis=-1)], result, node)
-        if bias:
-            self._append(
-                helper.make_node("Add", [result, bias], [node.output[0]], name=added_tensor(node.name, "bias"))
-            )
+        inputs = [names[0], self._operand(names[1], scale, zero, axis=-1)]
+        self._product(node, "MatMul", inputs, after=("Add", bias, "bias"))
+
+    def _product(
+        self, node: onnx.NodeProto, op: str, inputs: Sequence[str], *, after: tuple[str, str, str], **attributes: Any
+    ) -> None:
+        """Write a product, and the operator after it, by a tensor ("" = none) and with a suffix to its name."""
+        kind, operand, suffix = after
+        result = node.output[0]
+        made = self.index.free(added_tensor(result, "product")) if operand else result
+        self._add(op, inputs, made, node, **attributes)
+        if operand:
+            self._append(helper.make_node(kind, [made, operand], [result], name=added_tensor(node.name, suffix)))
 
     def _integer(self, node: onnx.NodeProto) -> None:
         """Write a product of integers as one of floats, divided by the scales that multiply it afterwards."""
@@ -352,12 +359,10 @@ class _Lifting:
             places.append(self._number(names[k], self._value(names[k]), ones, zeros, axis))
         result = node.output[0]
         self.real[result] = np.ones((), np.float32), np.zeros((), np.int32)
-        made = result if product == 1.0 else self.index.free(added_tensor(result, "product"))
-        self._add(_INTEGER[node.op_type], places, made, node, **self._kept(node))
-        if made != result:
+        factor = ""
+        if product != 1.0:
             factor = self.index.add_constant(added_tensor(result, "steps"), np.asarray(1 / product, np.float32))
-            name = added_tensor(node.name, "steps")
-            self._append(helper.make_node("Mul", [made, factor], [result], name=name))
+        self._product(node, _INTEGER[node.op_type], places, after=("Mul", factor, "steps"), **self._kept(node))
 
     def _blocks(self, node: onnx.NodeProto) -> None:
         """Write a product with weights in blocks of 4 or 8 bits, (N, blocks, bytes), with the lower nibble first."""
@@ -380,11 +385,7 @@ class _Lifting:
         real = (value - points.astype(np.float32)[..., None]) * scales.reshape(columns, blocks, 1)
         real = np.ascontiguousarray(real.reshape(columns, -1)[:, :rows].T).astype(scales.dtype)
         weight = self.index.add_constant(added_tensor(names[1], "float"), real)
-        result = node.output[0] if not names[5] else self.index.free(added_tensor(node.output[0], "product"))
-        self._add("MatMul", [names[0], weight], result, node)
-        if names[5]:
-            name = added_tensor(node.name, "bias")
-            self._append(helper.make_node("Add", [result, names[5]], [node.output[0]], name=name))
+        self._product(node, "MatMul", [names[0], weight], after=("Add", names[5], "bias"))
 
     def _moved(self, node: onnx.NodeProto, read: str) -> None:
         """Give the results of an operator that moves integers their scale, and its constant integers as floats."""
