@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -24,7 +24,14 @@ from compress.graph.traits import kinds
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.placement.heads import head_parts
-from compress.quantization.placement.requests import Request, depths, float_row, requests_of, resolve_rules
+from compress.quantization.placement.requests import (
+    LayerSettings,
+    Request,
+    depths,
+    float_row,
+    requests_of,
+    resolve_rules,
+)
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
 from compress.quantization.placement.view import GraphView, Node, lowest_values, never_negative, of_inputs
 from compress.quantization.quantizer import quantizer_path
@@ -47,19 +54,6 @@ _OF_CONSTANTS = "it computes with constants and sizes alone, once for all images
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A request at the origin of its tensor; `consumer` is that of the origin, on the way to the layer."""
-
-    origin: Node
-    consumer: Node
-    layer: Node
-    rule: str
-    reason: str
-    spec: ActivationSpec
-    signed: bool
-
-
 def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = None) -> Placement:
     """Decide where quantizers are placed.
 
@@ -77,7 +71,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     positive = never_negative(view) if table.unsigned else set()
     scales = DisjointSet()
     weights: dict[str, WeightSite] = {}  # a layer may be called twice
-    traced: list[_Traced] = []
+    traced: list[Request] = []
     floats: list[tuple[int, Decision]] = []
     apart = {node for node in view.nodes if node.kind == "concat" and not settings[node].enable}
     floats += [(order[node], float_row(node, "concat", settings[node].reason or _APART)) for node in apart]
@@ -95,10 +89,10 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
         for request in found.tensors:
             origins, constants = _trace_back(request, table, positive, apart, computed)
             floats += [(order[request.layer], row) for row in constants]
-            traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
+            traced += _share_scale(request, origins, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
     lowest = _lowest_values(view, positive, seen or {}) if table.zero_points else {}
-    sites, rows = _sites(view, traced, scales, table, positive, lowest, smoothed=spec.smooth == "auto")
+    sites, rows = _sites(view, traced, scales, table, positive, lowest, settings, smoothed=spec.smooth == "auto")
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
@@ -208,55 +202,45 @@ def _is_joined(tensor: Node, commutes: frozenset[str]) -> bool:
 
 
 def _share_scale(
-    request: Request,
-    origins: list[tuple[Node, Node]],
-    spec: ActivationSpec,
-    scales: DisjointSet,
-    table: TargetTable,
-) -> list[_Traced]:
+    request: Request, origins: list[tuple[Node, Node]], scales: DisjointSet, table: TargetTable
+) -> list[Request]:
     """The request at each of its origins; more than one are inputs of a concat and share one scale."""
     for origin, _ in origins:
         scales.add(origin)
         scales.merge(origins[0][0], origin)
     shared = f"; shares one scale with {len(origins) - 1} more inputs of a concat" if len(origins) > 1 else ""
     apart = _commuting(request, table) != table.commutes
-    return [
-        _Traced(
-            origin=origin,
-            consumer=consumer,
-            layer=request.layer,
-            rule=request.rule,
-            reason=request.reason + shared + (_OWN_SCALE if apart and origin.kind in TAKES_APART else ""),
-            spec=spec,
-            signed=request.signed,
-        )
-        for origin, consumer in origins
-    ]
+    found = []
+    for origin, consumer in origins:
+        reason = request.reason + shared + (_OWN_SCALE if apart and origin.kind in TAKES_APART else "")
+        found.append(replace(request, tensor=origin, consumer=consumer, reason=reason))
+    return found
 
 
 def _sites(
     view: GraphView,
-    traced: list[_Traced],
+    traced: list[Request],
     scales: DisjointSet,
     table: TargetTable,
     positive: set[Node],
     lowest: Mapping[Node, float],
+    settings: Mapping[Node, LayerSettings],
     *,
     smoothed: bool,
 ) -> tuple[list[ActivationSite], list[tuple[int, Decision]]]:
     """One site for the tensors that share a scale, and a row for each tensor."""
     order = {node: i for i, node in enumerate(view.nodes)}
-    groups: dict[Node, list[_Traced]] = {}
+    groups: dict[Node, list[Request]] = {}
     for item in traced:
-        groups.setdefault(scales[item.origin], []).append(item)
+        groups.setdefault(scales[item.tensor], []).append(item)
     sites, rows = [], []
     for members in groups.values():
-        members.sort(key=lambda item: order[item.origin])
-        name = quantizer_path(members[0].origin.name)
+        members.sort(key=lambda item: order[item.tensor])
+        name = quantizer_path(members[0].tensor.name)
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
-        spec = _common_spec(members).resolved(whole=products)  # clipping outliers costs more
+        spec = _common_spec(members, settings).resolved(whole=products)  # clipping outliers costs more
         second, integers = any(item.signed for item in members), spec.kind == "int"
-        signed = second or not positive.issuperset(item.origin for item in members)
+        signed = second or not positive.issuperset(item.tensor for item in members)
         kinds = {item.layer.kind for item in members}
         shifts = signed and integers and not second and not kinds & table.symmetric
         least = _lowest(members, table, positive, lowest) if shifts else 0.0
@@ -267,17 +251,17 @@ def _sites(
             lowest=least,
             kind=spec.kind,
         )
-        edges = tuple(dict.fromkeys((item.origin.name, item.consumer.name) for item in members))
+        edges = tuple(dict.fromkeys((item.tensor.name, item.consumer.name) for item in members))
         sites.append(ActivationSite(name=name, edges=edges, format=quant_format, spec=spec))
-        for origin in dict.fromkeys(item.origin for item in members):
-            asked = [item for item in members if item.origin is origin]
+        for origin in dict.fromkeys(item.tensor for item in members):
+            asked = [item for item in members if item.tensor is origin]
             rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
     return sites, rows
 
 
-def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], lowest: Mapping[Node, float]) -> float:
+def _lowest(members: list[Request], table: TargetTable, positive: set[Node], lowest: Mapping[Node, float]) -> float:
     """The lowest value of tensors that share a scale, where the layers that read them take any zero point; else 0.0."""
-    origins, kinds = {item.origin for item in members}, {item.layer.kind for item in members}
+    origins, kinds = {item.tensor for item in members}, {item.layer.kind for item in members}
     if not all(origin in positive or origin in lowest for origin in origins):
         return 0.0
     if not kinds & table.offset and not (kinds <= table.zero_points and len(origins) == 1):
@@ -285,20 +269,22 @@ def _lowest(members: list[_Traced], table: TargetTable, positive: set[Node], low
     return min(lowest.get(origin, 0.0) for origin in origins)
 
 
-def _common_spec(members: list[_Traced]) -> ActivationSpec:
-    spec = max((item.spec for item in members), key=lambda s: s.num_bits)
-    if any(item.spec.kind != spec.kind for item in members):
-        consumers = ", ".join(dict.fromkeys(f"{item.layer.layer} ({item.spec.kind})" for item in members))
+def _common_spec(members: list[Request], settings: Mapping[Node, LayerSettings]) -> ActivationSpec:
+    specs = [settings[item.layer].activations for item in members]
+    spec = max(specs, key=lambda own: own.num_bits)
+    if any(own.kind != spec.kind for own in specs):
+        named = zip(members, specs, strict=True)
+        consumers = ", ".join(dict.fromkeys(f"{item.layer.layer} ({own.kind})" for item, own in named))
         raise QuantizationError(
-            f"{members[0].origin.name} is read as integers and as FP8, and has one quantizer: {consumers}; give "
+            f"{members[0].tensor.name} is read as integers and as FP8, and has one quantizer: {consumers}; give "
             "these layers one kind in quantization.rules, or leave one of them float"
         )
-    if any(item.origin.kind == "input" for item in members):
+    if any(item.tensor.kind == "input" for item in members):
         return replace(spec, calibrator="max")  # pixels are bounded, and clipping them loses information
     return spec
 
 
-def _activation_row(origin: Node, asked: list[_Traced], name: str, quant_format: QuantFormat) -> Decision:
+def _activation_row(origin: Node, asked: list[Request], name: str, quant_format: QuantFormat) -> Decision:
     return Decision(
         tensor=origin.name,
         layer=" ".join(dict.fromkeys(item.layer.layer for item in asked)),
