@@ -1,7 +1,7 @@
 """Audits an engine by its file: finds and reads its layers.
 
-Readers are of TensorRT's build log (a line a layer) and of its inspector's JSON, of what LiteRT runs of a .tflite file,
-and of the plan that our own engine `cuda` makes of an ONNX file, without a GPU.
+Readers are of TensorRT's build log (a line a layer) and of its inspector's JSON, of what LiteRT and ExecuTorch run of
+.tflite and .pte files, and of the plan that our own engine `cuda` makes of an ONNX file, without a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor, type_name
 from compress.audit.onnx import sparse_nodes
-from compress.engines import litert
+from compress.engines import executorch, litert
 from compress.engines.base import BuildOptions, TensorInfo
 from compress.engines.cuda.executor import dtype_name
 from compress.engines.cuda.plan.layout import Layout, lay_out
@@ -37,26 +37,26 @@ from compress.files import parse_json
 from compress.support.limits import JSON_BYTES
 
 
-def read_litert_layers(path: Path | str) -> EngineListing:
-    engine = litert.load(path, BuildOptions())
+def read_operators(path: Path) -> EngineListing:
+    engine = (executorch if path.suffix == ".pte" else litert).load(path, BuildOptions())
     operators = engine.operators()
-    given, returned = [[tensor.name for tensor in tensors] for tensors in (engine.inputs, engine.outputs)]
     engine.close()
-    computed = {*given, *(tensor.name for op in operators for tensor in op.outputs)}
     layers = tuple(
         EngineLayer(
-            name=op.outputs[0].name,
-            kind=op.kind.title().replace("_", ""),
-            onnx_nodes=(op.outputs[0].name,),
-            inputs=tuple(_tensor_of_operator(tensor) for tensor in op.inputs if tensor.name in computed),
+            name=op.outputs[0].name if op.outputs else f"{op.kind} {i}",
+            kind=op.kind.title().replace("_", "") if op.kind.isupper() else op.kind,
+            onnx_nodes=tuple(tensor.name for tensor in op.outputs[:1]),
+            inputs=tuple(map(_tensor_of_operator, op.inputs)),
             outputs=tuple(map(_tensor_of_operator, op.outputs)),
-            constants=tuple(_tensor_of_operator(tensor) for tensor in op.inputs if tensor.name not in computed),
+            constants=tuple(map(_tensor_of_operator, op.constants)),
             tactic=op.kernel,
-            out_channels=op.outputs[0].shape[-1] if "CONV" in op.kind else None,
+            out_channels=op.outputs[0].shape[-1] if "CONV" in op.kind.upper() and op.outputs else None,
         )
-        for op in operators
+        for i, op in enumerate(operators)
     )
-    return EngineListing(source="LiteRT on this CPU", layers=layers, inputs=tuple(given), outputs=tuple(returned))
+    given, returned = ([tensor.name for tensor in tensors] for tensors in (engine.inputs, engine.outputs))
+    source = f"{'ExecuTorch' if path.suffix == '.pte' else 'LiteRT'} on this CPU"
+    return EngineListing(source=source, layers=layers, inputs=tuple(given), outputs=tuple(returned))
 
 
 def _tensor_of_operator(tensor: TensorInfo) -> EngineTensor:
@@ -395,8 +395,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
     """Audit an engine: the type of every layer, the bytes that it moves, and what is wrong with either.
 
     Args:
-        path: a built engine with its log or the inspector's JSON beside it, or one of these files; a .tflite file; an
-            ONNX file stands for the plan that the engine `cuda` makes of it.
+        path: a built engine with its log or the inspector's JSON beside it, or one of these files; a .tflite or .pte
+            file; an ONNX file stands for the plan that the engine `cuda` makes of it.
         onnx: the file that the engine was built from; None = the file beside the engine, if it is there and unchanged.
         sides: of an ONNX file: sizes that its inputs leave open after the batch, such as height and width.
 
@@ -414,8 +414,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
         raise AuditError(
             f"{path}: sides are for ONNX files with open ones, and a built engine has its own; leave them out"
         )
-    if path.suffix == ".tflite":
-        return audit_listing(read_litert_layers(path))
+    if path.suffix in {".tflite", ".pte"}:
+        return audit_listing(read_operators(path))
     listing = read_cuda_layers(path, sides=sides) if planned else read_engine_layers(path)
     source = onnx or (path if planned else onnx_beside(path))
     return audit_listing(listing, onnx=source, sparse_nodes=() if source is None else sparse_nodes(source))

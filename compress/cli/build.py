@@ -15,15 +15,15 @@ from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
-from compress.export.litert import export_litert
 from compress.pipeline import default_folder, run
 from compress.pipeline.again import networks_of, variants_in
 from compress.pipeline.folder import read_state
+from compress.pipeline.steps.export import PHONES
 from compress.recipe.tree import Recipe, load_recipe
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe: a path, or a name such as resnet50.yaml.")]
 EngineOption = Annotated[
-    str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt, or litert (a .tflite file).")
+    str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt, litert (.tflite) or executorch (.pte).")
 ]
 SmOption = Annotated[str | None, typer.Option("--sm", help="Compute capabilities, such as 89,120 (tensorrt-rtx).")]
 BatchOption = Annotated[str | None, typer.Option(help="Least, best and largest batch: 1,8,32.")]
@@ -50,9 +50,9 @@ def build_file(
     commands: CommandsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the engine of a file, or print its commands; `--engine litert` writes a .tflite file."""
-    if engine == "litert":
-        _write_litert(file, out, batch, as_json)
+    """Build the engine of a file, or print its commands; `litert` and `executorch` write a file for phones."""
+    if engine in PHONES:
+        _write_for_phone(file, engine, out, batch, as_json)
         return
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option)
     _build(file, engine, options, out=out, commands=commands, as_json=as_json)
@@ -90,11 +90,12 @@ def _check_target(recipe: Recipe, variant: str) -> None:
         )
 
 
-def _write_litert(file: Path, out: Path | None, batch: str | None, as_json: bool) -> None:
+def _write_for_phone(file: Path, engine: str, out: Path | None, batch: str | None, as_json: bool) -> None:
+    write, suffix = PHONES[engine]
     size = (batch or "1").rpartition(",")[2]
     if not size.isdecimal() or int(size) < 1:
-        raise EngineError(f"--batch is {batch!r}: a LiteRT file has one batch size, such as --batch 1")
-    path = export_litert(file, out or file.with_suffix(".tflite"), batch_size=int(size))
+        raise EngineError(f"--batch is {batch!r}: a {suffix} file has one batch size, such as --batch 1")
+    path = write(file, out or file.with_suffix(suffix), batch_size=int(size))
     if as_json:
         print_json({"file": str(path), "bytes": path.stat().st_size})
         return

@@ -136,6 +136,36 @@ class RuntimeLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of a file for phones.
+
+    Attributes:
+        kind: the engine's name of it, such as `CONV_2D`.
+        kernel: `XNNPACK`, or the engine's own.
+    """
+
+    kind: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    constants: tuple[TensorInfo, ...]
+    kernel: str
+
+    @property
+    def precision(self) -> str:
+        """The type that it computes in: of its first input that is no list of sizes, else of its result."""
+        kinds = [short_type(tensor.dtype) for tensor in (*self.inputs, *self.constants, *self.outputs)]
+        return next((kind for kind in kinds if kind not in {"i32", "int64"}), "unknown")
+
+
+_SHORT = {"float32": "f32", "float16": "f16", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32"}
+
+
+def short_type(dtype: str) -> str:
+    """`f32` of `float32`; unknown ones stay."""
+    return _SHORT.get(dtype, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuTimes:
     """Times of one batch by the GPU's own clock, in ms, one number for each run.
 

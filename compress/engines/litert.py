@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +17,13 @@ from compress.engines.base import (
     BuildOptions,
     Engine,
     EngineInfo,
+    Operator,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
     import_library,
     library_errors,
+    short_type,
     with_batch,
 )
 from compress.engines.onnx_file import existing_file, load_onnx, read_interface
@@ -31,30 +32,8 @@ from compress.export.litert import INSTALL, convert, schema
 
 NAME = "litert"
 _PACKAGE = "ai-edge-litert"
-_TYPES = {"float32": "f32", "float16": "f16", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32"}
 _SIZES = 4
 """Batch sizes whose interpreters are kept; an ONNX file with an open batch has one for each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operator:
-    """An operator of a .tflite file, with the constants among its inputs.
-
-    Attributes:
-        kind: LiteRT's name of it, such as `CONV_2D`.
-        kernel: `XNNPACK`, or `LiteRT`.
-    """
-
-    kind: str
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
-    kernel: str
-
-    @property
-    def precision(self) -> str:
-        """The type that it computes in: of its first input that is no list of sizes, else of its result."""
-        kinds = [_type(tensor.dtype) for tensor in (*self.inputs, *self.outputs)]
-        return next((kind for kind in kinds if kind not in {"i32", "int64"}), "unknown")
 
 
 def availability() -> Availability:
@@ -133,16 +112,23 @@ class LiteRTEngine(Engine):
             for t in apart.get_tensor_details()
         }
         taken = {int(place) for row in rows if row["op_name"] == "DELEGATE" for place in row["outputs"]}
-        return [
-            Operator(
-                kind=row["op_name"],
-                inputs=tuple(tensors[int(i)] for i in row["inputs"] if int(i) in tensors),
-                outputs=tuple(tensors[int(i)] for i in row["outputs"]),
-                kernel="XNNPACK" if int(row["outputs"][0]) in taken else "LiteRT",
+        rows = [row for row in rows if row["op_name"] != "DELEGATE"]
+        computed = {tensor.name for tensor in self.inputs} | {
+            tensors[int(i)].name for row in rows for i in row["outputs"]
+        }
+        found = []
+        for row in rows:
+            read = [tensors[int(i)] for i in row["inputs"] if int(i) in tensors]
+            found.append(
+                Operator(
+                    kind=row["op_name"],
+                    inputs=tuple(tensor for tensor in read if tensor.name in computed),
+                    outputs=tuple(tensors[int(i)] for i in row["outputs"]),
+                    constants=tuple(tensor for tensor in read if tensor.name not in computed),
+                    kernel="XNNPACK" if int(row["outputs"][0]) in taken else "LiteRT",
+                )
             )
-            for row in rows
-            if row["op_name"] != "DELEGATE"
-        ]
+        return found
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
         """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `LiteRT` for its own, slower kernels."""
@@ -151,7 +137,7 @@ class LiteRTEngine(Engine):
                 name=op.outputs[0].name,
                 kind=op.kind,
                 precision=op.precision,
-                output_precisions=tuple(_type(tensor.dtype) for tensor in op.outputs),
+                output_precisions=tuple(short_type(tensor.dtype) for tensor in op.outputs),
                 kernel=op.kernel,
                 original_names=(op.outputs[0].name,),
             )
@@ -191,10 +177,6 @@ def _library() -> ModuleType:
 
 def _version() -> str:
     return importlib.metadata.version(_PACKAGE)
-
-
-def _type(dtype: str) -> str:
-    return _TYPES.get(dtype, dtype)
 
 
 def _read(path: Path) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], Mapping[str, str]]:

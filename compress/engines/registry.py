@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from compress.engines import executorch as executorch_engine
 from compress.engines import litert as litert_engine
 from compress.engines import onnxruntime as onnxruntime_engine
 from compress.engines import openvino as openvino_engine
@@ -53,6 +54,9 @@ ENGINES: dict[str, EngineEntry] = {
         target="onnxruntime",
     ),
     "litert": EngineEntry(availability=litert_engine.availability, load=litert_engine.load, target="litert"),
+    "executorch": EngineEntry(
+        availability=executorch_engine.availability, load=executorch_engine.load, target="litert"
+    ),
     "cuda": EngineEntry(
         availability=cuda_engine.availability,
         load=cuda_engine.load,

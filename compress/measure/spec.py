@@ -11,7 +11,9 @@ from pydantic import Field
 from compress.errors import RecipeError, near_misses
 from compress.support.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Threads, validate
 
-EngineName = Literal["openvino", "onnxruntime", "litert", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"]
+EngineName = Literal[
+    "openvino", "onnxruntime", "litert", "executorch", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"
+]
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 """The rows of `compress.engines.registry.ENGINES`, so that a recipe is read without importing an engine."""
 

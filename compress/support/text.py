@@ -21,6 +21,7 @@ _ENGINES = {
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
     "litert": "LiteRT",
+    "executorch": "ExecuTorch",
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
     "tensorrt_rtx": "TensorRT-RTX",

@@ -27,7 +27,17 @@ def test_every_engine_is_listed_and_says_why_not():
     assert (
         list(rows)
         == list(ENGINES)
-        == ["openvino", "onnxruntime", "litert", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"]
+        == [
+            "openvino",
+            "onnxruntime",
+            "litert",
+            "executorch",
+            "cuda",
+            "torch",
+            "tensorrt",
+            "tensorrt-rtx",
+            "tensorrt-lean",
+        ]
     )
     for name in ("openvino", "onnxruntime", "torch"):
         assert rows[name].available

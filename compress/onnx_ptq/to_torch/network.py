@@ -79,10 +79,16 @@ def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | No
 
 
 def converted(source: SourceFile, feed: Arrays) -> Converted:
+    found = network_of(source, feed)
+    compare_network(source, found.network, feed)
+    return found
+
+
+def network_of(source: SourceFile, feed: Arrays) -> Converted:
+    """Convert a file as `converted` does, without comparing; Q/DQ pairs become PT2E's operators."""
     index, shapes, types = inferred(source, feed)
     builder = _built(index, shapes, types, _wider(source, feed))
     network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
-    compare_network(source, network, feed)
     return Converted(network=network, origin=builder.origin, path=builder.path, places=builder.places)
 
 

@@ -511,7 +511,29 @@ def _reciprocal(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(operator.truediv, 1.0, b.tensor(node.input[0]))
 
 
+def _pair(operator_name: str) -> Converter:
+    """Return the converter of one half of a Q/DQ pair: PT2E's operator, on signed integers as backends want."""
+
+    def convert(b: Builder, node: onnx.NodeProto) -> Value:
+        scale = b.index.number(node.input[1])
+        zero = b.index.value(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        if scale is None or zero is None or zero.size != 1 or zero.dtype not in _INTEGERS:
+            raise QuantizationError("it is not one scale and one zero point of 8 or 16 bits for the tensor")
+        kind = np.dtype(f"int{8 * zero.itemsize}")
+        shift = 0 if zero.dtype == kind else np.iinfo(kind).min  # uint8 q is int8 q - 128: the same numbers
+        bounds = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+        function = getattr(torch.ops.quantized_decomposed, operator_name).default
+        place = int(zero.reshape(-1)[0]) + int(shift)
+        return b.call(function, b.tensor(node.input[0]), scale, place, *bounds, getattr(torch, kind.name))
+
+    return convert
+
+
+_INTEGERS = {np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16")}
+
 OPERATORS: dict[str, Converter] = {
+    "QuantizeLinear": _pair("quantize_per_tensor"),
+    "DequantizeLinear": _pair("dequantize_per_tensor"),
     **{
         name: _many(getattr(operator, function))
         for name, function in (

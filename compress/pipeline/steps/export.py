@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import fx, nn
 
 from compress.audit.onnx import OnnxAudit, audit_onnx
-from compress.engines.litert import availability as litert_availability
+from compress.engines.registry import ENGINES
 from compress.errors import CompressError, ModelError
 from compress.export.litert import export_litert
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
@@ -22,6 +22,7 @@ from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import open_batch
+from compress.onnx_ptq.pt2e import export_executorch
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization.report import placement_of
@@ -32,6 +33,11 @@ from compress.records.rows import LayerRow, OperationRow
 from compress.support.text import in_bytes
 from compress.variants import Variant
 
+PHONES: dict[str, tuple[Callable[..., Path], str]] = {
+    "litert": (export_litert, ".tflite"),
+    "executorch": (export_executorch, ".pte"),
+}
+"""What writes a file for a phone's engine beside the ONNX file, and its suffix."""
 SQNR_IMAGES = 64
 """Evaluation images that layer outputs are compared on."""
 
@@ -61,10 +67,15 @@ def export_step(run: Run) -> None:
 
 
 def write_file(run: Run, variant: Variant, target: Target | None) -> Path:
-    """Write a file of `run.networks`; with `export.nms` one with boxes beside it, for LiteRT the .tflite file."""
+    """Write a file of `run.networks`; with `export.nms` one with boxes beside it, for phones the .tflite and .pte."""
     path = _write(run, variant, target)
-    if variant.is_quantized and (target or run.quantization.targets[0]) == "litert" and litert_availability().available:
-        export_litert(path, path.with_suffix(".tflite"))
+    targets = run.recipe.quantization.targets if run.recipe.quantization else ()
+    own = variant.is_quantized and (target or targets[0]) == "litert"
+    runs = own or not variant.is_quantized or "litert" not in targets  # it is what the engine executorch is given
+    wanted = {"litert": own, "executorch": runs and "executorch" in run.recipe.bench.engines}
+    for engine, (write, suffix) in PHONES.items():
+        if wanted[engine] and ENGINES[engine].availability().available:
+            write(path, path.with_suffix(suffix))
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
     return path
@@ -93,11 +104,13 @@ def _write(run: Run, variant: Variant, target: Target | None) -> Path:
 
 
 def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterator[Metric]:
-    sizes, own = model_sizes(path), path.with_suffix(".tflite")
-    rows = [("file_bytes", sizes.file_bytes, f"of {path.name}", target or "")]
-    if own.exists():  # what the interpreter of LiteRT loads
-        rows = [row for row in rows if row[-1] != "litert"]
-        rows.append(("file_bytes", own.stat().st_size, f"of {own.name}", "litert"))
+    sizes = model_sizes(path)
+    rows: list[tuple[str, int, str, str]] = [("file_bytes", sizes.file_bytes, f"of {path.name}", target or "")]
+    for engine, (_, suffix) in PHONES.items():  # what the engine loads
+        own = path.with_suffix(suffix)
+        if own.exists():
+            rows = [row for row in rows if row[-1] != engine]
+            rows.append(("file_bytes", own.stat().st_size, f"of {own.name}", engine))
     rows.append(("weight_bytes", sizes.weight_bytes, f"initializers of {path.name}", target or ""))
     for name, value, method, engine in rows:
         yield Metric(name=name, variant=variant, engine=engine, value=float(value), unit="bytes", method=method)

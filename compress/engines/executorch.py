@@ -1,0 +1,241 @@
+"""ExecuTorch with XNNPACK on the CPU: runs a .pte file that `export_executorch` wrote."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress.engines.base import (
+    Arrays,
+    Availability,
+    BuildOptions,
+    Engine,
+    EngineInfo,
+    Operator,
+    RuntimeLayer,
+    TensorInfo,
+    check_inputs,
+    import_library,
+    library_errors,
+    with_batch,
+)
+from compress.engines.onnx_file import existing_file
+from compress.errors import EngineError, EngineUnavailableError
+
+NAME = "executorch"
+INSTALL = "pip install 'compress-vision[executorch]'"
+INFORMATION = "information"
+"""The method of a file that returns names of inputs and outputs, and metadata, as the bytes of a JSON text."""
+_ALIVE: weakref.WeakSet[ExecuTorchEngine] = weakref.WeakSet()
+_DATATYPES = {"fp32": "float32", "fp16": "float16", "qint8": "int8", "qcint8": "int8", "qcint32": "int32"}
+
+
+def availability() -> Availability:
+    """Report if ExecuTorch is installed."""
+    try:
+        _runtime()
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install=INSTALL)
+    return Availability(name=NAME, available=True, version=_version(), devices=("CPU",))
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module of ExecuTorch.
+
+    Raises:
+        EngineUnavailableError: it is not installed.
+    """
+    return import_library(module, INSTALL)
+
+
+def load(path: Path | str, build: BuildOptions) -> ExecuTorchEngine:
+    """Load a .pte file; for an ONNX file the one beside it.
+
+    Raises:
+        EngineUnavailableError: ExecuTorch is not here.
+        EngineError: it does not take the file or the precision.
+    """
+    _runtime()
+    if build.precision not in (None, "f32"):
+        raise EngineError(f"executorch: precision is {build.precision!r}; it runs what is not quantized in f32")
+    program = Path(path).with_suffix(".pte")
+    if Path(path).exists() and not program.exists():
+        raise EngineError(
+            f"executorch: {path} is no .pte file; write one: compress build onnx {path} --engine executorch"
+        )
+    return ExecuTorchEngine(existing_file(program), build)
+
+
+class ExecuTorchEngine(Engine):
+    """A program with fixed shapes, which runs a larger batch in parts; made by `load`."""
+
+    def __init__(self, path: Path, build: BuildOptions) -> None:
+        _set_threads(build.threads or 1)
+        self._content = path.read_bytes()
+        with library_errors(EngineError, f"{path}: not an ExecuTorch file, or a truncated one (", "); export it again"):
+            self._program = _runtime().load_program(self._content)
+            told = self._program.load_method(INFORMATION).execute([])[0]
+            written = json.loads(bytes(told.numpy()))
+            self._method = self._program.load_method("forward")
+        _ALIVE.add(self)
+        shown = self._method.metadata
+        tensors = [
+            [
+                TensorInfo(name=name, dtype=_dtype(meta), shape=tuple(meta.sizes()))
+                for name, meta in zip(written[key], metas, strict=True)
+            ]
+            for key, metas in (
+                ("inputs", [shown.input_tensor_meta(i) for i in range(shown.num_inputs())]),
+                ("outputs", [shown.output_tensor_meta(i) for i in range(shown.num_outputs())]),
+            )
+        ]
+        self._inputs, outputs = tensors
+        self._part = self._inputs[0].shape[0]
+        self.inputs, self.outputs = tuple(map(_open, self._inputs)), tuple(map(_open, outputs))
+        self.inputs = with_batch(self.inputs, build.batch_size, where=str(path))
+        if build.batch_size is not None:
+            self.outputs = with_batch(self.outputs, build.batch_size, where=str(path))
+        self.metadata: Mapping[str, str] = written["metadata"]
+        self.info = EngineInfo(
+            engine=NAME,
+            label=NAME,
+            version=_version(),
+            device="CPU",
+            float_precision="f32",
+            options={"num_threads": str(build.threads or 1)},
+            path=str(path),
+        )
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`; a batch of several times the file's size runs in parts of it."""
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        arrays = list(checked.values())
+        size = arrays[0].shape[0] if arrays[0].ndim else self._part
+        if size % self._part:
+            raise EngineError(f"executorch: {size} images; {self.info.path} takes a multiple of {self._part}")
+        parts = []
+        with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
+            for start in range(0, size, self._part):
+                given = [torch.from_numpy(array[start : start + self._part]) for array in arrays]
+                parts.append([value.numpy().copy() for value in self._method.execute(given)])
+        columns = zip(*parts, strict=True)
+        return {t.name: np.concatenate(c) if len(c) > 1 else c[0] for t, c in zip(self.outputs, columns, strict=True)}
+
+    def operators(self) -> list[Operator]:
+        """Return the operators of the file in their order.
+
+        ExecuTorch has no public reader of what it wrote; this is how its own tests read it (1.5).
+        """
+        parsed = imported("executorch.exir._serialize._program").deserialize_pte_binary(self._content)
+        program = getattr(parsed, "program", parsed)
+        plan = next(plan for plan in program.execution_plan if plan.name == "forward")
+        found: list[Operator] = []
+        for instruction in plan.chains[0].instructions:
+            step = instruction.instr_args
+            if hasattr(step, "delegate_index"):
+                place = plan.delegates[step.delegate_index].processed.index
+                found += _delegated(program.backend_delegate_data[place].data, step.delegate_index)
+            elif hasattr(step, "op_index"):
+                kind = plan.operators[step.op_index].name
+                found.append(Operator(kind=kind, inputs=(), outputs=(), constants=(), kernel="ExecuTorch"))
+        return found
+
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `ExecuTorch` for its own, slower operators."""
+        return tuple(
+            RuntimeLayer(name=f"{op.kind}_{i}", kind=op.kind, precision=op.precision, kernel=op.kernel)
+            for i, op in enumerate(self.operators())
+        )
+
+    def close(self) -> None:
+        """Free the program."""
+        self._program = self._method = None
+        _ALIVE.discard(self)
+
+
+def run_program(content: bytes, inputs: Sequence[Tensor]) -> list[NDArray[np.generic]]:
+    """Return the outputs of a file in memory for tensors of its own shapes."""
+    outputs = _runtime().load_program(content).load_method("forward").execute(list(inputs))
+    return [value.numpy().copy() for value in outputs]
+
+
+@cache
+def _runtime() -> Any:
+    return imported("executorch.runtime").Runtime.get()
+
+
+def _set_threads(threads: int) -> None:
+    """Set the number of threads that all programs of the process share, which a loaded program keeps using."""
+    library = imported("executorch.extension.pybindings.portable_lib")
+    if library._threadpool_get_thread_count() == threads:
+        return
+    if _ALIVE:
+        raise EngineError(
+            f"executorch: {threads} threads are asked for, and another engine of this process is open with "
+            f"{library._threadpool_get_thread_count()}: its programs share their threads; close it first"
+        )
+    library._unsafe_reset_threadpool(threads)
+
+
+def _version() -> str:
+    return importlib.metadata.version(NAME)
+
+
+def _open(tensor: TensorInfo) -> TensorInfo:
+    return tensor.with_batch(-1) if tensor.shape else tensor
+
+
+def _dtype(meta: Any) -> str:
+    """Return numpy's name of a tensor's type, which ExecuTorch gives as the number of ATen's."""
+    return {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 11: "bool"}[
+        meta.dtype()
+    ]
+
+
+def _delegated(payload: bytes, place: int) -> list[Operator]:
+    """Return the operators of an XNNPACK graph, whose tensors have numbers; `place` is that of the graph."""
+    serialization = imported("executorch.backends.xnnpack.serialization")
+    header = imported("executorch.backends.xnnpack.serialization.xnnpack_graph_serialize").XNNHeader
+    written = header.from_bytes(payload[: header.EXPECTED_LENGTH])
+    with tempfile.TemporaryDirectory() as folder:
+        schema, graph = Path(folder, "schema.fbs"), Path(folder, "graph.bin")
+        schema.write_bytes(resources.files(serialization).joinpath("schema.fbs").read_bytes())
+        graph.write_bytes(payload[written.flatbuffer_offset :][: written.flatbuffer_size])
+        imported("executorch.exir._serialize._flatbuffer")._flatc_decompile(folder, str(schema), str(graph))
+        text = graph.with_suffix(".json").read_text()
+    shown = json.loads(re.sub(r"(:\s*)(-?inf|nan)\b", r'\1"\2"', text))  # limits of no activation
+    tensors, constant = {}, set()
+    for value in shown["xvalues"]:
+        tensor = value["xvalue_union"].get("tensor_value", value["xvalue_union"])
+        number, kind = tensor["id_out"], tensor["datatype"].rpartition("_")[2]
+        name = f"{place}.{number}"
+        tensors[number] = TensorInfo(name=name, dtype=_DATATYPES.get(kind, kind), shape=tuple(tensor["dims"]))
+        constant |= {number} if tensor["constant_buffer_idx"] else set()
+    rows = []
+    for node in shown["xnodes"]:
+        step = {key: value for key, value in node["xnode_union"].items() if "id" in key.split("_") and value in tensors}
+        read = [value for key, value in step.items() if not key.startswith("output")]
+        rows.append(
+            Operator(
+                kind=node["xnode_union_type"].removeprefix("XNN"),
+                inputs=tuple(tensors[number] for number in read if number not in constant),
+                outputs=tuple(tensors[value] for key, value in step.items() if key.startswith("output")),
+                constants=tuple(tensors[number] for number in read if number in constant),
+                kernel="XNNPACK",
+            )
+        )
+    return rows

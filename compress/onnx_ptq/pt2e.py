@@ -1,0 +1,297 @@
+"""An ONNX file with Q/DQ as a PT2E program, and as an ExecuTorch file: the very integers of the file.
+
+PT2E is torch's form of quantized networks (`torch.export` with operators of `quantized_decomposed`); its backends fuse
+a layer only between pairs of its own, so pairs are repeated where the ONNX file has one for several operators.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, fx, nn
+
+from compress.engines.base import Arrays, library_errors
+from compress.engines.executorch import INFORMATION, imported, run_program
+from compress.errors import ExportError
+from compress.export.onnx import export_onnx, looked_up_once
+from compress.files import replacing
+from compress.graph.inputs import Inputs, flat_tensors
+from compress.onnx_graph.graph import attribute
+from compress.onnx_ptq.canonical import canonical
+from compress.onnx_ptq.index import Index
+from compress.onnx_ptq.load import SourceFile, load_source
+from compress.onnx_ptq.run import FloatSession, inputs_of_file
+from compress.onnx_ptq.to_torch.builder import Place
+from compress.onnx_ptq.to_torch.network import OPSET, network_of
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import quantized_layer
+from compress.quantization.sensitivity.compare import sqnr
+
+_QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+_DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
+_DEQUANTIZE_WEIGHT = "quantized_decomposed.dequantize_per_channel.default"
+_LAYERS = frozenset(f"aten.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "linear"))
+_BOUNDED = frozenset({"aten.relu", "aten.hardtanh", "aten.relu6", "aten.clamp"})
+"""Activations that a backend fuses into the layer before them."""
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view", "reshape", "flatten", "permute", "transpose", "t", "select", "slice", "squeeze", "unsqueeze", "expand",
+        "split", "split_with_sizes", "chunk", "unbind", "max_pool2d", "dropout", "clone", "contiguous", "pixel_shuffle",
+        "upsample_nearest2d", "index_select", "relu", "alias",
+    )
+)  # fmt: skip
+"""Operators whose results hold only numbers of their input, or 0."""
+_LOWEST_DB = 5.0
+"""Below this signal to noise a file computes something else; random deep networks round apart, and have 15 or more."""
+
+
+def to_pt2e(
+    model: nn.Module | Path | str, example_inputs: Inputs | None = None, *, batch_size: int = 1
+) -> torch.export.ExportedProgram:
+    """Return a network as a PT2E program with the scales, zero points and integers of its ONNX file.
+
+    Args:
+        model: quantized by compress, best for `target: litert`, or float; or an ONNX file of `export_onnx` or
+            `quantize_onnx`.
+        example_inputs: of a module: a tensor, or a sequence or mapping of tensors; their batch is the program's.
+        batch_size: of a file with an open batch; all sizes of the program are fixed.
+
+    Returns:
+        A program of ATen operators and `quantized_decomposed` pairs, signed, one for each operator that reads one. It
+        is compared with the file on ONNX Runtime.
+
+    Raises:
+        AuditError: the file is missing, truncated or not valid ONNX.
+        ModelError: an operator has no counterpart, which the message names.
+        ExportError: torch cannot export it, a module is given without inputs, or the program computes something else.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches, spec=compress.QuantSpec(target="litert"))
+        >>> program = compress.to_pt2e(qmodel, images[:2])
+        >>> program.module()(images[:2]).shape
+        torch.Size([2, 4])
+    """
+    if isinstance(model, nn.Module):
+        if example_inputs is None:
+            raise ExportError("to_pt2e of a module needs example_inputs, which it is exported with")
+        with tempfile.TemporaryDirectory() as folder:
+            file = export_onnx(model, example_inputs, Path(folder, "model.onnx"), dynamic_batch=False)
+            return to_pt2e(file)
+    return _program(Path(model), batch_size)
+
+
+def _program(file: Path, batch_size: int) -> torch.export.ExportedProgram:
+    import torch.ao.quantization.fx._decomposed  # lazy: registers the operators of PT2E
+
+    source = canonical(load_source(file, quantized=True), opset=OPSET)[0]
+    feed = _random(source, batch_size)
+    found = network_of(source, feed)
+    network = found.network.eval()
+    index = Index(source)
+    nodes = {node.name: node for node in source.proto.graph.node}
+    for path, places in found.places.items():
+        weight = _integers(index, nodes[places["weight"].node], places["weight"]) if "weight" in places else None
+        if weight is not None:
+            layer: Any = quantized_layer(network.get_submodule(path), QuantFormat(), name=path)
+            layer.weight_quantizer = weight
+            network.set_submodule(path, layer)
+    inputs = tuple(torch.from_numpy(np.asarray(value)) for value in feed.values())
+    program = _exported(file, network, inputs)
+    for path in _not_whole(program):
+        cast(Any, network.get_submodule(path)).weight_quantizer = nn.Identity()
+    program = _exported(file, network, inputs) if _not_whole(program) else program
+    _one_reader_each(program.graph)
+    program.graph.lint()
+    program.graph_module.recompile()
+    names = [value.name for value in source.proto.graph.output]
+    expected = FloatSession(source, names).run(feed)
+    _compare(file, [expected[name] for name in names], flat_tensors(program.module()(*inputs)), "as a PT2E program")
+    return program
+
+
+def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1) -> Path:
+    """Write an ONNX file as an ExecuTorch file for XNNPACK, with its own scales, zero points and integers.
+
+    Args:
+        file: what `export_onnx` or `quantize_onnx` wrote, best for `target: litert`; float or with Q/DQ.
+        path: the .pte file; whole or not at all.
+        batch_size: of an open batch; the file has fixed shapes.
+
+    Returns:
+        `path`. The file was run once and compared with its PT2E program; names of inputs and outputs and the metadata
+        are those of the ONNX file, in its method `information`.
+
+    Raises:
+        EngineUnavailableError: ExecuTorch is not installed.
+        ExportError: ExecuTorch has no operator for a node, or runs the file wrong; and all that `to_pt2e` raises.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="litert")
+        >>> qmodel = compress.quantize(model, images[:1], batches, spec=spec)
+        >>> file = compress.export_onnx(qmodel, images[:1], "phone.onnx")
+        >>> print(compress.export_executorch(file, "int8.pte"))  # doctest: +SKIP
+        int8.pte
+    """
+    lower = imported("executorch.exir").to_edge_transform_and_lower
+    partitioner = imported("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
+    imported("executorch.kernels.quantized")  # pairs outside XNNPACK
+    program = _program(Path(file), batch_size)
+    source = load_source(file, quantized=True)
+    information = {
+        "inputs": [tensor.name for tensor in inputs_of_file(source)],
+        "outputs": [value.name for value in source.proto.graph.output],
+        "metadata": {entry.key: entry.value for entry in source.proto.metadata_props},
+    }
+    written = torch.frombuffer(bytearray(json.dumps(information).encode()), dtype=torch.uint8)
+    with library_errors(ExportError, f"{file}: ExecuTorch does not take it: "), looked_up_once():
+        edge = lower(program, partitioner=[partitioner()], constant_methods={INFORMATION: written})
+        content = edge.to_executorch().buffer
+    inputs = tuple(torch.randn(value.shape) for value in _example(program))
+    with torch.no_grad():
+        expected = [value.numpy() for value in flat_tensors(program.module()(*inputs))]
+    _compare(file, expected, run_program(content, inputs), "as an ExecuTorch file")
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+    return Path(path)
+
+
+def _example(program: torch.export.ExportedProgram) -> tuple[Tensor, ...]:
+    assert program.example_inputs is not None  # torch.export keeps what it was given
+    return program.example_inputs[0]
+
+
+def _random(source: SourceFile, batch_size: int) -> Arrays:
+    """Return normal numbers for the inputs, with an open batch of `batch_size`."""
+    generator, found = np.random.default_rng(0), {}
+    for tensor in inputs_of_file(source):
+        shape = [batch_size if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
+        if min(shape, default=1) < 1:
+            raise ExportError(
+                f"{source.path}: input {tensor.name!r} has the shape {tensor.shape}: the program has fixed sizes; "
+                "export the ONNX file for one image size"
+            )
+        found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
+    return found
+
+
+class _Weight(nn.Module):
+    """Gives a layer the integers of the file, dequantized, in place of its float weight."""
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    def __init__(self, q: Tensor, scale: Tensor, axis: int) -> None:
+        super().__init__()
+        self.axis, self.bounds = axis, (torch.iinfo(q.dtype).min, torch.iinfo(q.dtype).max)
+        self.register_buffer("q", q)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", torch.zeros(len(scale), dtype=torch.int64))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.ops.quantized_decomposed.dequantize_per_channel.default(
+            self.q, self.scale, self.zero, self.axis, *self.bounds, self.q.dtype
+        )
+
+
+def _integers(index: Index, node: onnx.NodeProto, place: Place) -> _Weight | None:
+    """Return the weight that a layer reads as symmetric integers; None for a float one."""
+    pair, flipped = index.producers.get(node.input[place.input]), place.transposed
+    if pair is not None and pair.op_type == "Transpose" and list(attribute(pair, "perm", [1, 0])) == [1, 0]:
+        pair, flipped = index.producers.get(pair.input[0]), not flipped
+    if pair is None or pair.op_type != "DequantizeLinear":
+        return None
+    q, scale, zero = (index.value(name) if name else None for name in [*pair.input, ""][:3])
+    if q is None or scale is None or q.dtype != np.int8 or (zero is not None and zero.any()):
+        return None
+    axis = attribute(pair, "axis", 1) % q.ndim if scale.size > 1 else 0
+    if flipped:
+        q, axis = q.T, 1 - axis
+    scale = np.broadcast_to(scale.reshape(-1), (q.shape[axis],)).astype(np.float32)
+    return _Weight(torch.from_numpy(q.copy()), torch.from_numpy(scale.copy()), axis)
+
+
+def _named(node: fx.Node) -> str:
+    """Return the name of an operator without its overload, such as `aten.view`."""
+    return str(node.target).rpartition(".")[0] if node.op == "call_function" else ""
+
+
+def _pair_after_moves(graph: fx.Graph) -> None:
+    """Repeat the pair before an operator that only moves numbers after it: they are on its grid already."""
+    for node in list(graph.nodes):
+        moved = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(moved, fx.Node):
+            continue
+        if _named(moved) in _MOVES:
+            sources = [moved.args[0]]
+        elif _named(moved) == "aten.cat":
+            sources = list(moved.args[0])  # type: ignore[arg-type]
+        else:
+            continue
+        if moved is node and any(user.target is operator.getitem for user in node.users):
+            continue
+        pairs = [source for source in sources if isinstance(source, fx.Node) and str(source.target) == _DEQUANTIZE]
+        readers = [user for user in node.users if user.op != "output" and str(user.target) != _QUANTIZE]
+        if not readers or len(pairs) != len(sources) or len({pair.args[1:] for pair in pairs}) > 1:
+            continue
+        quantize: Any = pairs[0].args[0]
+        with graph.inserting_after(node):
+            integers = graph.call_function(quantize.target, (node, *pairs[0].args[1:]))
+        with graph.inserting_after(integers):
+            again = graph.call_function(pairs[0].target, (integers, *pairs[0].args[1:]))  # type: ignore[arg-type]
+        again.meta = dict(node.meta)
+        integers.meta = {**node.meta, "val": node.meta["val"].to(pairs[0].args[-1])}
+        for user in readers:
+            user.replace_input_with(node, again)
+
+
+def _exported(file: Path, network: fx.GraphModule, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    with library_errors(ExportError, f"{file}: torch.export does not take it: "), torch.no_grad(), looked_up_once():
+        program = torch.export.export(network, inputs)
+    _pair_after_moves(program.graph)
+    return program
+
+
+def _not_whole(program: torch.export.ExportedProgram) -> list[str]:
+    """Return the layers with integers that have no pair before or after them: XNNPACK computes such wrong (1.5)."""
+    held, found = program.graph_signature.inputs_to_buffers, []
+    for node in program.graph.nodes:
+        if str(node.target) != _DEQUANTIZE_WEIGHT:
+            continue
+        for layer in node.users:
+            last = layer
+            while len(last.users) == 1 and _named(next(iter(last.users))) in _BOUNDED:
+                last = next(iter(last.users))
+            before = isinstance(layer.args[0], fx.Node) and str(layer.args[0].target) == _DEQUANTIZE
+            after = bool(last.users) and all(str(user.target) == _QUANTIZE for user in last.users)
+            if not (_named(layer) in _LAYERS and before and after):
+                found.append(held[node.args[0].name].removesuffix(".weight_quantizer.q"))
+    return found
+
+
+def _one_reader_each(graph: fx.Graph) -> None:
+    """Repeat a dequantization for each operator that reads it: a backend fuses those that nobody else reads."""
+    for node in list(graph.nodes):
+        if str(node.target) not in {_DEQUANTIZE, _DEQUANTIZE_WEIGHT}:
+            continue
+        for user in list(node.users)[1:]:
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node))
+
+
+def _compare(file: Path | str, expected: Iterable[Any], found: Iterable[Any], form: str) -> None:
+    for wanted, got in zip(expected, found, strict=True):
+        if not np.issubdtype(wanted.dtype, np.floating):
+            continue
+        quality = sqnr(torch.from_numpy(wanted), torch.as_tensor(got))
+        if not quality >= _LOWEST_DB:
+            raise ExportError(f"{file} {form} computes something else ({quality:.1f} dB): no file is written")

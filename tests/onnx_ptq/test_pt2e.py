@@ -1,0 +1,123 @@
+"""PT2E programs and ExecuTorch files: the integers of the ONNX file, and what XNNPACK computes of them."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import numpy_helper
+from torch import nn
+from typer.testing import CliRunner
+
+import compress
+from compress.cli.app import app
+from compress.errors import EngineError, ExportError
+from tests.further import further
+
+PAIRS = ("quantize_per_tensor", "dequantize_per_tensor")
+
+
+class Block(nn.Module):
+    """A residual block, a pool and a split that move integers, a transposed convolution, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(4, 8, 1)
+        self.norm, self.up, self.head = nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2), nn.Linear(4, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        x = F.hardswish(self.a(x)) + self.b(x.chunk(2, 1)[0])
+        return self.head(self.up(x).mean((2, 3)))
+
+
+class Tokens(nn.Module):
+    """Attention over patches, whose class token is chosen before the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 1, 16))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return self.head(self.layer(torch.cat([self.token.expand(len(x), -1, -1), x], 1))[:, 0])
+
+
+@pytest.fixture(scope="module", params=further([Block, Tokens], [Block]))
+def network(request, tmp_path_factory):
+    """The quantized network, its ONNX file and images."""
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16)
+    spec = compress.QuantSpec(target="litert")
+    model = compress.quantize(request.param().eval(), images[:1], [images], spec=spec)
+    file = tmp_path_factory.mktemp("pt2e") / "model.onnx"
+    return model, compress.export_onnx(model, images[:1], file, labels=["a", "b"]), images
+
+
+def decibels(wanted, got):
+    return 10 * np.log10((wanted**2).sum() / max(((wanted - got) ** 2).sum(), 1e-30))
+
+
+def test_a_program_holds_the_integers_of_the_file(network):
+    model, file, images = network
+    program = compress.to_pt2e(model, images)
+    with torch.no_grad():
+        assert decibels(model(images).numpy(), program.module()(images).numpy()) > 35
+    initializers = [numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer]
+    weights = [array for array in initializers if array.dtype == np.int8 and array.ndim > 1]
+    held = [value.numpy() for name, value in program.named_buffers() if value.dtype == torch.int8]
+    wanted, got = (sorted(np.sort(array.reshape(-1)).tolist() for array in arrays) for arrays in (weights, held))
+    assert got == wanted
+    for node in program.graph.nodes:
+        if any(pair in str(node.target) for pair in PAIRS):
+            assert node.args[3:] == (-128, 127, torch.int8)
+        if "dequantize" in str(node.target):
+            assert len(node.users) == 1
+    with pytest.raises(ExportError, match="example_inputs"):
+        compress.to_pt2e(model)
+
+
+def test_a_command_writes_what_executorch_runs_in_int8(network):
+    pytest.importorskip("executorch", reason="the extra executorch is not installed")
+    model, file, images = network
+    with pytest.raises(EngineError, match=r"build onnx .*model.onnx --engine executorch"):
+        compress.build_engine(file, "executorch")
+    call = CliRunner().invoke
+    assert call(app, ["build", "onnx", str(file), "--engine", "executorch"]).exit_code == 0
+    with compress.build_engine(file, "executorch", threads=1) as engine, torch.no_grad():
+        assert decibels(model(images).numpy(), engine.run({"input": images.numpy()})["logits"]) > 30
+        layers = [row for row in engine.runtime_layers() if row.kind in {"Conv2d", "ConvTranspose2d", "FullyConnected"}]
+        assert {(row.precision, row.kernel) for row in layers} == {("i8", "XNNPACK")}
+        assert "compress.labels" in engine.metadata
+        with pytest.raises(EngineError, match="share their threads"):
+            compress.build_engine(file, "executorch", threads=2)
+    path = file.with_suffix(".pte")
+    assert compress.audit_engine(path).share("int8") == 1.0
+    assert "XNNPACK" in call(app, ["inspect", "engine", str(path)]).output
+    path.with_name("broken.pte").write_bytes(b"no program")
+    with pytest.raises(EngineError, match="not an ExecuTorch file"):
+        compress.build_engine(path.with_name("broken.pte"), "executorch")
+
+
+def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
+    """XNNPACK's delegate computes a layer wrong that has integer weights and a float input."""
+    pytest.importorskip("executorch", reason="the extra executorch is not installed")
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()).eval()
+    model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert"))
+    proto = onnx.load(compress.export_onnx(model, images[:1], tmp_path / "whole.onnx"))
+    second = [node for node in proto.graph.node if node.op_type == "Conv"][1]
+    producer = {name: node for node in proto.graph.node for name in node.output}
+    second.input[0] = producer[producer[second.input[0]].input[0]].input[0]  # what the pair reads
+    onnx.save(proto, tmp_path / "model.onnx")
+    path = compress.export_executorch(tmp_path / "model.onnx", tmp_path / "model.pte")
+    feed = {"input": images.numpy()}
+    with compress.build_engine(tmp_path / "model.onnx", "onnxruntime") as engine:
+        wanted = engine.run(feed)["logits"]
+    with compress.build_engine(path, "executorch", threads=1) as engine:
+        assert decibels(wanted, engine.run(feed)["logits"]) > 30
+        convolutions = [row.precision for row in engine.runtime_layers() if row.kind == "Conv2d"]
+    assert convolutions == ["f32", "f32"]  # the first has lost the pair after it
