@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import compress
 from analysis.common.study import Feeds
 from analysis.real_accuracy.networks import Subject
+from compress.engines.executorch import INFORMATION
 from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
 
 BATCH = 10
@@ -121,6 +123,31 @@ def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:
     return Made(_exported(model, subject, folder / "modelopt.onnx"))
 
 
+def xnnpack(subject: Subject, _: Path, folder: Path) -> Made:
+    """Quantize with ExecuTorch's quantizer for XNNPACK, and lower as its documentation does."""
+    from executorch.backends.xnnpack.partition import xnnpack_partitioner  # optional: a peer's part of the engine
+    from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as package
+    from executorch.exir import to_edge_transform_and_lower
+    from torchao.quantization.pt2e import quantize_pt2e
+
+    images = subject.calibration.split(1)
+    quantizer = package.XNNPACKQuantizer().set_global(package.get_symmetric_quantization_config(is_per_channel=True))
+    network = quantize_pt2e.prepare_pt2e(torch.export.export(subject.model, images[:1]).module(), quantizer)
+    with torch.no_grad():
+        for image in images:
+            network(image)
+    program = torch.export.export(quantize_pt2e.convert_pt2e(network), images[:1])
+    names = torch.frombuffer(
+        bytearray(json.dumps({"inputs": [INPUT], "outputs": ["logits"], "metadata": {}}).encode()), dtype=torch.uint8
+    )
+    edge = to_edge_transform_and_lower(
+        program, partitioner=[xnnpack_partitioner.XnnpackPartitioner()], constant_methods={INFORMATION: names}
+    )
+    file = folder / "xnnpack.pte"
+    file.write_bytes(edge.to_executorch().buffer)
+    return Made(file)
+
+
 def _ours_for(target: Target) -> dict[str, Method]:
     """Return our methods for an engine."""
     base = QuantSpec(target=target)
@@ -164,6 +191,8 @@ METHODS: dict[str, Method] = {
         for config in ("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG")
     },
     **_ours_for("onnxruntime"),
+    "compress: default, litert": Method(ours(QuantSpec(target="litert")), ("litert", "executorch")),
+    "ExecuTorch's XNNPACKQuantizer": Method(xnnpack, ("executorch",), version="executorch"),
 }
 """By the name in the tables."""
 
@@ -171,6 +200,8 @@ METHODS: dict[str, Method] = {
 def logits_of(path: Path, engine: str, images: Tensor, threads: int) -> Tensor:
     """Return the logits of all pictures on an engine, OpenVINO's remainder in f32."""
     options: dict[str, Any] = {"threads": threads, "precision": "f32"} if engine == "openvino" else {"threads": threads}
+    if engine == "executorch" and not path.with_suffix(".pte").exists():
+        compress.export_executorch(path, path.with_suffix(".pte"))
     with compress.build_engine(path, engine, **options) as made:
         name = made.inputs[0].name
         parts = [next(iter(made.run({name: batch.numpy()}).values())) for batch in images.split(BATCH)]

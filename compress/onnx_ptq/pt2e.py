@@ -50,6 +50,8 @@ _MOVES = frozenset(
     )
 )  # fmt: skip
 """Operators whose results hold only numbers of their input, or 0."""
+_PADS = ((), ("constant",), ("constant", None), ("constant", 0.0))
+"""Further arguments of a padding by 0, which every grid has."""
 _LOWEST_DB = 5.0
 """Below this signal to noise a file computes something else; random deep networks round apart, and have 15 or more."""
 
@@ -231,7 +233,7 @@ def _pair_after_moves(graph: fx.Graph) -> None:
         moved = node.args[0] if node.target is operator.getitem else node
         if not isinstance(moved, fx.Node):
             continue
-        if _named(moved) in _MOVES:
+        if _named(moved) in _MOVES or (_named(moved) == "aten.pad" and moved.args[2:] in _PADS):
             sources = [moved.args[0]]
         elif _named(moved) == "aten.cat":
             sources = list(moved.args[0])  # type: ignore[arg-type]
