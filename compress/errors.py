@@ -74,18 +74,21 @@ class CalibrationError(QuantizationError):
 
 
 class DeadTensorError(CalibrationError):
-    """Tensors were zero on every calibration image, though the weights allow other values.
+    """Tensors were zero on every calibration image, though the weights allow other values, or held infinity.
 
     Attributes:
         quantizers: of these tensors.
     """
 
-    def __init__(self, quantizers: Sequence[str]) -> None:
+    def __init__(self, quantizers: Sequence[str], *, infinite: bool = False) -> None:
+        found, way = "all collected values are zero, and a scale of zero cannot be", "images that reach this tensor"
+        if infinite:
+            found, way = "infinity was collected, of which there is no scale", "images and weights without it"
         super().__init__(
-            f"{', '.join(quantizers)}: all collected values are zero, and a scale of zero cannot be: calibrate with "
-            "images that reach this tensor, or leave the layers that consume it float (rules with enable: false)"
+            f"{', '.join(quantizers)}: {found}: calibrate with {way}, or leave the layers that consume it float (rules "
+            "with enable: false)"
         )
-        self.quantizers = tuple(quantizers)
+        self.quantizers, self.infinite = tuple(quantizers), infinite
 
 
 class SparsityError(CompressError):

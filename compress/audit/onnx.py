@@ -314,7 +314,8 @@ def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 
 
 def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
-    data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
+    through = PASSES - {"Cast"} if target == "onnxruntime" else PASSES  # over which ONNX Runtime moves no pair
+    data, weight = (view.dequantizer(name, through) for name in node.input[:2])
     constant = view.array(node.input[1] if weight is None else weight.input[0])
     if constant is None and node.op_type == "MatMul":  # the weight may be on the left
         left = view.array(node.input[0] if data is None else data.input[0])

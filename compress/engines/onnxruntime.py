@@ -164,7 +164,7 @@ class ONNXRuntimeEngine(Engine):
                 form,
                 session_options,
                 providers=[provider],
-                disabled_optimizers=None if file.float_types <= {"f32"} else _HARMFUL_IN_HALF,
+                disabled_optimizers=_HARMFUL_IN_HALF if file.float_types & {"f16", "bf16"} else None,
             )
         used = self._session.get_providers()[0]
         if used != provider:

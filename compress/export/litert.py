@@ -35,7 +35,14 @@ _IDENTIFIER = b"TFL3"
 _OPSET = 13
 """The oldest whose operators are read here; axes, bounds and limits are attributes before."""
 _MOVING = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Gather")
-_OF_ANY_TYPE = frozenset((*_MOVING, "Expand", "Tile", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear"))
+_LOGICAL = {
+    **{"Where": "SELECT_V2", "Greater": "GREATER", "Less": "LESS", "Equal": "EQUAL"},
+    **{"GreaterOrEqual": "GREATER_EQUAL", "LessOrEqual": "LESS_EQUAL"},
+    **{"And": "LOGICAL_AND", "Or": "LOGICAL_OR", "Not": "LOGICAL_NOT"},
+}
+_OF_ANY_TYPE = frozenset(
+    (*_MOVING, "Expand", "Tile", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear", "ArgMax", *_LOGICAL)
+)
 _ALIGNMENT = 16
 """Bytes; the schema asks it of every buffer."""
 
@@ -909,7 +916,8 @@ def _operand(c: _Converter, name: str, rank: int, last: bool, *, integers: bool 
         return c.out.constant(wide if wide.size == 1 else wide.transpose(_LAST), name)
     full = (1,) * (rank - len(shape)) + shape
     scales = c.scales[name] if integers else None
-    widened, made = c.new(f"{name}/wide", full, scales), c.new(f"{name}/last", c.placed(full, True), scales)
+    widened = c.new(f"{name}/wide", full, scales, c.dtype(name))
+    made = c.new(f"{name}/last", c.placed(full, True), scales, c.dtype(name))
     c.reshape(c.get(name, last=False, integers=integers), widened)
     c.move(widened, made, _LAST)
     return made
@@ -920,7 +928,6 @@ _UNARY = {
     "HardSwish": "HARD_SWISH",
     "Sigmoid": "LOGISTIC",
     "Tanh": "TANH",
-    "Elu": "ELU",
     "Exp": "EXP",
     "Log": "LOG",
     "Sqrt": "SQRT",
@@ -941,8 +948,6 @@ def _unary(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
     options: dict[str, Any] = {}
     if node.op_type == "LeakyRelu":
         options["alpha"] = attributes.get("alpha", 0.01)
-    if node.op_type == "Elu" and attributes.get("alpha", 1.0) != 1.0:
-        raise c.refusal(node, "with an alpha other than 1 is not in LiteRT")
     if node.op_type == "Gelu":
         options["approximate"] = attributes.get("approximate", "none") == "tanh"
     _apply(c, _UNARY[node.op_type], node.input[0], node.output[0], **options)
@@ -958,11 +963,15 @@ def _apply(c: _Converter, op: str, source: str, result: str, *others: Array, **o
 
 
 def _steps(c: _Converter, node: onnx.NodeProto, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
-    source = node.input[0]
+    _in_a_row(c, node.input[0], node.output[0], steps)
+
+
+def _in_a_row(c: _Converter, source: str, result: str, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
+    """Add several elementwise operators, each of the result of the one before."""
     for i, (op, others) in enumerate(steps):
-        result = node.output[0] if i == len(steps) - 1 else f"{node.output[0]}/{i}"
-        _apply(c, op, source, result, *others)
-        source = result
+        name = result if i == len(steps) - 1 else f"{result}/{i}"
+        _apply(c, op, source, name, *others)
+        source = name
 
 
 def _number(value: float) -> tuple[Array, ...]:
@@ -985,6 +994,69 @@ def _clip(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
 def _hard_sigmoid(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     slope, centre = attributes.get("alpha", 0.2), attributes.get("beta", 0.5)
     _steps(c, node, [("MUL", _number(slope)), ("ADD", _number(centre)), ("RELU_0_TO_1", ())])
+
+
+def _softplus(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; Mish is x times its tanh."""
+    source, result = node.input[0], node.output[0]
+    plus = result if node.op_type == "Softplus" else f"{result}/softplus"
+    steps = (("ABS", ()), ("NEG", ()), ("EXP", ()), ("ADD", _number(1.0)), ("LOG", ()))
+    _in_a_row(c, source, f"{result}/below", steps)
+    _apply(c, "RELU", source, f"{result}/above")
+    _joined(c, "ADD", f"{result}/above", f"{result}/below", plus)
+    if plus != result:
+        _apply(c, "TANH", plus, f"{result}/tanh")
+        _joined(c, "MUL", source, f"{result}/tanh", result)
+
+
+def _elu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """Elu, Selu and Celu: gamma * (max(x, 0) + alpha * (exp(min(x, 0) / divisor) - 1))."""
+    source, result, kind = node.input[0], node.output[0], node.op_type
+    alpha = attributes.get("alpha", 1.6732632423543772 if kind == "Selu" else 1.0)
+    if kind == "Elu" and alpha == 1.0:
+        _apply(c, "ELU", source, result)
+        return
+    gamma = attributes.get("gamma", 1.0507009873554805) if kind == "Selu" else 1.0
+    inner = ("MUL", _number(1 / alpha if kind == "Celu" else 1.0))
+    steps = (("MINIMUM", _number(0.0)), inner, ("EXP", ()), ("SUB", _number(1.0)), ("MUL", _number(alpha)))
+    _in_a_row(c, source, f"{result}/below", steps)
+    _apply(c, "RELU", source, f"{result}/above")
+    _joined(c, "ADD", f"{result}/above", f"{result}/below", f"{result}/sum")
+    _apply(c, "MUL", f"{result}/sum", result, *_number(gamma))
+
+
+def _joined(c: _Converter, op: str, first: str, second: str, result: str) -> None:
+    """Add a float operator of two tensors of one shape."""
+    last = c.is_last(first)
+    made = c.new(result, c.placed(c.shape(first), last))
+    c.out.operator(op, [c.get(first, last=last), c.get(second, last=last)], [made])
+    c.forms[result, last, False] = made
+    c.shapes.setdefault(result, c.shape(first))
+
+
+def _logical(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    """Comparisons, logic and Where, of floats and truth values."""
+    if any(c.dtype(name).kind == "i" for name in (*node.input, *node.output)):
+        raise c.refusal(node, "of integers is not written; that of floats is")
+    rank = len(c.shape(node.output[0]))
+    last = rank == 4 and any(c.is_last(name) for name in node.input)
+    made = _moved(c, node, node.output[0], c.shape(node.output[0]), last=last, integers=False)
+    c.out.operator(_LOGICAL[node.op_type], [_operand(c, name, rank, last) for name in node.input], [made])
+
+
+def _arg_max(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
+    if attributes.get("select_last_index", 0):
+        raise c.refusal(node, "of the last place is not in LiteRT")
+    source, result, shape = node.input[0], node.output[0], c.shape(node.input[0])
+    axis = int(attributes.get("axis", 0)) % len(shape)
+    rest, kind = [*shape[:axis], *shape[axis + 1 :]], c.dtype(result)
+    made = c.new(node.name or result, rest, dtype=kind)
+    read = [c.get(source, last=False), c.out.constant(np.asarray(axis, np.int32))]
+    c.out.operator("ARG_MAX", read, [made], outputType=c.out.types[kind])
+    if attributes.get("keepdims", 1):
+        flat, made = made, c.new(f"{result}/kept", c.shape(result), dtype=kind)
+        c.reshape(flat, made)
+    c.forms[result, False, False] = made
 
 
 def _reciprocal(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1378,6 +1450,10 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_UNARY, _unary),
     "Clip": _clip,
     "HardSigmoid": _hard_sigmoid,
+    **dict.fromkeys(("Softplus", "Mish"), _softplus),
+    **dict.fromkeys(("Elu", "Selu", "Celu"), _elu),
+    **dict.fromkeys(_LOGICAL, _logical),
+    "ArgMax": _arg_max,
     "Reciprocal": _reciprocal,
     "PRelu": _prelu,
     "Erf": _erf,

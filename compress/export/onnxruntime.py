@@ -23,6 +23,7 @@ from compress.onnx_graph.graph import (
     consumed_as,
     each_node,
     made_after,
+    opset_of,
 )
 
 _LARGEST = 2**31 - 1
@@ -165,6 +166,8 @@ _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqu
 """Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
 _PASSES = PASSES | {"Pad"}
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_HALF_OPSET = 19
+"""First opset whose pairs take float16."""
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
 """Operations that compute in integers if what they consume is quantized."""
 
@@ -178,8 +181,10 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
     value changes. Results of other moves get one where they have several consumers.
     """
     view = OnnxGraph(proto.graph)
+    types = _SCALE_TYPES if opset_of(proto) >= _HALF_OPSET else _SCALE_TYPES[:1]
     wanted = _wanted(view)
     first: dict[str, onnx.NodeProto] = {}  # by tensor, the pair whose integers it holds
+    wide: set[str] = set()  # tensors that hold them in a type for which there is no pair
     nodes: list[onnx.NodeProto] = []
     added = 0
     for node in proto.graph.node:
@@ -187,12 +192,16 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
         if _dequantizes_activation(node, view):
             first[node.output[0]] = node
         pair = _common_pair(node, first, view)
-        if pair is not None and node.op_type == "Cast":
-            pair = _cast_pair(node, pair, view)
         if pair is None:
             continue
+        typed = _cast_pair(node, pair, view, types) if node.op_type == "Cast" else pair
+        if typed is None or (node.op_type != "Cast" and not wide.isdisjoint(node.input)):
+            wide.update(node.output)
+        pair = typed or pair
         for name in node.output:
             first[name] = pair
+            if name in wide:
+                continue
             alone = len(view.consumers.get(name, ())) < 2
             if (node.op_type in _MOVED_THROUGH and alone) or name not in wanted:
                 continue
@@ -253,10 +262,12 @@ def _pads_within_range(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return value is not None and not value.any()
 
 
-def _cast_pair(node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph) -> onnx.NodeProto | None:
+def _cast_pair(
+    node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph, types: Collection[int]
+) -> onnx.NodeProto | None:
     """Return a pair like that before a Cast, with a scale of the new type; None if the type has no such scale."""
     scale, to = view.array(pair.input[1]), attribute(node, "to", 0)
-    if scale is None or to not in _SCALE_TYPES:
+    if scale is None or to not in types:
         return None
     made = scale.astype(helper.tensor_dtype_to_np_dtype(to))
     if made.dtype == scale.dtype:

@@ -62,6 +62,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     states = [
         (module, module.training, dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # Python cannot write its attributes
     ]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

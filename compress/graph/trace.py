@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,8 @@ class _KnownAttribute(_Known, Attribute):
 
 def _check_attribute(proxy: Any, name: str) -> None:
     value = proxy.tracer.value_of(proxy)
-    if name.startswith("__array_") or (isinstance(value, (tuple, int, float)) and not hasattr(value, name)):
+    lacks = value is not None and not hasattr(type(value), name) and name not in getattr(value, "__dict__", {})
+    if name.startswith("__array_") or lacks:
         raise AttributeError(name)
 
 
@@ -182,29 +184,25 @@ def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def answered(root: nn.Module) -> Iterator[None]:
+def answered(*, integers: bool = False) -> Iterator[None]:
     """Let builtins and functions of torch that refuse symbolic values take proxies; restores them afterwards.
 
-    Builtins are replaced in the packages that define the classes of `root`, but not in torch's own.
+    Builtins are replaced in every loaded module but those of Python, torch and numpy: a model calls code of others.
     """
-    modules = {type(module).__module__ for module in root.modules()}
-    packages = {name.partition(".")[0] for name in modules} - {"torch", __name__.partition(".")[0]}
-    modules |= {name for name in sys.modules if name.partition(".")[0] in packages}
-    places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
-    changed = [(place, name, function) for place in places for name, function in _BUILTINS.items() if name not in place]
+    own = sys.stdlib_module_names | {"torch", "numpy", __name__.partition(".")[0]}
+    loaded = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in own]
+    places = {id(vars(module)): vars(module) for module in loaded if isinstance(module, ModuleType)}.values()
+    builtin = _BUILTINS | ({"int": _Int()} if integers else {})
+    changed = [(place, name, function) for place in places for name, function in builtin.items() if name not in place]
     tensors = {name: _recorded(name) for name in _MAKER_NAMES} | {name: _Limits(name) for name in ("finfo", "iinfo")}
-    tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": _is_tensor}
+    tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
     before = {name: getattr(torch, name) for name in tensors}
     scripted = torch.jit.isinstance
-
-    def is_instance(value: Any, kind: Any) -> bool:
-        return bool(scripted(value.tracer.value_of(value) if isinstance(value, _Known) else value, kind))
-
     try:
         for place, name, function in changed:
             place[name] = function
         vars(torch).update(tensors)
-        vars(torch.jit)["isinstance"] = is_instance
+        vars(torch.jit)["isinstance"] = lambda value, kind: scripted(_seen(value), kind)
         yield
     finally:
         vars(torch.jit)["isinstance"] = scripted
@@ -272,25 +270,56 @@ def _record_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return made
 
 
+def _seen(value: Any) -> Any:
+    """The value of a symbolic value where it is known; C++ takes a proxy that calls itself a tensor for one."""
+    found = value.tracer.value_of(value) if isinstance(value, _Known) else None
+    return value if found is None else found
+
+
 def _length(value: Any) -> Any:
-    return value.size(0) if isinstance(value, fx.Proxy) and _is_tensor(value) else len(value)
-
-
-def _is_instance(value: Any, kind: Any) -> bool:
-    if isinstance(value, kind):
-        return True
-    return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)
+    return value.size(0) if isinstance(_seen(value), Tensor) and isinstance(value, fx.Proxy) else len(value)
 
 
 def _is_callable(value: Any) -> bool:
     return callable(value) and not isinstance(value, fx.Proxy)
 
 
-def _is_tensor(value: Any) -> bool:
-    return _is_instance(value, Tensor)
+def _is_instance(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) or isinstance(_seen(value), kind)
 
 
-_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
+class _Class:
+    """A class of Python whose calls take symbolic values."""
+
+    kind: type
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self.kind)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self.kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+class _Type(_Class):
+    kind = type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(_seen(args[0])) if len(args) == 1 else type(*args, **kwargs)
+
+
+class _Int(_Class):
+    """`int`, which leaves symbolic sizes as they are; where torch and numpy ask for a type, they do not know it."""
+
+    kind = int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and isinstance(_seen(args[0]), int) else int(*args, **kwargs)
+
+
+_BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable, "type": _Type()}
 _CHECKS = ("_check", "_check_with", "_check_value", "_check_tensor_all", "_check_tensor_all_with")
 _MAKER_NAMES = ("zeros", "ones", "full", "tensor")
 
@@ -640,8 +669,11 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     model = copy.deepcopy(model).eval()
     reference = _results_and_hooks(model, inputs)
     check_stateless(model, inputs)
-    asked = dict.fromkeys(leaves, "asked for")
-    unknown = [path for path in asked if path not in dict(model.named_modules())]
+    modules = dict(model.named_modules())
+    kept = {path: unwrapped(module) for path, module in modules.items()}
+    asked = {path: f"it cannot be traced: give {instead}" for path, instead in kept.items() if instead}
+    asked |= dict.fromkeys(leaves, "asked for")
+    unknown = [path for path in asked if path not in modules]
     if unknown:
         raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}; give their paths")
 
@@ -661,7 +693,7 @@ def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple
     for concrete, buffers in itertools.product((False, True), repeat=2):
         values = Values(model, inputs) if concrete else None
         with contextlib.suppress(Exception):
-            with training_mode(model), answered(model) if concrete else contextlib.nullcontext():
+            with training_mode(model), answered() if concrete else contextlib.nullcontext():
                 training = Tracer(leaves, inputs, values, buffers=buffers).trace(model)
             whole = copy.deepcopy(graph_module)
             if add_training_parts(whole, training, model) and same_in_training(model, whole, inputs):
@@ -739,29 +771,39 @@ def _graph_of(
     for buffers in (False, True):
         with contextlib.suppress(Exception):
             return checked(_graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked))
-    try:
-        return checked(_with_shapes(model, inputs, asked))
-    except Exception as error:  # the model's code meets proxies, and can fail in any way
-        known = error
-    with contextlib.suppress(Exception):
-        return checked(_with_shapes(model, inputs, asked, buffers=True))
+    known: list[Exception] = []
+    for buffers, integers in itertools.product((False, True), repeat=2):
+        try:
+            return checked(_with_shapes(model, inputs, asked, buffers=buffers, integers=integers))
+        except Exception as error:  # the model's code meets proxies, and can fail in any way
+            known.append(error)
     try:
         return checked(_with_leaves(model, inputs, asked, concrete=False))
     except ModelError:
-        if isinstance(known, ModelError):
-            raise known from known.__cause__  # tracing with shapes got further, so its reason is the better one
+        if isinstance(known[0], ModelError):
+            raise known[0] from known[0].__cause__  # tracing with shapes got further, so its reason is the better one
         raise
 
 
 def _with_shapes(
-    model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str], *, buffers: bool = False
+    model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str], *, buffers: bool, integers: bool
 ) -> fx.GraphModule:
     """Trace with known shapes; an error of the graph at another batch size is raised."""
     grown = each_input(lambda x: torch.cat([x, x[:1]]) if x.dim() else x, inputs)
-    graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
+    with answered(integers=integers):
+        graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
-        result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
-        _check_equal(model, graph_module, grown, run_with(model, copies_of(grown)), result)
+        reference = run_with(model, copies_of(grown))
+        try:
+            result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
+            failed = "" if same_results(reference, result) else "computes something else"
+        except Exception as error:  # as above
+            failed = f"fails ({error})"
+    if failed and same_results(run_model(model, inputs), run_model(graph_module, inputs)):
+        raise ModelError(
+            f"{type(model).__name__} makes a plain number of its batch size, so that its graph {failed} for another "
+            "one: write its sizes without `if`, range(), int(), math and numpy, or write -1 for the batch"
+        )
     return graph_module
 
 
@@ -835,8 +877,7 @@ def _with_leaves(
     while True:
         tracer = Tracer(leaves, inputs, Values(model, inputs) if concrete else None, buffers=buffers)
         try:
-            with answered(model) if concrete else contextlib.nullcontext():
-                graph = tracer.trace(model)
+            graph = tracer.trace(model)
         except Exception as error:  # as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             if not tracer.failed or tracer.failed in leaves:

@@ -63,9 +63,12 @@ def compare_evidence(
     if isinstance(seen, Hits) and isinstance(reference, Hits):
         ends = share_interval(int(seen.right().sum()), images, level=level)
         difference_ends = _difference_of_hits(reference, seen, difference_ends, level)
-    elif difference_ends[0] == difference_ends[1]:  # no resample differs, so that an image which does is not among them
+    else:  # where no resample differs, an image which does is not among them
         unseen = share_interval(0, images, level=level)[1]
-        difference_ends = (difference_ends[0] - unseen, difference_ends[1] + unseen)
+        if difference_ends[0] == difference_ends[1]:
+            difference_ends = (difference_ends[0] - unseen, difference_ends[1] + unseen)
+        if ends[0] == ends[1] and 0 <= value <= 1:
+            ends = max(value - unseen, 0.0), min(value + unseen, 1.0)
     return Comparison(
         value=value,
         low=ends[0],

@@ -32,6 +32,9 @@ SPREAD = 1.5
 TAIL = 1.5
 """Most ratio of mean and median: above it, single runs were interrupted for long."""
 
+_TICK, _SHORT, _TOO_SHORT = 0.01, 0.2, 0.05
+"""Seconds: a step of the processors' counters, and periods whose counts are off by two steps, or say nothing."""
+
 BUSY = "the machine was busy"
 NOT_MEASURED = f"not measured: {BUSY}"
 """What stands in the place of a factor between times that are not to be compared."""
@@ -67,11 +70,12 @@ def disturbance(before: CpuTime | None, after: CpuTime | None, *, cores: int, us
 
     `cores` are the machine's, `usable` those that this process may use.
     """
-    if before is None or after is None or after.wall - before.wall < 0.2:  # the counters move in steps of 10 ms
+    if before is None or after is None or after.wall - before.wall < _TOO_SHORT:
         return ""
     seconds = after.wall - before.wall
-    others = ((after.busy - before.busy) - (after.own - before.own)) / seconds
-    stolen = (after.stolen - before.stolen) / (seconds * cores)
+    unsure = 2 * _TICK * cores if seconds < _SHORT else 0.0
+    others = ((after.busy - before.busy) - (after.own - before.own) - unsure) / seconds
+    stolen = (after.stolen - before.stolen - unsure) / (seconds * cores)
     if stolen > STEAL:
         return f"{BUSY} (its hypervisor kept {stolen:.0%} of the time)"
     if (others + usable - cores) / usable > OTHERS:

@@ -155,20 +155,23 @@ def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
 
 def _never_asked(metrics: Sequence[Metric]) -> Iterator[str]:
     rows = summary_table(metrics)
-    variants: dict[str, set[str]] = {}
+    every: dict[str, set[str]] = {}
     gaps: dict[str, dict[str, set[str]]] = {}
+    sizes = {
+        engine: {row.batch_size for row in rows if row.engine == engine} - {None} for engine in engines_of(metrics)
+    }
     for row in rows:
-        variants.setdefault(row.engine, set()).add(row.variant)
+        batch = f", batch {row.batch_size}" if len(sizes.get(row.engine, ())) > 1 and row.batch_size else ""
+        name = display(row.variant) + batch
+        every.setdefault(row.engine, set()).add(name)
         for gap in _gaps(row, metrics):
-            gaps.setdefault(gap, {}).setdefault(row.engine, set()).add(row.variant)
+            gaps.setdefault(gap, {}).setdefault(row.engine, set()).add(name)
     for gap, where in gaps.items():
         places = [
-            display(engine)
-            if names == variants[engine]
-            else f"{display(engine)} ({', '.join(map(display, sorted(names)))})"
+            display(engine) if names == every[engine] else f"{display(engine)} ({'; '.join(sorted(names))})"
             for engine, names in where.items()
         ]
-        yield f"{gap}, anywhere" if where == variants and len(where) > 1 else f"{', '.join(places)}: {gap}"
+        yield f"{gap}, anywhere" if where == every and len(where) > 1 else f"{', '.join(places)}: {gap}"
 
 
 def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:

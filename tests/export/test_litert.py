@@ -153,6 +153,12 @@ def _gelu(y, scale=0.5**0.5, one=1.0):
         (lambda y: F.hardtanh(y, -0.1, 0.15), ""),
         (lambda y: torch.cat([y.repeat(1, 2, 1, 1), y[:, :1].expand(-1, 2, -1, -1)], 1), ""),
         (lambda y: y.clamp(0, 0.1), ""),  # limits of two types, which torch.onnx refuses
+        (
+            lambda y: torch.where((y > 0) & ~(y <= 0.1) | (y == y.mean((2, 3), keepdim=True)), y, y[0, :2, 0, 0].sum()),
+            "",
+        ),
+        (lambda y: F.softplus(50 * y) + F.mish(y) + F.selu(y) + F.celu(y, 0.7) + F.elu(y, 0.3), ""),
+        (lambda y: y + y.argmax(1, keepdim=True) + y.argmax(-1)[..., None], ""),
         (lambda y: F.interpolate(y, scale_factor=1.3, mode="bilinear"), "whole size"),
         (lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True), "antialias"),
     ],

@@ -229,7 +229,20 @@ def new_tensors_and_words_of_python(self, x):  # as detection heads have them
     return {name: head(torch.cat([y, grid.expand(len(x), 1, *y.shape[2:])], 1)) for name, head in self.heads.items()}
 
 
+def sizes_as_plain_numbers(self, x):  # as published backbones have them
+    b, _, h, w = map(int, x.shape)
+    y = self.conv(x).view(b, 8, h * w) + int(w / 2)
+    return y.view(int(x.size(0)), -1)
+
+
+def takes_lists_and_nested_tensors_too(self, x):  # as DETR does
+    if hasattr(x, "tensors") or type(x) is not torch.Tensor:
+        x = x.tensors
+    return self.conv(x)
+
+
 FORWARDS = [
+    *(sizes_as_plain_numbers, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
     *(takes_another_way_without_a_tensor, sizes_as_an_array, numbers_of_numpy),
@@ -305,6 +318,14 @@ def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
 
     with pytest.raises(ModelError, match=r"reads a tensor by another name after \+= changed it"):
         trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))
+
+
+def test_a_loop_over_a_batch_is_named():
+    def image_by_image(self, x):
+        return torch.cat([self.conv(x[i : i + 1]) for i in range(len(x))])
+
+    with pytest.raises(ModelError, match="makes a plain number of its batch size"):
+        trace(net_of(image_by_image), torch.randn(2, 3, 5, 7))
 
 
 def half_loaded():

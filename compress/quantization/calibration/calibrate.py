@@ -142,10 +142,13 @@ def _dead(view: GraphView, watching: dict[str, Calibrator]) -> tuple[str, ...]:
 
 
 def check_closed(watching: Mapping[str, Calibrator], dead: Collection[str]) -> None:
-    """Refuse tensors of zeros that the weights do not explain (DeadTensorError), if all of them were seen."""
+    """Refuse tensors with infinity, and of zeros that the weights do not explain if all were seen (DeadTensorError)."""
     closed = [name for name, calibrator in watching.items() if calibrator.only_zeros and name not in dead]
     if closed and all(watching[name].seen for name in closed):
         raise DeadTensorError(closed)
+    masked = [name for name, calibrator in watching.items() if calibrator.infinite]
+    if masked:
+        raise DeadTensorError(masked, infinite=True)
 
 
 def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:

@@ -117,6 +117,12 @@ class Calibrator(ABC):
         amax = self._seen()
         return amax is None or bool((amax < SMALLEST_AMAX).all())
 
+    @property
+    def infinite(self) -> bool:
+        """True if infinity was collected, and no NaN."""
+        amax = self._seen()
+        return amax is not None and bool(amax.isinf().any()) and not bool(amax.isnan().any())
+
     def _seen(self) -> Tensor | None:
         return self._largest() if self._read is None else self._read
 

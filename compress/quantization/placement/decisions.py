@@ -24,9 +24,10 @@ FAR_APART = "its inputs have scales of their own: on calibration images their ra
 """Beginning of the reason of a concat whose inputs do not share a scale."""
 CLOSED = "its branch is zero on every calibration image"
 """Reason of a layer that stays float for that."""
+MASKED = "it consumes infinity, as masks have it"
 POOR_PRODUCT = "in 8 bits its result has"
 """Beginning of the reason of a product that stays float for that."""
-MEASURED = (CLOSED, FAR_APART, POOR_PRODUCT)
+MEASURED = (CLOSED, MASKED, FAR_APART, POOR_PRODUCT)
 """Beginnings of the reasons of what calibration images decided, beyond the rules of a specification."""
 
 
@@ -118,14 +119,17 @@ _APART = 3.0
 
 
 class ClosedError(DeadTensorError):
-    """A tensor that is always zero, with rules that leave its consumers float, and a warning that says so."""
+    """A tensor that is always zero or infinite, with rules that leave its consumers float, and a warning about it."""
 
     def __init__(self, error: DeadTensorError, consumers: list[str]) -> None:
-        super().__init__(error.quantizers)
-        self.rules = tuple(Rule(match=name, enable=False, reason=CLOSED) for name in consumers)
+        super().__init__(error.quantizers, infinite=error.infinite)
+        reason, way = CLOSED, "calibrate with images that reach them, if there are any"
+        if error.infinite:
+            reason, way = MASKED, "a mask of -inf may be written as the lowest finite number that matters"
+        self.rules = tuple(Rule(match=name, enable=False, reason=reason) for name in consumers)
         self.warning = (
-            f"{', '.join(error.quantizers)} are zero on every calibration image, and {', '.join(consumers)}, which "
-            "consume them, stay float: calibrate with images that reach them, if there are any"
+            f"{', '.join(error.quantizers)} {'hold infinity' if error.infinite else 'are zero'} on calibration images, "
+            f"and {', '.join(consumers)}, which consume them, stay float: {way}"
         )
 
 
@@ -133,7 +137,7 @@ class ClosedError(DeadTensorError):
 def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator[None]:
     """Turn a `DeadTensorError` into a `ClosedError`, with rules for the consumers in these placements.
 
-    An input of the network that is always zero stays an error: its images are black.
+    An input of the network that is always zero or infinite stays an error: its images are black.
     """
     try:
         yield
@@ -149,6 +153,8 @@ def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator
         # An operation that needs a pair at its output, as on ONNX Runtime, is float with the consumers of that pair.
         around = {name for row in rows for name in row.layer.split()}
         names |= dict.fromkeys(name for name in paths.values() if name in around)
+        if error.infinite:  # a mask is added by an operation without a weight, which has a pair at its output
+            names |= dict.fromkeys(around)
         names |= dict.fromkeys(tensor for site in sites for tensor, _ in site.edges if tensor in around)
         raise ClosedError(error, [paths.get(name, name) for name in names]) from None
 
@@ -160,7 +166,7 @@ def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: 
             return quantize(spec)
         except ClosedError as error:
             if iter(batches) is batches or set(error.rules) <= set(spec.rules):
-                raise DeadTensorError(error.quantizers) from None
+                raise DeadTensorError(error.quantizers, infinite=error.infinite) from None
             warnings.warn(error.warning, CompressWarning, stacklevel=2)
             spec = replace(spec, rules=(*spec.rules, *error.rules))
 
