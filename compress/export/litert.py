@@ -953,21 +953,17 @@ def _unary(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
     _apply(c, _UNARY[node.op_type], node.input[0], node.output[0], **options)
 
 
-def _apply(c: _Converter, op: str, source: str, result: str, *others: Array, **options: Any) -> None:
-    """Add a float operator of one tensor and constants, elementwise, in the layout of the tensor."""
+def _apply(c: _Converter, op: str, source: str, result: str, *others: Array | str, **options: Any) -> None:
+    """Add a float operator of one tensor and constants or tensors of its shape, in the layout of the tensor."""
     last = c.is_last(source)
     made = c.new(result, c.placed(c.shape(source), last))
-    c.out.operator(op, [c.get(source, last=last), *map(c.out.constant, others)], [made], **options)
+    read = [c.get(one, last=last) if isinstance(one, str) else c.out.constant(one) for one in (source, *others)]
+    c.out.operator(op, read, [made], **options)
     c.forms[result, last, False] = made
     c.shapes.setdefault(result, c.shape(source))
 
 
-def _steps(c: _Converter, node: onnx.NodeProto, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
-    _in_a_row(c, node.input[0], node.output[0], steps)
-
-
-def _in_a_row(c: _Converter, source: str, result: str, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
-    """Add several elementwise operators, each of the result of the one before."""
+def _steps(c: _Converter, source: str, result: str, steps: Sequence[tuple[str, tuple[Array, ...]]]) -> None:
     for i, (op, others) in enumerate(steps):
         name = result if i == len(steps) - 1 else f"{result}/{i}"
         _apply(c, op, source, name, *others)
@@ -985,28 +981,29 @@ def _clip(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) ->
         return
     known = {(0.0, 6.0): "RELU6", (0.0, math.inf): "RELU", (-1.0, 1.0): "RELU_N1_TO_1", (0.0, 1.0): "RELU_0_TO_1"}
     if (low, high) in known:
-        _steps(c, node, [(known[low, high], ())])
+        _steps(c, node.input[0], node.output[0], [(known[low, high], ())])
         return
     steps = [("MAXIMUM", _number(low))] if low > -math.inf else []
-    _steps(c, node, [*steps, *([("MINIMUM", _number(high))] if high < math.inf else [])])
+    _steps(c, node.input[0], node.output[0], [*steps, *([("MINIMUM", _number(high))] if high < math.inf else [])])
 
 
 def _hard_sigmoid(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     slope, centre = attributes.get("alpha", 0.2), attributes.get("beta", 0.5)
-    _steps(c, node, [("MUL", _number(slope)), ("ADD", _number(centre)), ("RELU_0_TO_1", ())])
+    _steps(c, node.input[0], node.output[0], [("MUL", _number(slope)), ("ADD", _number(centre)), ("RELU_0_TO_1", ())])
 
 
 def _softplus(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; Mish is x times its tanh."""
     source, result = node.input[0], node.output[0]
-    plus = result if node.op_type == "Softplus" else f"{result}/softplus"
     steps = (("ABS", ()), ("NEG", ()), ("EXP", ()), ("ADD", _number(1.0)), ("LOG", ()))
-    _in_a_row(c, source, f"{result}/below", steps)
+    _steps(c, source, f"{result}/below", steps)
     _apply(c, "RELU", source, f"{result}/above")
-    _joined(c, "ADD", f"{result}/above", f"{result}/below", plus)
-    if plus != result:
-        _apply(c, "TANH", plus, f"{result}/tanh")
-        _joined(c, "MUL", source, f"{result}/tanh", result)
+    if node.op_type == "Softplus":
+        _apply(c, "ADD", f"{result}/above", result, f"{result}/below")
+    else:
+        _apply(c, "ADD", f"{result}/above", f"{result}/sum", f"{result}/below")
+        _apply(c, "TANH", f"{result}/sum", f"{result}/tanh")
+        _apply(c, "MUL", source, result, f"{result}/tanh")
 
 
 def _elu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1019,19 +1016,10 @@ def _elu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
     gamma = attributes.get("gamma", 1.0507009873554805) if kind == "Selu" else 1.0
     inner = ("MUL", _number(1 / alpha if kind == "Celu" else 1.0))
     steps = (("MINIMUM", _number(0.0)), inner, ("EXP", ()), ("SUB", _number(1.0)), ("MUL", _number(alpha)))
-    _in_a_row(c, source, f"{result}/below", steps)
+    _steps(c, source, f"{result}/below", steps)
     _apply(c, "RELU", source, f"{result}/above")
-    _joined(c, "ADD", f"{result}/above", f"{result}/below", f"{result}/sum")
+    _apply(c, "ADD", f"{result}/above", f"{result}/sum", f"{result}/below")
     _apply(c, "MUL", f"{result}/sum", result, *_number(gamma))
-
-
-def _joined(c: _Converter, op: str, first: str, second: str, result: str) -> None:
-    """Add a float operator of two tensors of one shape."""
-    last = c.is_last(first)
-    made = c.new(result, c.placed(c.shape(first), last))
-    c.out.operator(op, [c.get(first, last=last), c.get(second, last=last)], [made])
-    c.forms[result, last, False] = made
-    c.shapes.setdefault(result, c.shape(first))
 
 
 def _logical(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1060,7 +1048,7 @@ def _arg_max(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any])
 
 
 def _reciprocal(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    _steps(c, node, [("POW", _number(-1.0))])
+    _steps(c, node.input[0], node.output[0], [("POW", _number(-1.0))])
 
 
 def _prelu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
@@ -1382,7 +1370,7 @@ def _batch_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, An
     factor = gamma / np.sqrt(variance + attributes.get("epsilon", 1e-5))
     spread = (-1,) if c.is_last(node.input[0]) else (-1, *[1] * (len(c.shape(node.input[0])) - 2))
     pairs = (("MUL", factor), ("ADD", beta - mean * factor))
-    _steps(c, node, [(op, (value.astype(np.float32).reshape(spread),)) for op, value in pairs])
+    _steps(c, node.input[0], node.output[0], [(op, (value.astype(np.float32).reshape(spread),)) for op, value in pairs])
 
 
 def _layer_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
