@@ -64,9 +64,9 @@ from compress.roofline_model.model import roofline as roofline
 from compress.search.front import Front as Front  # experimental
 from compress.search.search import search as search  # experimental
 from compress.search.spec import SearchSpec as SearchSpec  # experimental
-from compress.sparsity.channel_pruning import prune_channels as prune_channels
+from compress.sparsity.parametrization import MaskSchedule as MaskSchedule
 from compress.sparsity.parametrization import squash_masks as squash_masks
-from compress.sparsity.schedule import MaskSchedule as MaskSchedule
+from compress.sparsity.sparsifier import prune_channels as prune_channels
 from compress.sparsity.sparsifier import sparsify as sparsify
 from compress.sparsity.spec import SparsitySpec as SparsitySpec
 from compress.training.evaluate import evaluate as evaluate

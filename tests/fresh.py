@@ -11,7 +11,7 @@ import socket
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torchvision", "compress.cli.run", "compress.search.trials", "tests.pipeline.inject"])
+CONTEXT.set_forkserver_preload(["torchvision", "compress.cli.run", "compress.search.search", "tests.pipeline.inject"])
 
 
 def start(output, call, *arguments, **environment):

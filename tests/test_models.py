@@ -13,10 +13,13 @@ from torch import nn
 
 from compress import ModelSpec, build_model
 from compress.errors import CheckpointError, ModelError
-from compress.models.by_name import build_model_with_notes
-from compress.models.weights import load_weights, read_state_dict
+from compress.models.by_name import build_model_with_notes, fit_state, read_state_dict
 
 SMALL = "shufflenet_v2_x0_5"
+
+
+def load_weights(model, path, num_classes=None):
+    return fit_state(model, read_state_dict(path), source=str(path), num_classes=num_classes).notes
 
 
 def build(name, *, num_classes=5, **values):

@@ -11,9 +11,8 @@ import yaml
 from compress import Recipe, load_recipe
 from compress.errors import RecipeError
 from compress.quantization.spec import ActivationCalibrator
-from compress.recipe.files import find_recipe, recipe_names
 from compress.recipe.keys import recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import parse_recipe
+from compress.recipe.tree import find_recipe, parse_recipe, recipe_names
 
 SHIPPED = ("mobilenet_v2", "resnet18", "resnet50", "resnet50-cpu", "resnet50-imagenet", "vgg16")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import compress
 from analysis.common.study import command_line, gpu_software, listed
 from compress.files import write_text
-from compress.records import RunData, read_run, summary_columns, summary_table
+from compress.records.files import RunData, read_run
+from compress.records.summary import summary_columns, summary_table
 
 
 @dataclass(frozen=True, kw_only=True)

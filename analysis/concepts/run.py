@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
 from analysis.common.study import study_parser
-from compress.plots.graph import draw_block
+from compress.plots.layers import draw_block
 from compress.plots.style import LIGHT, caption, compact, save_figure, styled
 from compress.quantization.block_graph import block_graph
 from compress.quantization.calibration.calibrators import make_calibrator

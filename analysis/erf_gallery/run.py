@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from analysis.common.study import study_parser
 from compress.files import write_json
 from compress.models.by_name import build_model
 from compress.models.spec import ModelSpec
-from compress.plots.erf import draw_gallery, draw_growth, theory_side
-from compress.plots.style import save_figure, styled, to_png
-from compress.receptive import EffectiveReceptiveField, ErfOptions, effective_receptive_fields
-from compress.receptive.effective import SOURCES, probe_images
-from compress.receptive.probe import layers_to_show
+from compress.plots.erf import HEAT, draw_box
+from compress.plots.style import caption, save_figure, styled, to_png
+from compress.receptive import (
+    EffectiveReceptiveField,
+    ErfOptions,
+    effective_receptive_fields,
+)
+from compress.receptive.effective import SOURCES, layers_to_show, probe_images
 from compress.report.receptive_field import numbers_of, write_animation
+from compress.support.text import shorten
 
 SETS = {
     "resnets": ("resnet18", "resnet34", "resnet50", "resnet101"),
@@ -23,6 +30,75 @@ SETS = {
     "families": ("resnet50", "mobilenet_v2", "efficientnet_b0", "densenet121", "regnet_y_400mf"),
 }
 Rows = list[tuple[str, tuple[EffectiveReceptiveField, ...]]]
+
+
+def draw_gallery(
+    rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, columns_of: Sequence[str] = (), text: str = ""
+) -> Figure:
+    """Models below one another, layers from left to right, logarithmic.
+
+    Args:
+        rows: (label, fields), as many fields each.
+        columns_of: names of columns.
+        text: what to see.
+    """
+    columns = max(len(fields) for _, fields in rows)
+    with styled():
+        side = min(2.1, 11.5 / columns)
+        figure = Figure(figsize=(side * columns + 0.9, (side + 0.42) * len(rows) + 1.35), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.09)  # type: ignore[union-attr, call-arg]
+        grid = figure.subplots(nrows=len(rows), ncols=columns, squeeze=False)
+        scale = None
+        for axes_row, (name, fields) in zip(grid, rows, strict=True):
+            for axes in axes_row:
+                axes.set_axis_off()
+            for axes, field, named in zip(axes_row, fields, columns_of or [""] * columns, strict=False):
+                scale = axes.imshow(field.normalized.clamp_min(1e-5).log10(), cmap=HEAT, vmin=-5, vmax=0)
+                draw_box(axes, field, "white")
+                side_of = f"side {field.metrics.size:.0f} px{_of_theory(field)}"
+                axes.set_title(
+                    "\n".join(filter(None, (shorten(named, 19), _layer(field.layer), side_of))),
+                    fontsize=7.5,
+                    weight="normal",
+                    loc="left",
+                )
+            axes_row[0].text(
+                -0.1,
+                0.5,
+                shorten(name, 24),
+                rotation=90,
+                transform=axes_row[0].transAxes,
+                ha="right",
+                va="center",
+                fontsize=9,
+                weight="bold",
+            )
+        if scale is not None:
+            figure.colorbar(
+                scale, ax=grid, location="bottom", shrink=0.4, aspect=40, label="log10 of the influence, largest = 0"
+            )
+        if text:
+            caption(figure, text)
+        return figure
+
+
+def _layer(path: str) -> str:
+    return shorten(".".join(path.split(".")[-2:]), 24)
+
+
+def _of_theory(field: EffectiveReceptiveField) -> str:
+    row = field.theoretical
+    if row is None or row.status == "unknown":
+        return ""
+    if row.status == "global":
+        return " of all"
+    return f" of {row.local_size[0]}" if row.local_size and row.local_size[0] is not None else f" of {row.seen[0]}"
+
+
+def theory_side(field: EffectiveReceptiveField) -> float:
+    """Return the geometric mean of the theoretical sides without global operations; NaN = unknown."""
+    known = [side for side in field.theoretical.local_size if side] if field.theoretical else []
+    return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
 
 
 def fields_of(
@@ -38,7 +114,6 @@ def fields_of(
 
 def draw(name: str, rows: Rows, out: Path, how: str) -> None:
     """Write the pictures, the numbers and the animation of one set; `how` describes images and weights."""
-    image_side = rows[0][1][0].heat.shape[0]
     used = sorted(fields[-1].metrics.size / theory_side(fields[-1]) for _, fields in rows)
     share = f"In the last layer the effective side is {100 * used[0]:.0f} to {100 * used[-1]:.0f} % of the theoretical"
     text = (
@@ -46,13 +121,6 @@ def draw(name: str, rows: Rows, out: Path, how: str) -> None:
         f"is the theoretical field without global operations, cut at the image. {share} one."
     )
     print(save_figure(draw_gallery(rows, text=text), out / f"gallery_{name}.png"))
-    wider = sum(theory_side(fields[-1]) > image_side for _, fields in rows)
-    text = (
-        f"Side of the effective field (pixels above 4.55 % of the largest) of layers from first to last ({how}). "
-        f"{share} one; {wider} of {len(rows)} theoretical fields outgrow the image, which cuts the effective ones off."
-    )
-    growth = draw_growth(rows, image_side=image_side, text=text)
-    print(save_figure(growth, out / f"growth_{name}.png"))
     write_json(out / f"gallery_{name}.json", {model: [numbers_of(f) for f in fields] for model, fields in rows})
     frames = []
     for step in range(max(len(fields) for _, fields in rows)):

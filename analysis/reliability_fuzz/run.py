@@ -24,8 +24,8 @@ from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx
 from compress.errors import CompressError
 from compress.files import write_json, write_text
-from compress.models.weights import read_state_dict
-from compress.pipeline.state import read_state_file
+from compress.models.by_name import read_state_dict
+from compress.pipeline.folder import read_state_file
 from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records.files import METRICS
 from compress.training.checkpoint import load_model, save_model

@@ -13,7 +13,7 @@ from analysis.common.study import command_line, gpu_software, listed, study_pars
 from compress.files import write_text
 from compress.pipeline.studies.search import search_run
 from compress.recipe.tree import load_recipe
-from compress.records import summary_table
+from compress.records.summary import summary_table
 
 
 def searched(recipe: str, shares: Sequence[float], overrides: Sequence[str], engine: str, out: Path) -> Iterator[str]:

@@ -53,7 +53,7 @@ _COMMANDS = {
         "compress.cli.export:export", "Export a network of a finished run to ONNX, in another precision or opset."
     ),
     "cast": Entry(
-        "compress.cli.cast:cast",
+        "compress.cli.onnx_files:cast",
         "Write the float32 part of an ONNX file in fp16 or bf16, but for what half precision does not hold.",
     ),
     "build": None,
@@ -63,29 +63,29 @@ _COMMANDS = {
     ),
     "inspect": None,
     "sensitivity": Entry(
-        "compress.cli.sensitivity:sensitivity",
+        "compress.cli.studies:sensitivity",
         "Quantize each layer alone, and leave each alone float: SQNR and the metric. With a budget: a mixed-precision "
         "recipe.",
         recipe=True,
     ),
     "search": Entry(
-        "compress.cli.search:search",
+        "compress.cli.studies:search",
         "The most accurate network within a latency, or the fastest within a drop: precision, 2:4, width and depth, "
         "measured on the engine.",
         recipe=True,
     ),
     "receptive-field": Entry(
-        "compress.cli.receptive_field:receptive_field",
+        "compress.cli.model:receptive_field",
         "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",
         recipe=True,
     ),
     "erf": Entry(
-        "compress.cli.receptive_field:erf",
+        "compress.cli.model:erf",
         "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as figures and numbers.",
         recipe=True,
     ),
     "roofline": Entry(
-        "compress.cli.roofline:roofline",
+        "compress.cli.model:roofline",
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
         recipe=True,
     ),
@@ -112,7 +112,7 @@ _COMMANDS = {
 }
 _INSPECT = {
     "model": Entry(
-        "compress.cli.inspect_model:inspect_model",
+        "compress.cli.model:inspect_model",
         "Layers with their macs, and every placement decision with its reason. With --sparsity: which layers 2:4 masks "
         "could make faster, and by how much at most. With --draw: the graph of one block with its Q/DQ nodes.",
         recipe=True,
@@ -145,7 +145,7 @@ _BUILD = {
         recipe=True,
     ),
     "explore": Entry(
-        "compress.cli.explore:explore",
+        "compress.cli.build:explore",
         "Export a recipe's network in several forms, build each, and compare the bytes that the engines move.",
         recipe=True,
     ),
@@ -192,15 +192,13 @@ def _common(
     set_verbosity(quiet, verbose)
 
 
+# Errors of a full disk, of a quota and of a limit on the size of files.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a full disk, of a quota and of a limit on the size of files."""
 
-_STOPPED = 130
-"""Exit status after Ctrl-C."""
+_STOPPED = 130  # exit status after Ctrl-C
 
 
 def main() -> None:
-    """Run the command line."""
     try:
         _import_from_here()
         app()

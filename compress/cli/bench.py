@@ -17,13 +17,13 @@ from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric
 from compress.measure.spec import BenchSpec, check_bench_spec
-from compress.pipeline.again import bench_again
+from compress.pipeline.saved import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
-from compress.pipeline.studies.mixed import faster, quantizing_run
-from compress.plots.stacked import draw_end_to_end
+from compress.pipeline.studies.sensitivity import faster, quantizing_run
+from compress.plots.results import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
-from compress.report import write_report
+from compress.report.write import write_report
 from compress.support.text import display, significant
 
 
@@ -58,7 +58,6 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure latency, or the stages of `--end-to-end`."""
     spec = _spec(engine, batch_size, seconds)
     if end_to_end and size is not None:
         raise RunError("--size is for files with open sides; --end-to-end takes the size of the preprocessing")
@@ -105,7 +104,6 @@ def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) ->
 
 
 def _show_files(metrics: Sequence[Metric]) -> None:
-    """A row for each file and engine, its speed against the first file on that engine, then what was not measured."""
     found = {(m.engine, m.batch_size, m.variant, m.name): m for m in metrics if m.value is not None}
     first: dict[tuple[str, int | None], Metric] = {}
     rows = []

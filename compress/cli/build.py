@@ -1,25 +1,32 @@
-"""The commands `build onnx` and `build recipe`."""
+"""The commands `build onnx`, `build recipe` and `build explore`."""
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from compress.audit.engine import unknown_part
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
+from compress.engines.registry import require_engine
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, check_builder
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
-from compress.engines.tensorrt.options import TensorRTOptions, parse_options
+from compress.engines.tensorrt.options import PORTABLE_SMS, TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
-from compress.pipeline.again import networks_of, variants_in
 from compress.pipeline.folder import read_state
+from compress.pipeline.saved import finished_run, network, networks_of, variants_in
 from compress.pipeline.steps.export import PHONES
+from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
 from compress.recipe.tree import Recipe, load_recipe
+from compress.roofline_model.model import find_device
+from compress.variants import Variant
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe: a path, or a name such as resnet50.yaml.")]
 EngineOption = Annotated[
@@ -50,7 +57,6 @@ def build_file(
     commands: CommandsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the engine of a file, or print its commands; `litert` and `executorch` write a file for phones."""
     if engine in PHONES:
         _write_for_phone(file, engine, out, batch, as_json)
         return
@@ -71,7 +77,6 @@ def build_recipe(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the engine of a recipe's network, or print its commands."""
     parsed = load_recipe(recipe, set_ or ())
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
     if not commands:  # before a run that may be missing is made
@@ -81,7 +86,6 @@ def build_recipe(
 
 
 def _check_target(recipe: Recipe, variant: str) -> None:
-    """Refuse a recipe whose INT8 files TensorRT cannot build."""
     spec = recipe.quantization
     if spec is not None and "tensorrt" not in spec.targets and variant not in {"float", "sparse"}:
         raise RecipeError(
@@ -111,7 +115,6 @@ def engine_options(
     further: list[str] | None,
     recipe: Recipe | None = None,
 ) -> TensorRTOptions:
-    """Without `sm`, portable engines are built for the capabilities that the recipe names."""
     if engine not in BUILDERS:
         raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
     portable = recipe is not None and BUILDERS[engine].portable
@@ -190,3 +193,79 @@ def _show_commands(path: Path, options: TensorRTOptions, as_json: bool) -> None:
         return
     for command in texts:
         OUT.print(f"# {command.target}: {command.purpose}\n{command.text()}", highlight=False, soft_wrap=True)
+
+
+_IMAGES = 64
+_COLUMNS = ("form", "SM", "MB an image", "kernels", "8-bit macs", "least ms", "agreement", "--set")
+
+
+def explore(
+    recipe: RecipeArgument,
+    engine: EngineOption = ENGINE,
+    sm: SmOption = None,
+    batch: BatchOption = None,
+    size: SizeOption = None,
+    option: FurtherOption = None,
+    variant: VariantOption = "",
+    device: Annotated[
+        str | None, typer.Option(help="Device whose roofs bound the time, such as rtx4090; also finds where INT8 pays.")
+    ] = None,
+    least_agreement: Annotated[
+        float, typer.Option(help="Share of images that must get the float network's class.")
+    ] = LEAST_AGREEMENT,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    parsed = load_recipe(recipe, set_ or ())
+    if device is not None:
+        find_device(device)  # refused before a run that may be missing is made
+    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
+    options = options if options.sms else replace(options, sms=PORTABLE_SMS)
+    check_builder(engine, options if BUILDERS[engine].portable else replace(options, sms=()))
+    require_engine("onnxruntime")  # compares the answers of the forms
+    folder = exported_file(recipe, parsed, variant).parent
+    this = finished_run(folder)
+    spec = this.recipe.quantization
+    with progress() as bars, tempfile.TemporaryDirectory() as files:
+        rows = Explorer(
+            model=network(this, Variant.FLOAT),
+            recipe=this.recipe,
+            example=this.example,
+            calibration=this.batches("train", 32, limit=spec.calibration_images if spec else 64),
+            images=this.batches("val", _IMAGES, limit=_IMAGES)[0],
+            folder=Path(files),
+            engine=engine,
+            options=options,
+            device=device,
+            batch_size=options.batch[1],
+            progress=bars,
+        ).explore()
+    chosen = best(rows, least_agreement=least_agreement)
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows], "best": {sm: r.form for sm, r in chosen.items()}})
+        return
+    numbers = ("SM", "MB an image", "kernels", "8-bit macs", "least ms", "agreement")
+    print_table(f"{folder}: forms on {engine}", _COLUMNS, [_cells(row) for row in rows], numbers=numbers)
+    for row in rows:
+        if row.error:
+            OUT.print(f"{row.form}, SM {row.sm}: not built: {row.error}", highlight=False)
+    for capability, row in chosen.items():
+        given = " ".join(f"--set '{text}'" for text in row.overrides) or "the recipe as it is"
+        text = f"SM {capability}: fewest bytes with {row.form}: {given}"
+        OUT.print(text, highlight=False, soft_wrap=True)
+
+
+def _cells(row: FormResult) -> tuple[str, ...]:
+    shown = " ".join(text if len(text) < 50 else f"{text[:47]}..." for text in row.overrides)
+    if row.error:
+        return (row.form, str(row.sm), "not built", "", "", "", "", shown)
+    return (
+        row.form,
+        str(row.sm),
+        f"{row.activation_bytes / 1e6:.2f}{unknown_part(row.unknown_sizes)}",
+        str(row.kernels),
+        f"{row.int8_share:.0%}",
+        "" if row.least_ms is None else f"{row.least_ms:.3f}",
+        "not run" if row.agreement is None else f"{row.agreement:.1%}",
+        shown,
+    )

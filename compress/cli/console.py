@@ -1,4 +1,4 @@
-"""Output and progress of the command line.
+"""Output and progress of the command line: bars, or lines of text where standard error cannot show bars.
 
 With `--json` standard output holds one JSON document and nothing else; the rest, progress included, is on standard
 error.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -26,15 +28,112 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Column, Table
 
-from compress.cli.lines import LineProgress
 from compress.support.progress import NoProgress, Progress
 
-_WIDE = 140
-"""Columns of what is not a terminal: a file or a pipe does not wrap."""
+QUIET_S = 30.0  # the longest time without a line while work goes on, in seconds
+_SHORT_S = 3.0  # a phase that takes fewer seconds has no line
+
+
+@dataclass
+class _Task:
+    total: int
+    done: int
+    begun: float
+    figures: str = ""
+
+
+@dataclass
+class LineProgress:
+    """Writes a line as each longer phase ends, unless a note tells its result, and at least every 30 s.
+
+    Attributes:
+        label: text of the newest figures, such as "loss 0.310".
+        short: seconds; a phase that ends sooner has no line.
+    """
+
+    write: Callable[[str], None]
+    label: Callable[[dict[str, float]], str]
+    every: float = QUIET_S
+    short: float = _SHORT_S
+    _tasks: dict[str, _Task] = field(default_factory=dict)
+    _ended: list[str] = field(default_factory=list)
+    _last: float = field(default_factory=time.monotonic)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> LineProgress:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        for task in list(self._tasks) if exception[0] is None else ():
+            self.finish(task)
+        self._flush()
+
+    def start(self, task: str, total: int, *, done: int = 0) -> None:
+        with self._lock:
+            self.finish(task)
+            self._tasks[task] = _Task(total, done, time.monotonic())
+
+    def advance(self, task: str, amount: int = 1, **fields: float) -> None:
+        with self._lock:
+            if task not in self._tasks:
+                return
+            entry = self._tasks[task]
+            entry.done += amount
+            entry.figures = self.label(fields) or entry.figures
+            if entry.total and entry.done >= entry.total:
+                self.finish(task)
+            elif time.monotonic() - self._last >= self.every:
+                self._say(self._state(task))
+
+    def finish(self, task: str) -> None:
+        """End a phase; its line is written unless a note of the same name follows."""
+        with self._lock:
+            if task in self._tasks:
+                self._flush()
+                if time.monotonic() - self._tasks[task].begun >= self.short:
+                    self._ended.append(self._state(task, ended=True))
+                del self._tasks[task]
+
+    def note(self, text: str) -> None:
+        """Write a line; one that begins with the name of the phase that ended last stands for its end."""
+        with self._lock:
+            self._ended = [line for line in self._ended if line.partition(":")[0] != text.partition(":")[0]]
+            self._say(text)
+
+    def _state(self, task: str, *, ended: bool = False) -> str:
+        entry = self._tasks[task]
+        counted = f"{entry.done} of {entry.total}" if entry.total > 1 else str(entry.done) if entry.done > 1 else ""
+        share = counted or ("done" if ended else "at work")
+        seconds = time.monotonic() - entry.begun
+        time_text = f" after {seconds:.0f} s" if seconds >= 1 else ""
+        return ", ".join(part for part in (f"{task}: {share}{time_text}", entry.figures) if part)
+
+    def _say(self, text: str) -> None:
+        self._flush()
+        self._last = time.monotonic()
+        self.write(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _flush(self) -> None:
+        ended, self._ended = self._ended, []
+        for line in ended:
+            self._say(line)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self.every)):
+            with self._lock:
+                self._flush()
+                if time.monotonic() - self._last >= self.every:
+                    self._say(self._state(list(self._tasks)[-1]) if self._tasks else "still at work")
+
+
+_WIDE = 140  # columns of what is not a terminal: a file or a pipe does not wrap
 
 OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
+# Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no image.
 ERRORS = Console(stderr=True, markup=False, emoji=False)
-"""Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no image."""
 
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
 
@@ -47,12 +146,10 @@ class BarProgress:
         self._tasks: dict[str, TaskID] = {}
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Show a bar."""
         self.finish(task)
         self._tasks[task] = self._bars.add_task(task, total=total or None, completed=done, figures="")
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """Move a bar on."""
         if task not in self._tasks:
             return
         shown = _figures(fields)
@@ -62,12 +159,10 @@ class BarProgress:
             self._bars.update(self._tasks[task], advance=amount)
 
     def finish(self, task: str) -> None:
-        """Stop the clock of a bar."""
         if task in self._tasks:
             self._bars.stop_task(self._tasks.pop(task))
 
     def note(self, text: str) -> None:
-        """Print a line above the bars."""
         self._bars.console.print(text, highlight=False)
 
 
@@ -88,12 +183,10 @@ class Verbosity:
     level: int = 0
 
 
-VERBOSITY = Verbosity()
-"""The choice of `--quiet` and `--verbose`, which come before the command."""
+VERBOSITY = Verbosity()  # the choice of `--quiet` and `--verbose`, which come before the command
 
 
 def lines_of(level: int) -> LineProgress:
-    """Progress as lines, with `--verbose` at least every second."""
     if level > 0:
         return LineProgress(_print_line, _figures, every=1.0, short=0.0)
     return LineProgress(_print_line, _figures)
@@ -117,7 +210,6 @@ def progress(show: bool = True) -> Iterator[Progress]:
 
 
 def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Columns for a terminal of `width` characters."""
     narrow = width < _NARROW
     return (
         TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=20 if narrow else None)),
@@ -129,12 +221,9 @@ def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
     )
 
 
-_NARROW = 100
-"""Terminals of fewer columns have no room for all parts of a bar."""
-_SENTENCE = 40
-"""A column with longer cells holds sentences."""
-_NAMED = 3
-"""Rows that are named before a sentence; more are counted."""
+_NARROW = 100  # terminals of fewer columns have no room for all parts of a bar
+_SENTENCE = 40  # a column with longer cells holds sentences
+_NAMED = 3  # rows that are named before a sentence; more are counted
 
 
 def print_table(
@@ -192,7 +281,6 @@ def _width(text: str) -> int:
 
 
 def print_next(*commands: str) -> None:
-    """Print commands that go on from here, ready to be typed."""
     OUT.print("next:", *(f"  python -m compress {command}" for command in commands), sep="\n", soft_wrap=True)
 
 
@@ -209,11 +297,9 @@ def decibels(value: float, mend: str) -> str:
     return f"{value:.1f} dB, {word}: {share}; `python -m compress {mend}` finds the layers that cost it"
 
 
-_GOOD_DB, _POOR_DB = 20.0, 10.0
-"""Noise of a tenth and of a third of the signal's amplitude."""
+_GOOD_DB, _POOR_DB = 20.0, 10.0  # noise of a tenth and of a third of the signal's amplitude
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
     OUT.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
     OUT.file.flush()

@@ -12,7 +12,6 @@ from compress.measure.machine import describe_machine
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Print the machine and its engines."""
     machine, engines = describe_machine(), engine_availability()
     if as_json:
         print_json({"machine": machine.to_dict(), "engines": [asdict(engine) for engine in engines]})

@@ -11,10 +11,10 @@ import typer
 from compress.cli.console import OUT, print_json
 from compress.cli.options import FolderArgument, JsonOption
 from compress.errors import RunError, near_misses
-from compress.pipeline.again import export_again
 from compress.pipeline.bundle import SERVERS, write_bundle
 from compress.pipeline.predict import Prediction
 from compress.pipeline.predict import predict as predict_images
+from compress.pipeline.saved import export_again
 from compress.quantization.spec import TARGETS
 from compress.support.limits import BATCH
 
@@ -33,7 +33,6 @@ def export(
     static_batch: Annotated[bool, typer.Option("--static-batch", metavar="", help="Fix the batch size to 1.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export a network of a run."""
     if target is not None and target not in TARGETS:
         raise RunError(f"--target is {target!r}{near_misses(target, TARGETS)} (one of: {', '.join(TARGETS)})")
     path = export_again(
@@ -60,7 +59,6 @@ def bundle(
     max_batch_size: Annotated[int, typer.Option(min=1, max=BATCH, help="Triton: largest batch.")] = 32,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files of a model server."""
     written = write_bundle(folder, server, out, variant=variant, name=name, max_batch_size=max_batch_size)
     if as_json:
         print_json([str(path) for path in written])
@@ -78,7 +76,6 @@ def predict(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print for each image the classes with their probabilities, or the boxes as left, top, right, bottom."""
     found = predict_images(folder, images, engine=engine, variant=variant, out=out)
     if as_json:
         print_json([asdict(prediction) for prediction in found])

@@ -37,7 +37,6 @@ def inspect_engine(
     size: SizeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Audit the engine; without `--onnx`, the file beside it is read."""
     audit = audit_engine(file, onnx=onnx, sides=() if size is None else sides_of(size))
     if as_json:
         print_json(_document(audit, device, batch_size))
@@ -61,7 +60,6 @@ def inspect_engine(
 
 
 def summary_line(audit: EngineAudit) -> str:
-    """The engine in one line."""
     shares = {name: audit.share(name) for name in dict.fromkeys(layer.precision for layer in audit.weighted)}
     types = ", ".join(f"{share:.0%} {name.upper()}" for name, share in shares.items()) or "none"
     moved = megabytes(audit.activation_bytes, unknown=audit.unknown_sizes)
@@ -118,7 +116,6 @@ def inspect_onnx(
     rows: Annotated[bool, typer.Option("--rows", metavar="", help="A row for each operation with weights.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Audit the file: the types in which engines compute it, what prevents others, and the command that mends it."""
     audit = audit_onnx(file)
     if as_json:
         products = {engine: audit.products_on(engine) for engine in _ENGINES}

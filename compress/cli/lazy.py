@@ -20,8 +20,7 @@ from typer.main import get_command
 
 from compress.cli.console import VERBOSITY
 from compress.errors import RecipeError
-from compress.recipe.files import recipe_names
-from compress.recipe.tree import load_recipe
+from compress.recipe.tree import load_recipe, recipe_names
 
 Arguments = list[str]
 
@@ -32,7 +31,6 @@ class Entry:
 
     Attributes:
         target: `module:function` that runs it; the function's parameters are the command's options.
-        help: text for users.
         recipe: its first argument may be a recipe, which is refused before the import.
     """
 
@@ -49,7 +47,6 @@ class LazyCommand(TyperCommand):
         self.entry = entry
 
     def load(self) -> Any:
-        """Import the function as typer's command."""
         module, _, function = self.entry.target.partition(":")
         with _interrupt_ends_process():
             callback = getattr(import_module(module), function)
@@ -58,7 +55,6 @@ class LazyCommand(TyperCommand):
         return get_command(app)
 
     def make_context(self, info_name: str | None, args: Arguments, parent: Any = None, **extra: Any) -> Any:
-        """Parse with the real command, which the context then runs."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
@@ -81,14 +77,12 @@ def lazy_group(
             self.commands = {name: lazy.get(name) or self.commands[name] for name in entries}
 
         def parse_args(self, ctx: Any, args: Arguments) -> Arguments:
-            """Refuse old forms, then parse."""
             reason = refuse(args) if refuse is not None else None
             if reason is not None:
                 raise RecipeError(reason)
             return super().parse_args(ctx, args)
 
         def resolve_command(self, ctx: Any, args: Arguments) -> Any:
-            """Find the command; a recipe that is not there is refused before its import."""
             name, command, rest = super().resolve_command(ctx, args)
             if isinstance(command, LazyCommand):
                 refuse_recipe(rest, positional=command.entry.recipe)
@@ -122,7 +116,6 @@ RecipeName = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="The 
 
 
 def set_verbosity(quiet: bool, verbose: bool) -> None:
-    """Follow `-q` and `-v`, which stand before or after a command's name."""
     if quiet or verbose:
         VERBOSITY.level = -1 if quiet else 1
 
@@ -160,19 +153,16 @@ def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter
 
 
 def refused_inspect(arguments: Sequence[str]) -> str | None:
-    """Today's form of an old command line, else None."""
     nothing = "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)"
     return _refused("inspect", arguments, nothing, _inspect_today)
 
 
 def refused_build(arguments: Sequence[str]) -> str | None:
-    """Today's form of an old command line, else None."""
     nothing = "build makes an engine of one thing: an onnx file or the network of a recipe (build --help)"
     return _refused("build", arguments, nothing, _build_today)
 
 
 def refuse_recipe(arguments: Sequence[str], *, positional: bool) -> None:
-    """Refuse a recipe with a wrong name, key or value before torch is imported."""
     recipe, rest = _taken(arguments, "--recipe", "-r")
     if positional and recipe is None and rest and not rest[0].startswith("-"):
         recipe, rest = rest[0], rest[1:]

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from compress.data.files import ImageInput, Layout
 
 _ONNX = "ONNX files"
-BATCH = 8
-"""Images of one batch."""
+BATCH = 8  # images of one batch
 
 FileOption = Annotated[Path | None, typer.Option("--onnx", help="A float ONNX file.", rich_help_panel=_ONNX)]
 DataOption = Annotated[
@@ -79,7 +78,6 @@ ImagesOption = Annotated[
 
 
 def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, images: int | None) -> QuantSpec:
-    """The quantization section of a recipe, changed by the options."""
     spec = QuantSpec()
     if set_ and recipe is None:
         raise RecipeError("--set changes a recipe; give --recipe too")
@@ -96,7 +94,6 @@ def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, imag
 
 
 def batches_of(data: str | None, form: ImageInput, images: int) -> Iterable[Any]:
-    """The batches that `--data` names."""
     if data is None:
         raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
     from compress.data.files import ImageFolder, unlabelled  # lazy: it imports torch
@@ -139,7 +136,6 @@ def form_of(
 
 
 def _form_in(file: Path, layout: Layout) -> ImageInput:
-    """That of the file's metadata, else the usual one at the input's size."""
     from compress.data.files import ImageInput  # lazy: these import torch
     from compress.data.preprocessing import Preprocessing  # lazy: they import torch
     from compress.engines.onnx_file import read_onnx  # lazy: they import torch

@@ -41,7 +41,6 @@ JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one 
 
 
 def sides_of(size: str) -> tuple[int, int]:
-    """(height, width) of 224 or 480x640."""
     sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
     if len(sides) > 2 or min(sides) < 1:
         raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")

@@ -18,9 +18,8 @@ from compress.errors import RecipeError, near_misses
 from compress.files import expand_user, write_text
 from compress.measure.spec import ENGINE_NAMES
 from compress.quantization.spec import TARGETS
-from compress.recipe.files import find_recipe, recipe_names
 from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import load_recipe, parse_recipe
+from compress.recipe.tree import find_recipe, load_recipe, parse_recipe, recipe_names
 from compress.support.imports import is_import_path
 from compress.support.limits import IMAGE_SIDE
 
@@ -32,7 +31,6 @@ def recipes(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print recipes or keys."""
     if keys:
         if as_json:
             print_json([asdict(key) for key in (recipe_keys() if name is None else keys_of_section(name))])
@@ -67,6 +65,7 @@ _LAYOUTS = {
     "folder": "train/CLASS/*.jpg and val/CLASS/*.jpg",
     "voc": "JPEGImages, Annotations and ImageSets/Main",
 }
+# Data in a folder, and the folders that must be in it.
 _ROOTED: dict[str, tuple[str, ...]] = {
     "folder": ("train", "val"),
     "images": (),
@@ -74,7 +73,6 @@ _ROOTED: dict[str, tuple[str, ...]] = {
     "masks": (),
     "coco": (),
 }
-"""Data in a folder, and the folders that must be in it."""
 WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".th", ".ckpt", ".bin")
 _DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco"}
 
@@ -97,7 +95,6 @@ def init(
     qat_epochs: Annotated[int | None, typer.Option(help="Epochs of quantization-aware training; 0 = none.")] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a recipe from flags or answers."""
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
     task = task or _answer(f"Task ({', '.join(_MODELS)})", "classification", _one_of(_MODELS))
@@ -133,12 +130,10 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != ""}
 
 
-Refusal = Callable[[str], str]
-"""Returns why an answer is refused, "" if it is not."""
+Refusal = Callable[[str], str]  # returns why an answer is refused, "" if it is not
 
 
 def _answer(question: str, default: str, refusal: Refusal = lambda given: "") -> str:
-    """Ask until an answer is allowed; without a terminal the default."""
     while sys.stdin.isatty():
         given = str(typer.prompt(question, default=default)).strip()
         if not (reason := refusal(given)):

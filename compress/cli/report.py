@@ -11,18 +11,25 @@ from rich.markup import escape
 from compress.cli.console import ERRORS, OUT, print_json, print_next, print_table
 from compress.cli.options import FolderArgument, JsonOption
 from compress.pipeline.folder import read_state
-from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
-from compress.records.files import foreign_files
-from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
-from compress.records.summary import best_variant
-from compress.report import write_comparison, write_report
+from compress.records.files import read_run
+from compress.records.summary import (
+    RULES_TITLE,
+    best_variant,
+    foreign_files,
+    rules_text,
+    slower_sentences,
+    summary_columns,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+)
+from compress.report.write import write_comparison, write_report
 from compress.support.text import MISSING, display
 
 OtherArgument = Annotated[Path | None, typer.Argument(help="A second run folder, which the first is compared with.")]
 
 
 def report(folder: FolderArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
-    """Write the report anew; with a second folder, compare two runs."""
     if other is None:
         write_report(folder)
         show_run(folder, as_json=as_json)
@@ -45,7 +52,6 @@ def show_finished_steps(folder: Path) -> None:
 
 
 def show_run(folder: Path, *, as_json: bool) -> None:
-    """Print what a run measured."""
     data = read_run(folder)
     if as_json:
         metrics = [metric.to_dict() for metric in data.metrics]

@@ -43,13 +43,13 @@ from compress.errors import RecipeError
 from compress.recipe.tree import Recipe, load_recipe
 from compress.support.text import display
 
+# Python packages of engines that are not named like them.
 _LIBRARIES = {
     "litert": "ai_edge_litert",
     "tensorrt-rtx": "tensorrt_rtx",
     "tensorrt-lean": "tensorrt_lean",
     "cuda": "torch",
 }
-"""Python packages of engines that are not named like them."""
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -114,7 +114,6 @@ def ptq(
     again: AgainOption = False,
     every: AllOption = False,
 ) -> None:
-    """Run a recipe, or quantize a file."""
     if onnx is None:
         if recipe is None and from_ is not None:
             recipe = str(from_ / "recipe.yaml")
@@ -129,7 +128,7 @@ def ptq(
         return
     spec = spec_of(recipe, set_, target, images)
     form = form_of(onnx, size, mean, std, layout, channels, resize)
-    from compress.cli.quantize_file import quantize_file  # lazy: it imports torch
+    from compress.cli.onnx_files import quantize_file  # lazy: it imports torch
 
     quantize_file(
         onnx,

@@ -16,8 +16,8 @@ from torch import Tensor
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, first_few
 
+# Images (N, C, H, W) float32, normalized; N targets: classes (N,) int64, masks (N, H, W) int64, or a task's own.
 Batch = tuple[Tensor, Any]
-"""Images (N, C, H, W) float32, normalized; N targets: classes (N,) int64, masks (N, H, W) int64, or a task's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,6 @@ class BatchPlan:
         epoch: None = stored order, no augmentation; a number = that epoch's shuffle and augmentation.
         rank, world_size: this process takes elements rank, rank + world_size, ... of every batch.
         first: index of the first batch; earlier ones are skipped.
-        limit: use the first so many images of the order.
         drop_last: leave out a smaller last batch.
     """
 
@@ -57,16 +56,13 @@ class Split(ABC):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.labels)
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint, computed once."""
         return Fingerprint(labels=self.labels, images=len(self), content=digest_of(self.content()))
 
     def content(self) -> Iterable[bytes | str]:
-        """Return texts that differ wherever images or classes do."""
         return (type(self).__qualname__, str(self.seed))
 
     @abstractmethod
@@ -94,11 +90,6 @@ class Split(ABC):
         return indices if plan.limit is None else indices[: plan.limit]
 
     def batch_indices(self, plan: BatchPlan) -> list[list[int]]:
-        """Indices of each batch of this process.
-
-        Raises:
-            DataError: a batch smaller than the number of processes.
-        """
         if plan.batch_size < plan.world_size:
             raise DataError(
                 f"data.batch_size is {plan.batch_size} for {plan.world_size} processes: it is the batch of all of "
@@ -118,11 +109,9 @@ class Split(ABC):
                 yield self.load(indices, epoch=plan.epoch, device=device)
 
     def notes(self) -> list[str]:
-        """Sentences on how images were read."""
         return []
 
     def steps(self, plan: BatchPlan) -> int:
-        """Return the number of batches of a whole pass, skipped ones included."""
         count = len(self) if plan.limit is None else min(len(self), plan.limit)
         whole, rest = divmod(count, plan.batch_size)
         return max(1, whole) if plan.drop_last else whole + (rest > 0)
@@ -136,17 +125,14 @@ class DataSet:
     val: Split
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return the fingerprint of each split by name."""
         return {"train": self.train.fingerprint, "val": self.val.fingerprint}
 
 
 def seed_of_changes(seed: int, epoch: int | None, *, augment: bool) -> int | None:
-    """The seed of a pass's random changes; None if there are none."""
     return hash_seed(seed, epoch) if epoch is not None and augment else None
 
 
 def hash_seed(*parts: int) -> int:
-    """Mix integers into one 63-bit seed (splitmix64)."""
     state = 0
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -156,8 +142,7 @@ def hash_seed(*parts: int) -> int:
     return state >> 1
 
 
-SAMPLE = 256
-"""Files whose bytes are part of a fingerprint; of others name and size are."""
+SAMPLE = 256  # files whose bytes are part of a fingerprint; of others name and size are
 
 _READ_BYTES = 1 << 20  # of each of them, at most
 
@@ -176,7 +161,6 @@ class Fingerprint:
     content: str
 
     def digest(self) -> str:
-        """Return sixteen hexadecimal digits of labels and content."""
         return digest_of([*self.labels, str(self.images), self.content])[:16]
 
 
@@ -206,7 +190,6 @@ def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
 
 
 def changed_data(there: Mapping[str, Mapping[str, Any]], here: Mapping[str, Fingerprint]) -> list[str]:
-    """A line for each split of both sides that differs."""
     lines = []
     for name in here.keys() & there.keys():
         old, new = there[name], here[name]

@@ -37,11 +37,10 @@ from compress.files import read_json, read_regular
 _SCALES = (0.7, 1.4)
 _DRAWS = 4
 _LEAST_VISIBLE = 0.3
-_TOLERANCE = 1.0
-"""Pixels by which a rounded box may exceed its image; the excess is cut off."""
+_TOLERANCE = 1.0  # pixels by which a rounded box may exceed its image; the excess is cut off
 
+# Advice for a class that a recipe does not name.
 AS_BACKGROUND = "; data.other_classes: background learns objects of other classes as background"
-"""Advice for a class that a recipe does not name."""
 
 Boxes = NDArray[np.float32]
 
@@ -51,10 +50,8 @@ class Annotation:
     """An image and its boxes.
 
     Attributes:
-        source: name in messages.
         size: (width, height), if said.
         boxes: (n, 4) edges in pixels of the file.
-        labels: (n,) positions of classes.
         ignored: (n,) boxes that count neither as found nor as missed.
     """
 
@@ -69,11 +66,6 @@ class Annotation:
 def annotation(
     image: Path, source: str, size: tuple[int, int] | None, rows: Iterable[tuple[Sequence[float], int, bool]]
 ) -> Annotation:
-    """The annotation of an image from (box, class, ignored) rows.
-
-    Raises:
-        DataError: a box that is empty, outside the image or not finite.
-    """
     found = list(rows)
     boxes = np.array([box for box, _, _ in found], dtype=np.float32).reshape(-1, 4)
     check_boxes(boxes, size, source)
@@ -88,11 +80,7 @@ def annotation(
 
 
 def check_boxes(boxes: Boxes, size: tuple[int, int] | None, source: str) -> None:
-    """Refuse unlearnable boxes, and cut off what exceeds the image by a pixel; in place.
-
-    Raises:
-        DataError: names the box.
-    """
+    """Refuse unlearnable boxes, and cut off what exceeds the image by a pixel; in place."""
     for box in boxes:
         text = "[" + ", ".join(f"{value:g}" for value in box) + "]"
         if not np.isfinite(box).all():
@@ -112,9 +100,6 @@ class BoxSplit(ItemSplit):
 
     A target is {"boxes": (n, 4) float32 edges in pixels of the model's input; "labels": (n,) int64; "ignored": (n,)
     bool}.
-
-    Raises:
-        DataError: no image has a box that counts.
     """
 
     def __init__(
@@ -133,19 +118,16 @@ class BoxSplit(ItemSplit):
         return len(self.annotations)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield boxes, names, sizes, and the bytes of some files."""
         for one in self.annotations:
             yield from (one.boxes.tobytes(), one.labels.tobytes(), one.ignored.tobytes())
         yield from file_parts(Path(), [str(one.image) for one in self.annotations])
 
     def reader(self) -> Dataset[Item]:
-        """See `ItemSplit.reader`."""
         return _Reader(self.annotations, self.preprocessing.height_width, self.max_pixels)
 
     def targets_of(
         self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device
     ) -> list[dict[str, Tensor]]:
-        """Return a target for each image; see `BoxSplit`."""
         return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
 
 
@@ -154,7 +136,6 @@ def _has_box(one: Annotation) -> bool:
 
 
 def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:
-    """Targets from (boxes, labels, ignored) on the CPU; three copies for a batch."""
     counts = [len(row[1]) for row in rows]
     parts = [to_device(torch.cat(part), device).split(counts) for part in zip(*rows, strict=True)]
     return [dict(zip(("boxes", "labels", "ignored"), row, strict=True)) for row in zip(*parts, strict=True)]
@@ -234,11 +215,6 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def voc_data(spec: DataSpec) -> DataSet:
-    """Images and boxes under `spec.root`; difficult objects are ignored.
-
-    Raises:
-        DataError: a missing or damaged file, or an unlearnable box.
-    """
     root = Path(str(spec.root)).expanduser()
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
         if not (root / folder).is_dir():
@@ -288,11 +264,6 @@ def _annotations(
 
 
 def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
-    """Read one XML file of VOC.
-
-    Raises:
-        DataError: a missing or damaged file, an unknown class, or a bad box.
-    """
     classes = tuple(spec.classes or ())
     try:
         tree = ElementTree.fromstring(read_regular(file))
@@ -326,11 +297,6 @@ def _number(tree: ElementTree.Element, path: str, file: Path) -> float:
 
 
 def coco_data(spec: DataSpec) -> DataSet:
-    """Images and boxes under `spec.root`.
-
-    Raises:
-        DataError: a missing or damaged file, or an unlearnable box.
-    """
     root = Path(str(spec.root)).expanduser()
     found: tuple[str, ...] | None = None if spec.classes is None else tuple(spec.classes)
 
@@ -370,7 +336,6 @@ def _coco_annotations(
     skipped: list[str],
     limit: int | None,
 ) -> Iterator[Annotation]:
-    """Yield annotations; skipped ones are added to `skipped`."""
     names = classes_in(content, file)
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
@@ -399,7 +364,6 @@ def _coco_annotations(
 def _row(
     item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...], spec: DataSpec
 ) -> tuple[list[float], int, bool] | None:
-    """Box, class, and whether it is a crowd; None if it is background."""
     category = int(item["category_id"])
     if category in names and names[category] not in classes and spec.other_classes == "background":
         return None
@@ -421,17 +385,11 @@ _BESIDE = {"train": ("train",), "val": ("valid", "val")}
 
 
 def coco_classes(spec: DataSpec) -> tuple[str, ...]:
-    """Categories of the training split by id.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
     file, _ = coco_files(Path(str(spec.root)).expanduser(), "train")
     return tuple(classes_in(coco_content(file), file).values())
 
 
 def coco_files(root: Path, split: str) -> tuple[Path, Path]:
-    """JSON file and image folder of a split."""
     for name in _BESIDE[split]:
         if (file := root / name / "_annotations.coco.json").is_file():
             return file, file.parent
@@ -450,11 +408,6 @@ def coco_files(root: Path, split: str) -> tuple[Path, Path]:
 
 
 def coco_content(file: Path) -> dict[str, Any]:
-    """Read a COCO file.
-
-    Raises:
-        DataError: no JSON, or without images, annotations or categories.
-    """
     try:
         content = read_json(file)
     except (ValueError, OSError) as error:
@@ -470,11 +423,7 @@ def coco_content(file: Path) -> dict[str, Any]:
 
 
 def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
-    """Categories by id, sorted.
-
-    Raises:
-        DataError: a category without id or name, or a repeated id.
-    """
+    """Categories by id, sorted."""
     try:
         found = {int(item["id"]): str(item["name"]) for item in content["categories"]}
     except (KeyError, TypeError, ValueError) as error:

@@ -32,7 +32,6 @@ class ImageInput:
 
     Attributes:
         size: (height, width).
-        mean, std: in units of pixel / 255.
         crop_ratio: share of the shorter side that `resize` crop keeps.
         resize: `crop`, `squash` or `pad`; "" crops for square inputs and squashes for others.
     """
@@ -48,15 +47,9 @@ class ImageInput:
 
     @property
     def resizing(self) -> str:
-        """How images are resized."""
         return self.resize or ("crop" if self.size[0] == self.size[1] else "squash")
 
     def read(self, path: Path) -> Tensor:
-        """An image as (C, H, W) or (H, W, C) float32.
-
-        Raises:
-            DataError: it cannot be read.
-        """
         pixels = fitted(
             read_image(path),
             self.size,
@@ -76,9 +69,6 @@ class ImageFolder:
 
     Args:
         limit: at most so many, evenly spaced by name.
-
-    Raises:
-        DataError: no such folder, or no image in it.
     """
 
     def __init__(self, folder: Path, form: ImageInput, *, limit: int, batch_size: int) -> None:
@@ -95,7 +85,6 @@ class ImageFolder:
         return -(-len(self.paths) // self.batch_size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield (N, ...) float32."""
         for start in range(0, len(self.paths), self.batch_size):
             yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
 
@@ -104,9 +93,6 @@ def unlabelled(source: str, form: ImageInput, *, limit: int, batch_size: int) ->
     """Batches of a folder, an .npz file or a function.
 
     `source`: a folder, a path that ends in .npz, or `package.module:function`; `form` and `limit` are for files.
-
-    Raises:
-        DataError: it is missing or cannot be read.
     """
     path = Path(source)
     if path.suffix == ".npz":

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, file_parts, seed_of_changes
-from compress.data.decode import Decoded, Decoder, collate, prepare
-from compress.data.jpeg import Reader, check_decoder, decode_packed, pack
+from compress.data.decode import Decoded, Decoder, Reader, check_decoder, collate, decode_packed, pack, prepare
 from compress.data.memory import to_device
 from compress.data.preprocessing import MEAN, STD, Preprocessing
 from compress.data.spec import DataSpec
@@ -20,19 +19,12 @@ from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 
-_EACH = 4
-"""One of this many images without labels is for evaluation; the others are for calibration and training."""
-_NAMED_AT_ONCE = 32
-"""Images of one batch when the float network names their classes."""
+_EACH = 4  # one of this many images without labels is for evaluation; the others are for calibration and training
+_NAMED_AT_ONCE = 32  # images of one batch when the float network names their classes
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def folder_data(spec: DataSpec) -> DataSet:
-    """Images under `spec.root`; classes are the folders of train/, sorted.
-
-    Raises:
-        DataError: a folder is missing, a class is empty, or val/ has other classes.
-    """
     root = expand_user(str(spec.root))
     for folder in (root, root / "train", root / "val"):
         if not folder.is_dir():
@@ -58,11 +50,7 @@ def folder_data(spec: DataSpec) -> DataSet:
 
 
 def images_data(spec: DataSpec) -> DataSet:
-    """Images under `spec.root`, to any depth, whose classes the float network says; every fourth is for evaluation.
-
-    Raises:
-        DataError: the folder is missing or holds fewer than four images.
-    """
+    """Images under `spec.root`, to any depth, whose classes the float network says; every fourth is for evaluation."""
     root = expand_user(str(spec.root))
     if not root.is_dir():
         raise DataError(f"data.root: there is no folder {root.absolute()} (expected images in it, at any depth)")
@@ -88,7 +76,6 @@ class FolderSplit(Split):
     Args:
         found: files, as bytes relative to the folder, and targets (N,).
         limit: stratified; None = all.
-        augment: crop and mirror.
     """
 
     def __init__(
@@ -117,29 +104,17 @@ class FolderSplit(Split):
 
     @property
     def files(self) -> list[Path]:
-        """The image files, in the stored order."""
         return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield class, name and size of each file, and the bytes of some."""
         yield self.targets.numpy().tobytes()
         yield from file_parts(self._folder, [os.fsdecode(bytes(name)) for name in self._files])
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Images (n, 3, S, S) and targets (n,), decoded here.
-
-        Raises:
-            DataError: names the unreadable image, unless `on_error` is skip.
-        """
         seed = seed_of_changes(self.seed, epoch, augment=self.augment)
         return self._finish(collate([self._decoder[index, seed] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches, decoded ahead by worker processes.
-
-        Raises:
-            DataError: names the unreadable image, unless `on_error` is skip; or a worker died.
-        """
         device = torch.device(device)
         if self.decode == "gpu" and device.type == "cuda":
             check_decoder(device)
@@ -153,7 +128,6 @@ class FolderSplit(Split):
                 yield images, targets
 
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
-        """Yield batches decoded by `device`."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
         pin = device.type == "cuda"
         files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
@@ -168,11 +142,9 @@ class FolderSplit(Split):
         yield from ahead(made(), device)
 
     def notes(self) -> list[str]:
-        """Return why the CPU decoded images in place of the GPU so far."""
         return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
-        """Refuse or count unreadable images."""
         pixels, indices, failures = decoded
         for file, reason in failures:
             if self.on_error == "raise":
@@ -187,11 +159,7 @@ class UnlabelledSplit(FolderSplit):
     """Images whose classes a network says; all are of class 0 until then."""
 
     def name_classes(self, logits_of: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Take the highest of a network's logits (n, classes) for each image's class.
-
-        Raises:
-            DataError: there are more logits than classes, or none.
-        """
+        """Take the highest of a network's logits (n, classes) for each image's class."""
         count = len(self)
         self.targets, named = torch.arange(count), torch.zeros(count, dtype=torch.int64)
         for images, places in self.batches(BatchPlan(batch_size=_NAMED_AT_ONCE), device=device):
@@ -206,7 +174,6 @@ class UnlabelledSplit(FolderSplit):
 
 
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
-    """Sorted files, as bytes relative to `folder`, and targets (N,)."""
     files: list[bytes] = []
     counts: list[int] = []
     above = {_identity(folder), *(_identity(folder / label) for label in labels)}
@@ -220,11 +187,7 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The image files of a folder, to any depth, sorted; links are followed.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The image files of a folder, to any depth, sorted; links are followed."""
     found = [folder / name for name in _files_of(folder, set())] if folder.is_dir() else []
     if not found:
         raise DataError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
@@ -260,11 +223,6 @@ def _identity(folder: Path | str) -> tuple[int, int]:
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """The class folders, sorted, without hidden ones.
-
-    Raises:
-        DataError: there are none, or a name is not valid text.
-    """
     labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
     if not labels:
         raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from compress.data.base import DataSet
 from compress.data.boxes import coco_classes, coco_data, voc_data
-from compress.data.cifar import cifar_data
 from compress.data.folder import class_folders, folder_data, images_data
 from compress.data.masks import mask_data
-from compress.data.memory import digits_data
+from compress.data.memory import cifar_data, digits_data
 from compress.data.own import own_data
 from compress.data.shapes import DEFAULT_SHAPES, shapes_data
 from compress.data.spec import DataSpec, check_data_spec
@@ -52,15 +51,9 @@ def load_data(spec: DataSpec) -> DataSet:
 
 
 FIXED_COUNTS = {"digits": 10, "cifar10": 10, "cifar100": 100}
-"""Data sets with fixed classes."""
 
 
 def class_count(spec: DataSpec) -> int:
-    """The number of classes of a recipe's data; no image is read.
-
-    Raises:
-        DataError: `data.num_classes` contradicts the data, or nothing tells the number.
-    """
     if spec.classes is not None:
         return len(spec.classes)
     if spec.name == "shapes":
@@ -87,11 +80,6 @@ def class_count(spec: DataSpec) -> int:
 
 
 def agreed_count(spec: DataSpec, found: int) -> int:
-    """Check the number that was found.
-
-    Raises:
-        DataError: the recipe names another number.
-    """
     if spec.num_classes not in (None, found):
         raise DataError(
             f"data.num_classes is {spec.num_classes}, but {spec.name} has {found}; leave the key out, or set it to null"

@@ -30,11 +30,10 @@ from compress.data.spec import DataSpec
 from compress.data.workers import Item, ItemSplit, Place
 from compress.errors import DataError, first_few
 
-NO_CLASS = 255
-"""Class of pixels without one, in the targets."""
+NO_CLASS = 255  # class of pixels without one, in the targets
 
+# Folders of images and masks below the root.
 LAYOUTS = (("{split}", "{split}annot"), ("images/{split}", "masks/{split}"), ("{split}/images", "{split}/masks"))
-"""Folders of images and masks below the root."""
 
 _SCALES = (0.5, 2.0)
 _DRAWS = 4
@@ -49,11 +48,6 @@ class Pair:
 
 
 def mask_data(spec: DataSpec) -> DataSet:
-    """Return the images and masks under `spec.root`.
-
-    Raises:
-        DataError: folders are missing or empty, or an image has no mask.
-    """
     root = Path(str(spec.root)).expanduser()
     layout = next((lay for lay in LAYOUTS if all((root / p.format(split="train")).is_dir() for p in lay)), None)
     if layout is None:
@@ -85,11 +79,7 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
 
 
 class MaskSplit(ItemSplit):
-    """Images with a class for each pixel: int64 (n, H, W), 255 = none.
-
-    Args:
-        augment: scale, crop and mirror training images at random.
-    """
+    """Images with a class for each pixel: int64 (n, H, W), 255 = none."""
 
     def __init__(self, pairs: list[Pair], spec: DataSpec, *, augment: bool) -> None:
         super().__init__(spec.classes or (), spec, augment=augment)
@@ -99,18 +89,15 @@ class MaskSplit(ItemSplit):
         return len(self.pairs)
 
     def content(self) -> Iterator[bytes | str]:
-        """Yield names and sizes, and the bytes of some files."""
         yield str(self.ignore_index)
         for part in ("image", "mask"):
             files = [getattr(pair, part) for pair in self.pairs]
             yield from file_parts(files[0].parent, [file.name for file in files])
 
     def reader(self) -> Dataset[Item]:
-        """Return the images and masks, read when asked for."""
         return _Reader(self)
 
     def targets_of(self, found: list[Any], device: torch.device) -> Tensor:
-        """Classes (n, H, W) int64."""
         height, width = self.preprocessing.height_width
         classes = torch.stack(found) if found else torch.empty(0, height, width, dtype=torch.uint8)
         return to_device(classes, device).long()
@@ -146,7 +133,6 @@ class _Reader(Dataset[Item]):
         return image, Image.fromarray(self._checked(mask, pair.mask))
 
     def _checked(self, mask: np.ndarray, file: Path) -> np.ndarray:
-        """Classes as uint8, 255 = none."""
         ignored = mask == self.ignore_index
         foreign = np.unique(mask[~ignored & ((mask < 0) | (mask >= len(self.labels)))])
         if len(foreign):
@@ -173,7 +159,6 @@ def _single_channel(file: Image.Image) -> Image.Image:
 
 
 def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Image (3, H, W) and classes (H, W), uint8, resized to `size`."""
     height, width = size
     if (image.height, image.width) != size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)

@@ -19,8 +19,7 @@ from compress.errors import DataError
 from compress.graph.inputs import split_batch
 from compress.support.imports import any_failure, described, imported
 
-MEAN, STD = IMAGENET
-"""ImageNet's, for pixels of three channels and recipes without a mean."""
+MEAN, STD = IMAGENET  # ImageNet's, for pixels of three channels and recipes without a mean
 
 
 class Examples(Protocol):
@@ -34,11 +33,6 @@ class Examples(Protocol):
 
 
 def own_data(spec: DataSpec) -> DataSet:
-    """The splits that the function `spec.name` makes.
-
-    Raises:
-        DataError: no import, a failure, or another result.
-    """
     function = imported(spec.name, key="data.name", error=DataError, what="a function that returns two splits")
     with any_failure(lambda error: DataError(f"data.name {spec.name} fails ({described(error)})")):
         made = function(spec)
@@ -64,9 +58,6 @@ class ExamplesSplit(Split):
 
     Args:
         spec: `classes` are the labels; `mean` and `std` normalize.
-
-    Raises:
-        DataError: no example, or an image that is no tensor (C, H, W).
     """
 
     def __init__(self, examples: Examples, spec: DataSpec) -> None:
@@ -97,11 +88,6 @@ class ExamplesSplit(Split):
         return len(self.examples)
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """See `Split.load`.
-
-        Raises:
-            DataError: an example is not (image, target), or images differ in size.
-        """
         images, targets = [], []
         with torch.random.fork_rng(devices=[]):
             for index in indices:
@@ -143,13 +129,6 @@ class LoaderSplit(Split):
     """A DataLoader's images, normalized and augmented by its data set, in an order of our own.
 
     With workers, augmentation draws from the epoch's seed: after a resume within it anew.
-
-    Args:
-        loader: over a data set with a length.
-        seed: of the order.
-
-    Raises:
-        DataError: no such data set, or a sampler of its own.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seed: int = 0) -> None:
@@ -160,11 +139,9 @@ class LoaderSplit(Split):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images and targets at `indices`; see `Split.load`."""
         return _on(self.loader.collate_fn([self.dataset[index] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches, read ahead by the loader's processes."""
         if not self.loader.num_workers:
             yield from super().batches(plan, device=device)
             return
@@ -181,13 +158,11 @@ class LoaderSplit(Split):
 
 
 def loader_data(train: DataLoader[Any], val: DataLoader[Any] | None = None, *, seed: int = 0) -> DataSet:
-    """Two loaders as data; without `val` the training images are evaluated."""
     split = LoaderSplit(train, seed=seed)
     return DataSet(train=split, val=split if val is None else LoaderSplit(val, seed=seed))
 
 
 def _example(loader: DataLoader[Any]) -> Tensor:
-    """Check the loader; return its first images."""
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
@@ -217,7 +192,6 @@ def _on(batch: Any, device: torch.device) -> Batch:
 
 
 def _as_given(images: Tensor) -> Preprocessing:
-    """Return the preprocessing of images that are inputs already."""
     channels = images.shape[1] if images.ndim > 1 else 1
     size = (images.shape[-2], images.shape[-1]) if images.ndim == 4 else 1
     return Preprocessing(

@@ -24,7 +24,6 @@ class Preprocessing:
 
     Attributes:
         image_size: side in pixels, or (height, width).
-        mean, std: in units of pixel / 255.
         channels: `RGB` (grey is repeated), or `other`.
         crop_ratio: image_size over the side before the centre crop.
         resize: `crop`, `squash` or `pad`, see `DataSpec`.
@@ -57,12 +56,10 @@ class Preprocessing:
 
     @property
     def height_width(self) -> tuple[int, int]:
-        """Height and width in pixels."""
         return sides(self.image_size)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """Shape of one image (channels, height, width)."""
         return (len(self.mean), *self.height_width)
 
     def normalize(self, images: Tensor) -> Tensor:
@@ -76,7 +73,6 @@ class Preprocessing:
         return images.mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
     def to_json(self) -> str:
-        """Return a JSON object for the ONNX metadata."""
         fields = dataclasses.asdict(self)
         if self.resize == "crop":  # earlier versions read files without the field alone
             del fields["resize"]
@@ -84,11 +80,6 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str) -> Preprocessing:
-        """Read the JSON object of `to_json`.
-
-        Raises:
-            DataError: no such object.
-        """
         try:
             fields: dict[str, Any] = parse_json(text)
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
@@ -97,7 +88,6 @@ class Preprocessing:
             raise DataError(f"the preprocessing in the model's metadata is not readable ({error}): {text!r}") from None
 
     def differences(self, other: Preprocessing) -> list[str]:
-        """A line for each field: 'mean: (0.5,) here, (0.4,) there'."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
 

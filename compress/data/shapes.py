@@ -19,7 +19,6 @@ EXTENT = 1.3
 BANK_SIZE = 96
 OUTLINES = ("circle", "triangle", "square", "star", "cross", "heart", "crescent", "ring", "arrow", "bow tie")
 BLOBS = 8
-"""Number of rounded lumps, which are clutter."""
 
 _BLOB_SEED = 5
 
@@ -28,13 +27,11 @@ Point = tuple[float, float]
 
 @functools.lru_cache(maxsize=1)
 def outline_bank() -> Tensor:
-    """Return the signed distances of all outlines, then of all blobs: (10 + 8, 96, 96) float32."""
     at = bank_coordinates()
     return torch.stack([*(_DISTANCES[name](at) for name in OUTLINES), *blobs(at)]).float()
 
 
 def bank_coordinates() -> Tensor:
-    """Pixel centres, (96, 96, 2) as (x, y), float64."""
     line = ((torch.arange(BANK_SIZE, dtype=torch.float64) * 2 + 1) / BANK_SIZE - 1) * EXTENT
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y), dim=-1)
@@ -56,7 +53,6 @@ def polygon(at: Tensor, corners: list[Point]) -> Tensor:
 
 
 def disc(at: Tensor, centre: Point, radius: float) -> Tensor:
-    """Return the signed distance to a disc."""
     return (at - at.new_tensor(centre)).norm(dim=-1) - radius
 
 
@@ -73,7 +69,6 @@ def blobs(at: Tensor) -> list[Tensor]:
 
 
 def _around(radii: list[float], *, start: float = -90.0) -> list[Point]:
-    """Corners at equal angles, from `start` degrees."""
     angles = [math.radians(start + 360 * i / len(radii)) for i in range(len(radii))]
     return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
 
@@ -195,7 +190,6 @@ class Scenes:
     noise: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all fields, in order."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
@@ -219,7 +213,6 @@ def class_cues(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def class_names(num_classes: int) -> tuple[str, ...]:
-    """Return the names of the classes, such as 'circle stripes warm'."""
     cues = zip(*(cue.tolist() for cue in class_cues(torch.arange(num_classes), num_classes)), strict=True)
     return tuple(f"{OUTLINES[outline]} {PATTERNS[pattern]} {TONES[tone]}" for outline, pattern, tone in cues)
 
@@ -258,7 +251,6 @@ def make_scenes(
 
 
 def with_clutter(scenes: Scenes, share: float) -> Scenes:
-    """Return the images with the opacity of all but the object times `share` (0 to 1)."""
     if share == 1:
         return scenes
     shares = torch.full((LAYERS,), share, dtype=scenes.opacity.dtype, device=scenes.opacity.device)
@@ -286,7 +278,6 @@ def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> Tensor:
-    """Maps from image to bank."""
     stretch = ((2 * aspect - 1) * _ASPECT).exp()
     cos, sin = (2 * math.pi * angle).cos(), (2 * math.pi * angle).sin()
     rows = torch.stack((cos * stretch, sin * stretch, -sin / stretch, cos / stretch), dim=-1).unflatten(-1, (2, 2))
@@ -318,10 +309,8 @@ def _base(draws: Tensor) -> Tensor:
     return _between((0.3, 0.7), cells[:, :1]) + _between((-0.12, 0.12), cells[:, 1:])
 
 
-DEFAULT_SHAPES = 20
-"""Default number of classes."""
-TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000
-"""Default numbers of images."""
+DEFAULT_SHAPES = 20  # default number of classes
+TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000  # default numbers of images
 MEAN, STD = NORMALIZATION["shapes"]
 MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
@@ -331,7 +320,6 @@ _FULL_NOISE_SIZE = 128  # a smaller image has fewer pixels to average over, and 
 
 
 def shapes_data(spec: DataSpec) -> DataSet:
-    """Return the training and the evaluation images."""
     num_classes = DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
     train_images = TRAIN_IMAGES if spec.train_images is None else spec.train_images
     val_images = VAL_IMAGES if spec.val_images is None else spec.val_images
@@ -359,11 +347,9 @@ class ShapesSplit(DrawnSplit):
         return self._count
 
     def content(self) -> tuple[str, ...]:
-        """Return all that the images follow from."""
         return (type(self).__qualname__, *map(str, (self.seed, self.num_classes, self._first, self._clutter)))
 
     def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
-        """Numbers, classes and fields of `Scenes`."""
         positions = to_device(indices, device)
         numbers, targets = positions + self._first, positions % self.num_classes
         size, camera = self.preprocessing.height_width[0], None
@@ -373,7 +359,6 @@ class ShapesSplit(DrawnSplit):
         return numbers, targets, *with_clutter(scenes, self._clutter).tensors()
 
     def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
-        """Images (n, 3, S, S) and targets (n,)."""
         numbers, targets, *fields = drawn
         scenes, size = Scenes(*fields), self.preprocessing.height_width[0]
         images = paint(scenes, size)

@@ -22,15 +22,15 @@ DATASETS: tuple[DataName, ...] = get_args(DataName)
 LEAST_SIDE = 8
 
 Channels = tuple[float, ...]
+# Mean and standard deviation of the channels, in units of pixel / 255.
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of the channels, in units of pixel / 255."""
+# Mean and standard deviation of the data sets that have their own; all others are normalized as ImageNet is.
 NORMALIZATION: dict[str, tuple[Channels, Channels]] = {
     "digits": ((0.305,) * 3, (0.376,) * 3),
     "shapes": ((0.5,) * 3, (0.25,) * 3),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-"""Mean and standard deviation of the data sets that have their own; all others are normalized as ImageNet is."""
 
 _ROOTED = ("folder", "images", "cifar10", "cifar100", "masks", "voc", "coco")
 _FILES = ("folder", "images")
@@ -39,8 +39,7 @@ _NAMED = {
     "masks": "masks needs the names of the classes, in the order of their values in the masks",
     "voc": "voc needs the names of the classes, as they are in the annotations",
 }
-SHAPES_CLASSES = (2, 100)
-"""Fewest and most classes of `shapes`."""
+SHAPES_CLASSES = (2, 100)  # fewest and most classes of `shapes`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,6 @@ class DataSpec:
 
 
 def sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of an image size."""
     return (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
 
 
@@ -146,16 +144,10 @@ def preprocessing_words(
 
 
 def check_data_spec(spec: DataSpec) -> None:
-    """Refuse values out of range and contradictions.
-
-    Raises:
-        DataError: each key, what was got, what is allowed.
-    """
     validate(spec, DataSpec, section="data", error=DataError, rules=data_contradictions)
 
 
 def data_contradictions(spec: DataSpec) -> Iterator[str]:
-    """Yield a line for each contradiction between valid values."""
     own = is_import_path(spec.name)
     if not own and spec.name not in DATASETS:
         hint = near_misses(spec.name, DATASETS)

@@ -23,8 +23,7 @@ from compress.support.process import core_count
 
 T = TypeVar("T")
 
-Place = tuple[int, int | None]
-"""Index of an item, and the seed of its random changes; None = unchanged."""
+Place = tuple[int, int | None]  # index of an item, and the seed of its random changes; None = unchanged
 
 _MAX_WORKERS = 8
 
@@ -58,9 +57,6 @@ class Workers:
 
         `items` are called with a `Place`, the same in every call; `collate` runs in the worker; empty `shares` are left
         out; `pin` pins memory.
-
-        Raises:
-            DataError: a process died; while batches are taken.
         """
         shares = [indices for indices in shares if indices]
         count, key = min(self.count, len(shares)), (collate, pin)
@@ -106,7 +102,6 @@ class _Shares:
 
 
 DEPTH = 2
-"""Most finished batches that wait."""
 
 _POLL_S = 0.1
 
@@ -166,8 +161,7 @@ def worker_count() -> int:
     return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-Item = tuple[Tensor | None, Any, str, str]
-"""Pixels (3, H, W) uint8 or None, target, file name, and the error."""
+Item = tuple[Tensor | None, Any, str, str]  # pixels (3, H, W) uint8 or None, target, file name, and the error
 
 
 class ItemSplit(Split):
@@ -192,16 +186,10 @@ class ItemSplit(Split):
         """Targets of a batch in the task's form."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Images (n, 3, H, W) and targets, read here.
-
-        Raises:
-            DataError: names the unreadable or wrong file, unless `on_error` is skip.
-        """
         reader, seed = self.reader(), seed_of_changes(self.seed, epoch, augment=self.augment)
         return self._finish([reader[index, seed] for index in indices], device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches, read ahead by worker processes."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
         for items in self._workers.read(self.reader(), list, self.batch_indices(plan), seed):
             images, targets = self._finish(items, torch.device(device))

@@ -1,4 +1,4 @@
-"""torchvision's detectors, of one stage and Faster R-CNN: the network to quantize, the float head, the losses."""
+"""torchvision's detectors as a network and a head: outputs, losses for whole batches, decoding."""
 
 from __future__ import annotations
 
@@ -12,15 +12,127 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compress.detection.boxes import BoxesAndScores, has_plain_boxes
 from compress.errors import ModelError
 from compress.support.imports import any_failure, described
 
-_BELOW, _BETWEEN = -1, -2
-"""Anchors that learn the background, and those that learn nothing: overlaps under and between the thresholds."""
 
-_LARGEST = 2**25
-"""Overlaps of boxes and anchors that are held at a time; they take about twenty bytes each."""
+@dataclass(frozen=True, kw_only=True)
+class Suppression:
+    """Which boxes of an image remain.
+
+    Attributes:
+        least_score: exclusive.
+        overlap: with a better box of the class above which one goes.
+    """
+
+    least_score: float
+    overlap: float
+    most: int
+
+
+class BoxesAndScores(nn.Module):
+    """From the outputs of a detector's network to boxes and scores, before non-maximum suppression.
+
+    Args:
+        detector: `has_plain_boxes`.
+        anchors: (A, 4) edges in pixels.
+        image_size: (height, width).
+    """
+
+    centres: Tensor
+    sizes: Tensor
+    weights: Tensor
+    limits: Tensor
+
+    def __init__(
+        self,
+        detector: Any,
+        names: Sequence[str],
+        anchors: Tensor,
+        levels: Sequence[int],
+        image_size: tuple[int, int],
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        from torchvision.models.detection import FCOS, ssd  # lazy: it takes seconds
+
+        self.names, self.levels, self.num_classes = tuple(names), tuple(levels), num_classes
+        self.first_class = int(isinstance(detector, ssd.SSD))
+        self.candidates: int = detector.topk_candidates
+        self.suppression = Suppression(
+            least_score=detector.score_thresh, overlap=detector.nms_thresh, most=detector.detections_per_img
+        )
+        self.linear = isinstance(detector, FCOS)
+        height, width = image_size
+        coder = detector.box_coder
+        sizes = anchors[:, 2:] - anchors[:, :2]
+        self.register_buffer("centres", (anchors[:, :2] + anchors[:, 2:]) / 2)
+        self.register_buffer("sizes", sizes if not self.linear or coder.normalize_by_size else torch.ones_like(sizes))
+        self.register_buffer("weights", anchors.new_tensor((1.0,) * 4 if self.linear else coder.weights))
+        self.register_buffer("limits", anchors.new_tensor([width, height] * 2))
+        self.largest = 0.0 if self.linear else float(coder.bbox_xform_clip)
+
+    def forward(self, *outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes (N, A, 4) in pixels, scores (N, classes, A), 0 = not looked for.
+
+        Args:
+            outputs: (N, A, ...), in the order of `names`.
+        """
+        named = dict(zip(self.names, outputs, strict=True))
+        corners = self._linear_boxes if self.linear else self._boxes
+        boxes = torch.minimum(corners(named["bbox_regression"]).clamp(min=0), self.limits)
+        scores = self._by_class(named) if self.first_class else self._by_level(named)
+        return boxes, scores[:, : self.num_classes]
+
+    def _boxes(self, codes: Tensor) -> Tensor:
+        """Corners (Ren et al., arXiv 1506.01497, equation 2)."""
+        codes = codes / self.weights
+        centres = codes[..., :2] * self.sizes + self.centres
+        half = 0.5 * (codes[..., 2:].clamp(max=self.largest).exp() * self.sizes)
+        return torch.cat([centres - half, centres + half], -1)
+
+    def _linear_boxes(self, codes: Tensor) -> Tensor:
+        """Corners by distances from centres (Tian et al., arXiv 1904.01355, equation 1)."""
+        first, last = codes[..., :2] * self.sizes, codes[..., 2:] * self.sizes
+        return torch.cat([self.centres - first, self.centres + last], -1)
+
+    def _by_class(self, named: Mapping[str, Tensor]) -> Tensor:
+        scores = named["cls_logits"].softmax(-1)[..., self.first_class :].transpose(1, 2)
+        return best_alone(scores, self.candidates)
+
+    def _by_level(self, named: Mapping[str, Tensor]) -> Tensor:
+        scores = named["cls_logits"].sigmoid()
+        if "bbox_ctrness" in named:
+            scores = (scores * named["bbox_ctrness"].sigmoid()).sqrt()
+        classes = scores.shape[-1]
+        parts = [best_alone(part.flatten(1), self.candidates) for part in scores.split(self.levels, 1)]
+        return torch.cat(parts, 1).unflatten(1, (-1, classes)).transpose(1, 2)
+
+
+def best_alone(scores: Tensor, count: int) -> Tensor:
+    """Scores (..., n) with all but the `count` best 0."""
+    if scores.shape[-1] <= count:
+        return scores
+    best, places = scores.topk(count, -1)
+    return torch.zeros_like(scores).scatter(-1, places, best)
+
+
+def has_plain_boxes(detector: nn.Module) -> bool:
+    """True if boxes are decoded and selected as in torchvision's RetinaNet, FCOS and SSD."""
+    from torchvision.models.detection import FCOS, RetinaNet, _utils, ssd  # lazy: it takes seconds
+
+    def method(kind: Any) -> Callable[..., Any] | None:
+        return getattr(kind, "postprocess_detections", None)
+
+    coder = type(getattr(detector, "box_coder", None))
+    known = {method(RetinaNet): _utils.BoxCoder, method(ssd.SSD): _utils.BoxCoder, method(FCOS): _utils.BoxLinearCoder}
+    return known.get(method(type(detector))) is coder
+
+
+# Anchors that learn the background, and those that learn nothing: overlaps under and between the thresholds.
+_BELOW, _BETWEEN = -1, -2
+
+_LARGEST = 2**25  # overlaps of boxes and anchors that are held at a time; they take about twenty bytes each
 
 
 @dataclass(frozen=True)
@@ -38,12 +150,11 @@ class Truth:
     present: Tensor
 
 
+# From outputs by name, true boxes and anchors (A, 4) to the sum of the losses.
 BatchLoss = Callable[[Mapping[str, Tensor], Truth, Tensor], Tensor]
-"""From outputs by name, true boxes and anchors (A, 4) to the sum of the losses."""
 
 
 def batch_loss(detector: nn.Module) -> BatchLoss | None:
-    """A loss for whole batches; None if the detector computes another."""
     from torchvision.models.detection import RetinaNet, retinanet  # lazy: it takes seconds
     from torchvision.models.detection._utils import Matcher, SSDMatcher  # lazy: it takes seconds
     from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds
@@ -62,7 +173,6 @@ def batch_loss(detector: nn.Module) -> BatchLoss | None:
 
 
 def padded(targets: list[dict[str, Tensor]]) -> Truth:
-    """Boxes of all images together."""
     empty = {"boxes": targets[0]["boxes"].new_zeros(1, 4), "labels": targets[0]["labels"].new_zeros(1)}
     boxes, labels = (  # one more row, so that there is a box to look at where no image has any
         nn.utils.rnn.pad_sequence([*(target[name] for target in targets), empty[name]], batch_first=True)[:-1]
@@ -146,11 +256,10 @@ def _ssd_loss(detector: Any, outputs: Mapping[str, Tensor], truth: Truth, anchor
 
 
 T = TypeVar("T")
+# Boxes of an image: "boxes" (n, 4), left, top, right and bottom edge in pixels, and "labels" (n,) int64.
 Target = Mapping[str, Tensor]
-"""Boxes of an image: "boxes" (n, 4), left, top, right and bottom edge in pixels, and "labels" (n,) int64."""
 
-FAMILIES = ("retinanet", "fcos", "ssd")
-"""Beginnings of the names of torchvision's one-stage detectors."""
+FAMILIES = ("retinanet", "fcos", "ssd")  # beginnings of the names of torchvision's one-stage detectors
 
 
 def is_detector(model: nn.Module) -> bool:
@@ -197,9 +306,6 @@ def maps_and_outputs(
         network: with a `backbone`.
         name: for the error.
         image_size: (height, width).
-
-    Raises:
-        ModelError: this size fails.
     """
     images = torch.empty(1, 3, *image_size, device="meta")
     size = f"{image_size[0]} x {image_size[1]} pixels"
@@ -217,11 +323,6 @@ class DetectorHead:
 
     Args:
         detector: `is_detector`; not changed.
-        image_size: (height, width).
-        num_classes: of the data.
-
-    Raises:
-        ModelError: this size fails, or too few classes.
     """
 
     def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
@@ -246,11 +347,7 @@ class DetectorHead:
             raise ModelError(f"{name} has {width} classes: the data need {needed}{background}; set model.num_classes")
 
     def check(self, outputs: Sequence[Tensor], images: Tensor) -> None:
-        """Refuse outputs of other anchors.
-
-        Raises:
-            ModelError: names shapes.
-        """
+        """Refuse outputs of other anchors."""
         got = [tuple(tensor.shape) for tensor in outputs]
         wanted = [(len(images), *shape) for shape in self.shapes.values()]
         if got != wanted:
@@ -260,7 +357,6 @@ class DetectorHead:
             )
 
     def loss(self, outputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor:
-        """Sum of the detector's losses, means over the batch, in float32."""
         device = outputs[0].device
         moved = [{name: value.to(device) for name, value in target.items()} for target in targets]
         learned = [{**target, "labels": target["labels"] + self.first_class} for target in moved]
@@ -274,7 +370,6 @@ class DetectorHead:
         return torch.stack([losses[name] for name in sorted(losses)]).sum()
 
     def anchors(self, device: torch.device) -> Tensor:
-        """(A, 4) in pixels, made once."""
         if device not in self._anchors:
             from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
 
@@ -284,11 +379,7 @@ class DetectorHead:
         return self._anchors[device]
 
     def boxes_and_scores(self) -> BoxesAndScores:
-        """The decoding before non-maximum suppression, as a network.
-
-        Raises:
-            ModelError: the detector has its own.
-        """
+        """The decoding before non-maximum suppression, as a network."""
         if not has_plain_boxes(self._detector):
             raise ModelError(
                 f"{type(self._detector).__name__} decodes its boxes in another way than torchvision's RetinaNet, FCOS "
@@ -314,7 +405,6 @@ class DetectorHead:
         return dict(zip(self.shapes, (tensor.float() for tensor in outputs), strict=True))
 
     def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
-        """The detector's forward with these outputs of its head."""
         given = self._named(outputs)
         detector = self._detector.train(targets is not None)
         detector.backbone.like = outputs[0]
@@ -340,18 +430,16 @@ class Unchanged(nn.Module):
     """A transform that leaves images to the data."""
 
     def forward(self, images: list[Tensor], targets: Any = None) -> tuple[Any, Any]:
-        """Return the images as one batch with their sizes, and the targets as they are."""
         from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
 
         return ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
 
     def postprocess(self, result: T, image_shapes: object, original_image_sizes: object) -> T:
-        """Return the boxes as they are."""
         return result
 
 
+# Beginnings of the names of torchvision's two-stage detectors whose answers are boxes alone.
 TWO_STAGE = ("fasterrcnn",)
-"""Beginnings of the names of torchvision's two-stage detectors whose answers are boxes alone."""
 
 
 def is_two_stage(model: nn.Module) -> bool:
@@ -393,11 +481,6 @@ class TwoStageHead(DetectorHead):
 
     Args:
         detector: `is_two_stage`, with trained box head; not changed.
-        image_size: (height, width).
-        num_classes: of the data.
-
-    Raises:
-        ModelError: this size fails, or too few classes.
     """
 
     def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
@@ -418,18 +501,13 @@ class TwoStageHead(DetectorHead):
             self._check_classes(type(detector).__name__, width)
 
     def boxes_and_scores(self) -> BoxesAndScores:
-        """Refuse: the box head is outside the file.
-
-        Raises:
-            ModelError: always.
-        """
+        """Refuse: the box head is outside the file."""
         raise ModelError(
             f"the boxes of {type(self._detector).__name__} come from its box head, which stays outside the file, so "
             "that its non-maximum suppression cannot be put into it: set export.nms to false"
         )
 
     def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
-        """The detector's forward with these outputs of backbone and proposals."""
         images, device = len(outputs[0]), outputs[0].device
         named = {name: tensor.float() for name, tensor in zip(self.shapes, outputs, strict=True)}
         nothing = torch.zeros(1, device=device)

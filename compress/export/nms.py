@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, compose, helper
 
-from compress.detection.boxes import BoxesAndScores
+from compress.detection.detectors import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
 from compress.files import replacing

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.errors import CompressWarning, ModelError, first_few
-from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, run_with, shapes_text
+from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, hooked, run_with, shapes_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -296,16 +296,12 @@ def module_results(
     """Copies of the results of modules (None = all), one for each call, by path (ModelError: the model fails)."""
     found: dict[str, list[Any]] = {}
 
-    def keep(path: str) -> Callable[..., None]:
-        return lambda _module, _args, result: found.setdefault(path, []).append(tree_map(_copied, result))
+    def keep(path: str, _module: nn.Module, _inputs: Any, result: Any) -> None:
+        found.setdefault(path, []).append(tree_map(_copied, result))
 
     modules = {path: m for path, m in model.named_modules() if path and (paths is None or path in paths)}
-    handles = [m.register_forward_hook(keep(path)) for path, m in modules.items()]
-    try:
+    with hooked(modules, keep):
         run_model(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,6 +38,15 @@ class KeywordInputs(tuple[Tensor, ...]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeywordInputs, (dict(zip(self.names, self, strict=True)),)
+
+
+@contextmanager
+def hooked(modules: Mapping[str, nn.Module], hook: Callable[[str, nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Call `hook` with a module's path, itself, its inputs and its output; what it returns replaces the output."""
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            stack.enter_context(module.register_forward_hook(partial(hook, path)))
+        yield
 
 
 def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:

@@ -16,8 +16,15 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import open_image, preprocessed, read_image, resize_tensor
-from compress.data.jpeg import centre_window, decode_jpegs, refusal
+from compress.data.decode import (
+    centre_window,
+    decode_jpegs,
+    open_image,
+    preprocessed,
+    read_image,
+    refusal,
+    resize_tensor,
+)
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError

@@ -12,14 +12,13 @@ from compress.engines.onnx_file import read_onnx
 from compress.engines.registry import suits
 from compress.errors import RunError, near_misses
 from compress.files import replacing, write_text
-from compress.pipeline.again import chosen_variant, networks_of
 from compress.pipeline.folder import recipe_of
+from compress.pipeline.saved import chosen_variant, networks_of
 from compress.variants import Variant
 
 SERVERS = {"triton": ("onnxruntime", "openvino", "tensorrt"), "openvino": ("openvino",)}
-"""Engines of each server."""
+# Lets ONNX Runtime's backend give a file to TensorRT.
 _TENSORRT = 'optimization { execution_accelerators { gpu_execution_accelerator: [ { name: "tensorrt" } ] } }\n'
-"""Lets ONNX Runtime's backend give a file to TensorRT."""
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "int64": "TYPE_INT64", "int32": "TYPE_INT32"}
 
 
@@ -30,9 +29,6 @@ def write_bundle(
 
     `server` is `triton` or `openvino`; `variant` "" = the best; `name` "" = the run folder's; Triton joins batches up
     to `max_batch_size`.
-
-    Raises:
-        RunError: no such server or network, or the repository holds a model of that name.
     """
     if server not in SERVERS:
         raise RunError(f"there is no server {server!r}{near_misses(server, SERVERS)} (one of: {', '.join(SERVERS)})")

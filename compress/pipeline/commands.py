@@ -12,18 +12,15 @@ from compress.files import write_json
 from compress.pipeline.folder import RECIPE_FILE, RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.preflight import check_classifier, check_memory, check_network, check_sections
 from compress.pipeline.run import Run, task_of
-from compress.pipeline.steps.audit import audit_step, check_required
-from compress.pipeline.steps.build import build_step
 from compress.pipeline.steps.end_to_end import end_to_end_step
+from compress.pipeline.steps.engines import audit_step, build_step, check_required
 from compress.pipeline.steps.evaluate import bench_step, evaluate_step
 from compress.pipeline.steps.export import export_step
-from compress.pipeline.steps.ptq import ptq_step
-from compress.pipeline.steps.qat import qat_step
+from compress.pipeline.steps.quantize import ptq_step, qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
 from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.recipe.tree import Recipe
-from compress.report import write_report
-from compress.report.write import write_card
+from compress.report.write import write_card, write_report
 from compress.support.progress import NoProgress, Progress
 from compress.training.distributed import SINGLE, Processes
 from compress.variants import Variant
@@ -56,16 +53,12 @@ def run(
     Returns:
         The folder, with metrics.json, report.md and report.html.
 
-    Raises:
-        CompressError: finished steps are kept and can be resumed. No folder is created for a model or a rule that
-            quantization refuses.
-
     Examples:
         >>> folder = compress.run(compress.load_recipe("quickstart"), "qat", out="runs/mine")  # doctest: +SKIP
     """
     check_sections(recipe, command)
     check_memory(recipe, processes.world_size)
-    place = processes.on(device or _best_device())
+    place = processes.on(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     out = Path(out)
     data = load_data(recipe.data)
     task = task_of(recipe, data)
@@ -123,10 +116,6 @@ def _measure(this: Run) -> None:
     this.progress.finish("report")
     write_card(this.folder.path)
     check_required(this)
-
-
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_folder(

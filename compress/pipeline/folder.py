@@ -1,28 +1,191 @@
-"""The run folder, its finished steps, and which keys of its recipe may change on a resume."""
+"""The run folder: its lock, state.json, finished steps, and which keys of its recipe may change on a resume."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import socket
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from compress.data.base import Fingerprint, changed_data
 from compress.errors import RecipeError, RunError
-from compress.files import expand_user, write_text
+from compress.files import expand_user, read_json, write_json, write_text
 from compress.measure.metric import Metric
 from compress.models.spec import ModelSpec
-from compress.pipeline.lock import LOCK_FILE, OWNER_FILE, FolderLock, lock_folder
-from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
 from compress.recipe.tree import Recipe, load_recipe
-from compress.records.files import METRICS
+from compress.records.files import METRICS, refuse_file_folder
 from compress.support.imports import own_sources
+from compress.support.process import is_alive
+from compress.support.validation import parse
 from compress.variants import Variant
 
+LOCK_FILE = ".lock"
+OWNER_FILE = ".owner"  # the lock of a file system that has none
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+_HOLDER = re.compile(r"process (\d+) on (.+)")
+
+
+class FolderLock:
+    """A lock, held until it is closed or collected, or the process ends."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.close = weakref.finalize(self, release)
+
+
+def lock_folder(path: Path) -> FolderLock:
+    try:
+        file = (path / LOCK_FILE).open("a+b")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written to ({error}): name another folder with --out") from error
+    try:
+        import fcntl  # optional: only Unix has it
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        file.close()
+        return _by_existence(path)
+    except BlockingIOError:
+        with file:
+            raise _held(path, _holder(file)) from None
+    except OSError as error:
+        file.close()
+        if error.errno in _NO_LOCKS:
+            return _by_existence(path)
+        raise RunError(f"{path} cannot be locked ({error}): name another folder with --out") from error
+    try:
+        file.truncate(0)
+        file.write(_this_process().encode())
+        file.flush()
+    except OSError:  # on a full disk the lock is held all the same; only its words are missing
+        pass
+    return FolderLock(file.close)
+
+
+def _by_existence(path: Path) -> FolderLock:
+    owner = path / OWNER_FILE
+    try:
+        with owner.open("x", encoding="utf-8") as file:
+            file.write(_this_process())
+    except FileExistsError:
+        with owner.open("rb") as there:
+            raise _held(path, _holder(there), by_existence=True) from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be written to ({error}): name another folder with --out") from error
+    return FolderLock(partial(_remove, owner, os.getpid()))
+
+
+def _remove(owner: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process that was forked from it
+        owner.unlink(missing_ok=True)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(200).decode(errors="replace").strip()
+
+
+def _held(path: Path, holder: str, *, by_existence: bool = False) -> RunError:
+    by, found = f" ({holder})" if holder else "", _HOLDER.fullmatch(holder)
+    wait = "wait until it has ended, or name another folder with --out"
+    here = found is not None and found[2] == socket.gethostname()
+    if by_existence and here and found is not None and not is_alive(int(found[1])):
+        return RunError(
+            f"a process that is not there any more{by} has left its lock in {path}, on a file system that releases "
+            f"none: remove {path / OWNER_FILE} and run again"
+        )
+    if found is None or here:
+        return RunError(f"another process is at work in {path}{by}: {wait}")
+    file = path / (OWNER_FILE if by_existence else LOCK_FILE)
+    return RunError(
+        f"another process is at work in {path}{by}: {wait}. If that host is dead and its lock has stayed, remove "
+        f"{file} and run again"
+    )
+
+
+STATE_FILE = "state.json"
+FORMAT = 2
+COMMANDS = ("train", "ptq", "qat", "prune")  # commands of a run; others that write into a folder are studies
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of a run.
+
+    Attributes:
+        data: fingerprints; None = not kept.
+        sources: SHA-256 of the recipe's modules by name; None = not kept.
+        changes: lines, see `RunFolder`.
+        begun_in: folder of the recipe's relative paths; None = not kept.
+    """
+
+    format: int
+    command: str
+    recipe: str
+    steps: dict[str, dict[str, Any]]
+    data: dict[str, dict[str, Any]] | None = None
+    changes: tuple[str, ...] = ()
+    sources: dict[str, str] | None = None
+    begun_in: str | None = None
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / STATE_FILE, asdict(self))
+
+
+def read_state_file(folder: Path) -> State:
+    path = folder / STATE_FILE
+    if not path.is_file():
+        refuse_file_folder(folder)
+        raise RunError(f"{folder} is no run folder ({STATE_FILE} is missing); give one that compress wrote")
+    try:
+        tree = read_json(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from None
+    if not isinstance(tree, dict):
+        raise _unreadable(path, f"it holds a {type(tree).__name__}, not an object")
+    version = tree.get("format")
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        raise _unreadable(path, f"its format is {version!r}, and this version of compress reads 1 to {FORMAT}")
+    state, lines = parse(State, tree)
+    lines = lines or [
+        line for name, facts in (state.steps if state else {}).items() for line in _odd_facts(name, facts)
+    ]
+    if state is None or lines:
+        raise _unreadable(path, "; ".join(lines))
+    return state
+
+
+def _odd_facts(step: str, facts: Mapping[str, Any]) -> list[str]:
+    notes, left_out = facts.get("notes", []), facts.get("left_out", {})
+    odd = []
+    if not _all_texts(notes):
+        odd.append(f"steps.{step}.notes is {notes!r:.80}: it must be a list of texts")
+    if not isinstance(left_out, dict) or not all(map(_all_texts, left_out.values())):
+        odd.append(f"steps.{step}.left_out is {left_out!r:.80}: it must hold a list of files for each split")
+    return odd
+
+
+def _all_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _unreadable(path: Path, reason: str) -> RunError:
+    return RunError(f"{path} cannot be read: {reason}. Restore the file from a copy, or name a new folder with --out")
+
+
 RECIPE_FILE = "recipe.yaml"
-Data = Mapping[str, Fingerprint]
-"""Fingerprint of each split of a run."""
+Data = Mapping[str, Fingerprint]  # fingerprint of each split of a run
 
 
 class RunFolder:
@@ -37,7 +200,6 @@ class RunFolder:
         return {**self.__dict__, "_lock": None}
 
     def release(self) -> None:
-        """Let other runs into the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -46,43 +208,34 @@ class RunFolder:
 
     @property
     def recipe(self) -> str:
-        """Digest of the recipe that the run is of."""
         return self._state.recipe
 
     @property
     def command(self) -> str:
-        """The command that the run was begun with."""
         return self._state.command
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """A line for each key changed on a resume."""
         return self._state.changes
 
     @property
     def steps(self) -> list[str]:
-        """The finished steps, in order."""
         return list(self._state.steps)
 
     def done(self, step: str) -> bool:
-        """Whether a step has ended."""
         return step in self._state.steps
 
     def facts(self) -> list[dict[str, Any]]:
-        """The facts of each finished step, in order."""
         return list(self._state.steps.values())
 
     def facts_of(self, step: str) -> dict[str, Any]:
-        """Return the facts of a step; none if it is unfinished."""
         return dict(self._state.steps.get(step, {}))
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Record an ended step, whole or not at all."""
         self._state = replace(self._state, steps={**self._state.steps, step: facts})
         self._state.write(self.path)
 
     def check_data(self, data: Data) -> None:
-        """Refuse data that differ from those of the begin."""
         changes = changed_data(self._state.data or {}, data)
         if changes:
             raise RunError(
@@ -91,18 +244,12 @@ class RunFolder:
             )
 
     def without_path(self, text: str) -> str:
-        """Make paths of this folder relative."""
         for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
             if path.name:
                 text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)
         return text
 
     def metrics(self) -> list[Metric]:
-        """Return the numbers so far.
-
-        Raises:
-            RunError: their file is damaged.
-        """
         return list(METRICS.read(self.path) or ())
 
     def add_metrics(self, metrics: list[Metric], *, without: Callable[[Metric], bool] = lambda metric: False) -> None:
@@ -120,9 +267,6 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
 
     With `resume` only keys of steps not yet taken may have changed; for studies none. `data`: fingerprints, compared on
     a resume.
-
-    Raises:
-        RunError: the folder holds something else or another run, `resume` is missing, or it is locked.
     """
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; --out names a folder")
@@ -135,19 +279,17 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
             folder = RunFolder(path, _reopened(path, recipe, command, sources, resume=resume), lock=lock)
             folder.check_data(data or {})
         else:
-            known: dict[str, Any] = {"recipe": recipe.digest(), "data": _plain(data), "sources": sources}
+            kept = None if data is None else {name: asdict(fingerprint) for name, fingerprint in data.items()}
+            known: dict[str, Any] = {"recipe": recipe.digest(), "data": kept, "sources": sources}
             state = State(format=FORMAT, command=command, steps={}, begun_in=str(Path.cwd()), **known)
             folder = RunFolder(path, state, lock=lock)
         _write(folder, recipe)
     except BaseException:
         lock.close()
         raise
-    _sweep(path)
+    for left_over in path.rglob(".*.part"):  # of processes that were killed
+        left_over.unlink(missing_ok=True)
     return folder
-
-
-def _plain(data: Data | None) -> dict[str, dict[str, Any]] | None:
-    return None if data is None else {name: asdict(fingerprint) for name, fingerprint in data.items()}
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -168,32 +310,17 @@ def _write(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def read_state(path: Path) -> RunFolder:
-    """Return an existing run folder.
-
-    Raises:
-        RunError: it is none, or its state is damaged.
-    """
     return RunFolder(path, read_state_file(path))
 
 
 def recipe_of(path: Path) -> Recipe:
-    """Return a run folder's recipe.
-
-    Raises:
-        RunError: there is none.
-        RecipeError: this version does not read it.
-    """
     if not (path / RECIPE_FILE).is_file():
         raise RunError(f"{path} is no run folder ({RECIPE_FILE} is missing)")
     return load_recipe(path / RECIPE_FILE)
 
 
 def recipe_from_anywhere(path: Path) -> Recipe:
-    """The recipe of a run; relative paths are resolved to where it was begun, where they exist.
-
-    Raises:
-        RunError, RecipeError: as `recipe_of`.
-    """
+    """The recipe of a run; relative paths are resolved to where it was begun, where they exist."""
     recipe, begun_in = recipe_of(path), read_state_file(path).begun_in
     if begun_in is None or Path(begun_in) == Path.cwd():
         return recipe
@@ -279,14 +406,7 @@ def _changed(path: Path, recipe: Recipe) -> list[Difference]:
     return list(differences(asdict(old), asdict(recipe)))
 
 
-def _sweep(path: Path) -> None:
-    """Remove what killed processes have left."""
-    for left_over in path.rglob(".*.part"):
-        left_over.unlink(missing_ok=True)
-
-
 def free_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, or the first free `parent/name-2`, ..."""
     number = 1
     while (path := parent / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
@@ -312,10 +432,10 @@ def _holds(path: Path, recipe: Recipe) -> bool:
 _QUANTIZED = tuple(v.step for v in Variant if v.is_quantized)
 _TRAINED = tuple(v.step for v in Variant if v.trained_from)
 SENSITIVITY = "sensitivity"
-TARGETS_STEP = "targets"
-"""Ending of the step that makes a trained network for further targets."""
+TARGETS_STEP = "targets"  # ending of the step that makes a trained network for further targets
 _FILES = ("export", "engines", "engine_audit", "evaluate", "bench", "end_to_end")
 
+# Steps that depend on a section or key; the longest name counts. Every step depends on any other key.
 STEPS: dict[str, tuple[str, ...]] = {
     "data.root": (),
     "data.workers": (),
@@ -329,7 +449,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "bench": _FILES[1:],
     "search": (),
 }
-"""Steps that depend on a section or key; the longest name counts. Every step depends on any other key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +464,6 @@ class Difference:
     words: str
 
     def binding(self, taken: Collection[str]) -> list[str]:
-        """Taken steps that depend on the key."""
         parts = self.key.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         steps = next((STEPS[name] for name in names if name in STEPS), None)
@@ -353,7 +471,6 @@ class Difference:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
-    """Yield the keys that differ between two recipes as trees."""
     for key in {**there, **here}:
         old, new = there.get(key), here.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -365,7 +482,6 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
 
 
 def taken_steps(folder: Path, finished: Collection[str]) -> list[str]:
-    """Finished steps, the training of a checkpoint, a begun study."""
     suffix = ".checkpoint.safetensors"
     begun = (path.name.removesuffix(suffix) for path in sorted(folder.glob(f"*{suffix}")))
     studied = [SENSITIVITY] if any(folder.glob(f"{SENSITIVITY}-*.json")) else []

@@ -19,14 +19,12 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import read_regular, replacing
-from compress.pipeline.again import chosen_variant, networks_of
-from compress.pipeline.saved import run_without_data
+from compress.pipeline.saved import chosen_variant, networks_of, run_without_data
 from compress.support.limits import IMAGE_PIXELS
 from compress.tasks.base import Task
 
 TOP = 5
-LEAST_SCORE = 0.4
-"""Boxes of a lower score are left out."""
+LEAST_SCORE = 0.4  # boxes of a lower score are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,6 @@ class Prediction:
     Attributes:
         classes: (name, share): five likeliest with probabilities, or shares of pixels.
         boxes: class, score, edges in pixels of the input.
-        drawn: masks or boxes; None for a classifier.
     """
 
     image: str
@@ -57,11 +54,6 @@ def predict(
 
     `images` are files, or folders searched to any depth; `variant` "" = the best. `out` takes drawn masks and boxes;
     None = `predictions` in the run folder.
-
-    Raises:
-        RunError: no such network, or a task of the user's own.
-        DataError: no image, or a drawing would replace one of `images`.
-        EngineError: the engine cannot run the file.
     """
     run = run_without_data(folder)
     if run.recipe.task == "own":
@@ -117,11 +109,7 @@ def _check_apart(names: dict[Path, Path]) -> None:
 def read_picture(
     path: Path, preprocessing: Preprocessing, *, cropped: bool = True, max_pixels: int = IMAGE_PIXELS
 ) -> Tensor:
-    """Read an image as evaluation does, (channels, height, width) uint8; squashed if not `cropped`.
-
-    Raises:
-        DataError: the file is missing or no image.
-    """
+    """Read an image as evaluation does, (channels, height, width) uint8; squashed if not `cropped`."""
     try:
         with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:
             return preprocessed(rgb(image), preprocessing if cropped else replace(preprocessing, resize="squash"))

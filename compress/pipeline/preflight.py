@@ -15,8 +15,8 @@ from compress.errors import CalibrationError, DataError, ModelError, RecipeError
 from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
 from compress.models.by_name import BuiltModel
+from compress.pipeline.folder import COMMANDS
 from compress.pipeline.run import boxes_and_scores
-from compress.pipeline.state import COMMANDS
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec
 from compress.recipe.tree import Recipe
@@ -28,16 +28,11 @@ from compress.training.optim import check_optimizer, check_schedule
 from compress.training.passes import FeaturePairs
 from compress.training.spec import TrainSpec
 
-LONG_TRAINING = 10_000
-"""Passes of images from which on the file is written once before the training."""
+LONG_TRAINING = 10_000  # passes of images from which on the file is written once before the training
 
 
 def check_sections(recipe: Recipe, command: str) -> None:
-    """Refuse missing sections and file forms that cannot be written.
-
-    Raises:
-        RecipeError, ExportError: names the section.
-    """
+    """Refuse missing sections and file forms that cannot be written."""
     if command not in COMMANDS:
         raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
     if command in {"ptq", "qat"} and recipe.quantization is None:
@@ -51,11 +46,6 @@ def check_sections(recipe: Recipe, command: str) -> None:
 
 
 def check_trainings(recipe: Recipe, command: str) -> None:
-    """Refuse optimizers, schedules and augmentations that cannot be imported.
-
-    Raises:
-        RecipeError: names the key.
-    """
     sections: list[TrainSpec | None] = [recipe.train]
     if command == "prune":
         sections.append(recipe.finetune)
@@ -70,11 +60,7 @@ def check_trainings(recipe: Recipe, command: str) -> None:
 
 
 def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
-    """Refuse weights for another number of classes without a training to follow.
-
-    Raises:
-        ModelError: both numbers and what to do.
-    """
+    """Refuse weights for another number of classes without a training to follow."""
     if recipe.train.epochs or built.weights_classes is None:
         return
     wanted, there = recipe.model.num_classes or classes, built.weights_classes
@@ -89,11 +75,6 @@ def check_classifier(recipe: Recipe, built: BuiltModel, classes: int) -> None:
 
 
 def check_memory(recipe: Recipe, world_size: int) -> None:
-    """Refuse a batch that fills the memory in float32.
-
-    Raises:
-        DataError: the keys and both numbers.
-    """
     data = recipe.data
     height, width = data.height_width
     needed = 12 * height * width * max(-(-data.batch_size // world_size), *recipe.bench.batch_sizes, 1)
@@ -125,7 +106,6 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
 
 
 def _passes(recipe: Recipe, command: str, images: int) -> int:
-    """Number of images that all trainings show."""
     later = {"prune": (recipe.finetune, recipe.qat), "qat": (recipe.qat,)}.get(command, ())
     return images * sum(spec.epochs for spec in (recipe.train, *later) if spec is not None)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
 from compress.data.folder import UnlabelledSplit
-from compress.detection.boxes import BoxesAndScores
+from compress.detection.detectors import BoxesAndScores
 from compress.engines import Engine, TorchEngine, build_engine
 from compress.engines.registry import target_of
 from compress.errors import ModelError, RecipeError, RunError
@@ -34,7 +34,6 @@ _Section = TypeVar("_Section")
 
 
 def task_of(recipe: Recipe, data: DataSet) -> Task:
-    """Return the task of a recipe's networks."""
     labels, detector = data.val.labels, None
     if recipe.task == "detection":
         size = data.val.preprocessing.height_width
@@ -46,12 +45,6 @@ def task_of(recipe: Recipe, data: DataSet) -> Task:
 
 
 def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:
-    """The decoding that `export.nms` puts into files.
-
-    Raises:
-        RecipeError: no torchvision detector.
-        ModelError: its own decoding.
-    """
     size = data.val.preprocessing.height_width
     detector = detector_head(recipe.model, num_classes=len(data.val.labels), image_size=size)
     if detector is None:
@@ -70,7 +63,6 @@ class Run:
         resume: steps may go on from files.
         start: a run whose float network is taken over; None = it is trained.
         networks: those made or loaded so far; target None = the first, and networks without quantizers.
-        notes: of the current step.
     """
 
     recipe: Recipe
@@ -86,11 +78,9 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """Loss and metric of the networks."""
         return task_of(self.recipe, self.data)
 
     def name_classes(self, float_model: nn.Module) -> None:
-        """Let the float network say the classes of images that have none."""
         for split in (self.data.train, self.data.val):
             if isinstance(split, UnlabelledSplit):
                 with torch.inference_mode():
@@ -98,38 +88,31 @@ class Run:
 
     @property
     def quantization(self) -> QuantSpec:
-        """The recipe's `quantization`, for steps that need it."""
         return _needed(self.recipe.quantization, "quantization")
 
     @property
     def qat(self) -> QATSpec:
-        """The recipe's `qat`, for steps that need it."""
         return _needed(self.recipe.qat, "qat")
 
     @property
     def sparsity(self) -> SparsitySpec:
-        """The recipe's `sparsity`, for steps that need it."""
         return _needed(self.recipe.sparsity, "sparsity")
 
     @property
     def example(self) -> Tensor:
-        """Two training images on the CPU, for tracing and export."""
         return self.batches("train", 2, limit=2)[0]
 
-    def batches(self, split: str, batch_size: int, *, limit: int | None = None, share: bool = False) -> list[Tensor]:
-        """Unaugmented images on the CPU; `share`: only this process's."""
+    def batches(self, split: str, batch_size: int, *, limit: int | None = None) -> list[Tensor]:
+        """Unaugmented images on the CPU."""
         part = self.data.train if split == "train" else self.data.val
-        rank, world = (self.processes.rank, self.processes.world_size) if share else (0, 1)
-        plan = BatchPlan(batch_size=batch_size, limit=limit, rank=rank, world_size=world)
+        plan = BatchPlan(batch_size=batch_size, limit=limit)
         return [images for images, _ in part.batches(plan)]
 
     def path(self, name: str) -> Path:
-        """A file of the run folder."""
         return self.folder / name
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The variants of `networks`, in the order in which they were made."""
         return tuple(dict.fromkeys(variant for variant, _ in self.networks))
 
     @property
@@ -152,13 +135,11 @@ class Run:
         )
 
     def in_torch(self, variant: Variant, target: Target | None = None, *, threads: int | None = None) -> Engine:
-        """Return one of `networks` as an engine on the run's device."""
         shape, model = self.data.val.preprocessing.input_shape, self.networks[variant, target]
         label = torch_label(variant, target)
         return TorchEngine(model, shape, device=str(self.device), label=label, threads=threads)
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Record an ended step with facts, notes and unreadable images."""
         left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
         said = {note for facts in self.folder.facts() for note in facts.get("notes", ())}
         read = [f"data, {name}: {note}" for name, split in self._splits().items() for note in split.notes()]
@@ -168,7 +149,6 @@ class Run:
         self.notes.clear()
 
     def all_notes(self) -> list[str]:
-        """Changes of the recipe, notes of all steps, images left out."""
         steps = self.folder.facts()
         notes = [*self.folder.changes, *(note for facts in steps for note in facts.get("notes", ()))]
         for name, split in self._splits().items():
@@ -199,7 +179,6 @@ def stem(variant: str, target: Target | None = None) -> str:
 
 
 def layer_weight(model: nn.Module, path: str) -> Tensor:
-    """Return a layer's weight, parametrized or not."""
     weight = model.get_submodule(path).weight
     if not isinstance(weight, Tensor):
         raise ModelError(f"{path}.weight is a {type(weight).__name__}, not a tensor: name a layer that has a weight")
@@ -207,7 +186,6 @@ def layer_weight(model: nn.Module, path: str) -> Tensor:
 
 
 def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
-    """The quantizer of a layer's weight."""
     quantizer = model.get_submodule(path).weight_quantizer
     if not isinstance(quantizer, Quantizer):
         raise ModelError(f"{path} has no quantized weight: name a layer that the placement quantizes")
@@ -215,7 +193,6 @@ def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
 
 
 def torch_label(variant: Variant, target: Target | None = None) -> str:
-    """A network's label in torch."""
     if not variant.is_quantized:
         return "torch"
     return f"torch (fake quantization{f', {target}' if target else ''})"
@@ -226,8 +203,6 @@ class NetworkFiles:
     """One network to be measured.
 
     Attributes:
-        file: ONNX, first target.
-        further: other targets' files.
         in_torch: makes the engine `torch` with a number of threads; None without a module.
     """
 
@@ -236,14 +211,12 @@ class NetworkFiles:
     in_torch: Callable[[int | None], Engine] | None = None
 
     def of(self, engine: str) -> Path:
-        """An engine's file, else the first target's."""
         target = target_of(engine)
         return self.file if target is None else self.further.get(target, self.file)
 
     def engine(
         self, name: str, *, batch_size: int | None = None, threads: int | None = None, precision: str | None = None
     ) -> Engine:
-        """Load the network into an engine."""
         if name == "torch" and self.in_torch is not None:
             return self.in_torch(threads)
         return build_engine(self.of(name), name, batch_size=batch_size, threads=threads, precision=precision)

@@ -7,8 +7,7 @@ in pixels of the image.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from matplotlib.axes import Axes
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
 from compress.receptive import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable, unproductive_layers
-from compress.receptive.metrics import distances, radial_profile
+from compress.receptive.effective import radial_profile
 from compress.support.text import shorten
 
 HEAT = "magma"
@@ -34,7 +33,6 @@ def background(image: Tensor) -> Tensor:
 
 
 def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, name: str = "") -> Figure:
-    """One unit's field, linear and logarithmic, over one of the images (C, height, width) where given."""
     with styled():
         figure = Figure(figsize=(_WIDE, 5.0), layout="constrained")
         figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr, call-arg]
@@ -171,113 +169,7 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
         axes.spines[side].set_visible(True)
 
 
-def draw_gallery(
-    rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, columns_of: Sequence[str] = (), text: str = ""
-) -> Figure:
-    """Models below one another, layers from left to right, logarithmic.
-
-    Args:
-        rows: (label, fields), as many fields each.
-        columns_of: names of columns.
-        text: what to see.
-    """
-    columns = max(len(fields) for _, fields in rows)
-    with styled():
-        side = min(2.1, 11.5 / columns)
-        figure = Figure(figsize=(side * columns + 0.9, (side + 0.42) * len(rows) + 1.35), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.09)  # type: ignore[union-attr, call-arg]
-        grid = figure.subplots(nrows=len(rows), ncols=columns, squeeze=False)
-        scale = None
-        for axes_row, (name, fields) in zip(grid, rows, strict=True):
-            for axes in axes_row:
-                axes.set_axis_off()
-            for axes, field, named in zip(axes_row, fields, columns_of or [""] * columns, strict=False):
-                scale = axes.imshow(field.normalized.clamp_min(1e-5).log10(), cmap=HEAT, vmin=-5, vmax=0)
-                draw_box(axes, field, "white")
-                side_of = f"side {field.metrics.size:.0f} px{_of_theory(field)}"
-                axes.set_title(
-                    "\n".join(filter(None, (shorten(named, 19), _layer(field.layer), side_of))),
-                    fontsize=7.5,
-                    weight="normal",
-                    loc="left",
-                )
-            axes_row[0].text(
-                -0.1,
-                0.5,
-                shorten(name, 24),
-                rotation=90,
-                transform=axes_row[0].transAxes,
-                ha="right",
-                va="center",
-                fontsize=9,
-                weight="bold",
-            )
-        if scale is not None:
-            figure.colorbar(
-                scale, ax=grid, location="bottom", shrink=0.4, aspect=40, label="log10 of the influence, largest = 0"
-            )
-        if text:
-            caption(figure, text)
-        return figure
-
-
-def _layer(path: str) -> str:
-    return shorten(".".join(path.split(".")[-2:]), 24)
-
-
-def _of_theory(field: EffectiveReceptiveField) -> str:
-    row = field.theoretical
-    if row is None or row.status == "unknown":
-        return ""
-    if row.status == "global":
-        return " of all"
-    return f" of {row.local_size[0]}" if row.local_size and row.local_size[0] is not None else f" of {row.seen[0]}"
-
-
-def draw_growth(
-    curves: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, image_side: int, text: str = ""
-) -> Figure:
-    """Size of the theoretical (dashed) and the effective field through networks.
-
-    Args:
-        curves: (label, fields in order).
-        image_side: pixels.
-        text: what to see.
-    """
-    with styled():
-        figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
-        left, right = figure.subplots(ncols=2)
-        palette = ("blue", "alarm", "green", "amber", "purple", "sky", "grey", "ink")
-        for place, (name, fields) in enumerate(curves):
-            colour = LIGHT[palette[place % len(palette)]]
-            depth = [100 * (i + 1) / len(fields) for i in range(len(fields))]
-            theory = [theory_side(field) for field in fields]
-            left.plot(depth, [f.metrics.size for f in fields], color=colour, marker="o", markersize=3, label=name)
-            left.plot(depth, theory, color=colour, linestyle="--", linewidth=1.1)
-            shares = [f.metrics.size / t if t else math.nan for f, t in zip(fields, theory, strict=True)]
-            right.plot(depth, shares, color=colour, marker="o", markersize=3)
-        _image_side(left, image_side)
-        left.set(xlabel="way through the layers shown, %", ylabel="side of the field, px")
-        _log_sizes(left)
-        left.set_title("Full: effective; dashed: theoretical")
-        right.set(xlabel="way through the layers shown, %", ylabel="effective side over theoretical side")
-        right.set_ylim(bottom=0)
-        right.set_title("Share of the theoretical field in use")
-        figure.legend(loc="outside upper center", ncols=min(len(curves), 6))
-        if text:
-            caption(figure, text)
-        return figure
-
-
-def theory_side(field: EffectiveReceptiveField) -> float:
-    """Geometric mean of the theoretical sides without global operations; NaN = unknown."""
-    row = field.theoretical
-    known = [s for s in row.local_size if s] if row is not None else []
-    return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
-
-
 def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", text: str = "") -> Figure:
-    """A field before and after, their difference, and influence by radius."""
     with styled():
         figure = Figure(figsize=(_WIDE + 1.6, 4.1), layout="constrained")
         panels = figure.subplots(ncols=4, width_ratios=(1, 1, 1, 1.15))
@@ -312,7 +204,6 @@ def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after",
 
 
 def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
-    """Theoretical sizes in order against the image's side; macs of layers that see it all."""
     with styled():
         figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
         axes = figure.subplots()
@@ -367,7 +258,6 @@ def _side(size: Sequence[int | None]) -> float:
 
 
 def table_caption(table: ReceptiveFieldTable) -> str:
-    """The caption of a table of theoretical fields."""
     found = unproductive_layers(table)
     text = ""
     if found.layers:
@@ -387,132 +277,3 @@ def table_caption(table: ReceptiveFieldTable) -> str:
     return (
         text + "Sizes are without borders and, where a line goes on in the shaded part, without the global operations."
     ).strip()
-
-
-_COLOURS = ("blue", "alarm", "green", "amber", "purple")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerLaw:
-    """y = factor * x^exponent."""
-
-    exponent: float
-    factor: float
-
-
-def power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """The least squares of logarithms, positive points.
-
-    >>> power_law([1, 2, 4], [3, 12, 48])
-    PowerLaw(exponent=2.0, factor=3.0)
-    """
-    logs = [(math.log(a), math.log(b)) for a, b in zip(x, y, strict=True)]
-    mean_x, mean_y = (sum(column) / len(logs) for column in zip(*logs, strict=True))
-    exponent = sum((a - mean_x) * (b - mean_y) for a, b in logs) / sum((a - mean_x) ** 2 for a, _ in logs)
-    return PowerLaw(exponent=round(exponent, 9), factor=round(math.exp(mean_y - exponent * mean_x), 9))
-
-
-def draw_depth(
-    sizes: Mapping[str, Sequence[tuple[int, float]]],
-    closed: Mapping[str, Sequence[tuple[int, float]]],
-    theory: Mapping[int, int],
-    text: str,
-) -> Figure:
-    """Size against depth, and its share of the theoretical field.
-
-    Args:
-        sizes: name -> (layers, measured size in pixels).
-        closed: name -> (layers, size by a closed form), drawn as lines.
-        theory: layers -> theoretical size.
-        text: what to see.
-    """
-    with styled():
-        figure = Figure(figsize=(10.6, 4.7), layout="constrained")
-        left, right = figure.subplots(ncols=2)
-        for name, points in closed.items():
-            style = "-" if "equal" in name else ":"
-            left.plot(*zip(*points, strict=True), color=LIGHT["muted"], linestyle=style, linewidth=1.2, label=name)
-            share = [(n, size / theory[n]) for n, size in points]
-            right.plot(*zip(*share, strict=True), color=LIGHT["muted"], linestyle=style, linewidth=1.2)
-        for place, (name, points) in enumerate(sizes.items()):
-            colour, marker = LIGHT[_COLOURS[place]], "os^Dv"[place]
-            law = power_law(*zip(*points, strict=True))
-            shares = [(n, size / theory[n]) for n, size in points]
-            falling = power_law(*zip(*shares, strict=True))
-            left.plot(
-                *zip(*points, strict=True), marker, color=colour, markersize=6, label=f"{name}: n^{law.exponent:.2f}"
-            )
-            right.plot(
-                *zip(*shares, strict=True),
-                marker,
-                color=colour,
-                markersize=6,
-                label=f"{name}: n^{falling.exponent:.2f}",
-            )
-        left.set(xlabel="convolutions of 3 × 3", ylabel="side of the effective field, px")
-        right.set(xlabel="convolutions of 3 × 3", ylabel="side over that of the theoretical field")
-        left.set_title("It grows with the square root of the depth")
-        right.set_title("Its share of the theoretical field falls")
-        for axes in (left, right):
-            _plain_logs(axes, [n for points in sizes.values() for n, _ in points])
-            axes.legend(fontsize=7.5)
-        caption(figure, text)
-        return figure
-
-
-def _plain_logs(axes: Axes, ticks: Sequence[float]) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(sorted(set(ticks)))
-    for axis in (axes.xaxis, axes.yaxis):
-        plain_ticks(axis)
-
-
-def ring_share(field: EffectiveReceptiveField, ring: tuple[float, float]) -> float:
-    """Share of influence at distances within `ring`, pixels."""
-    distance = distances(field.heat.shape, field.centre)
-    inside = (distance >= ring[0]) & (distance <= ring[1])
-    return float(field.heat[inside].sum() / field.heat.sum())
-
-
-def draw_training(
-    fields: Sequence[tuple[int, float, EffectiveReceptiveField]], *, ring: tuple[float, float], text: str
-) -> Figure:
-    """A field while a network learns, with the ring that holds the answer.
-
-    Args:
-        fields: (step, accuracy in percent, field); first and last are drawn as maps.
-        ring: least and largest distance, pixels.
-        text: what to see.
-    """
-    with styled():
-        figure = Figure(figsize=(10.6, 4.3), layout="constrained")
-        first, last, right = figure.subplots(ncols=3, width_ratios=(1, 1, 1.25))
-        for axes, (step, accuracy, field) in ((first, fields[0]), (last, fields[-1])):
-            scale = axes.imshow(field.normalized.clamp_min(10**-DECADES).log10(), cmap=HEAT, vmin=-DECADES, vmax=0)
-            draw_box(axes, field, "white")
-            axes.grid(visible=False)
-            axes.set(xlabel="column, px", ylabel="row, px")
-            axes.set_title(f"step {step}: {accuracy:.0f} % right", fontsize=9.5)
-            angles = [2 * math.pi * i / 180 for i in range(181)]
-            for radius in ring:
-                axes.plot(
-                    [field.centre[1] + radius * math.cos(a) for a in angles],
-                    [field.centre[0] + radius * math.sin(a) for a in angles],
-                    color=LIGHT["sky"],
-                    linewidth=1,
-                )
-        figure.colorbar(scale, ax=[first, last], location="bottom", shrink=0.6, label="log10 of the influence")
-        steps = [step for step, _, _ in fields]
-        shares = [100 * ring_share(field, ring) for _, _, field in fields]
-        right.plot(steps, shares, color=LIGHT["blue"], marker="o", markersize=3)
-        right.set(xlabel="training step", ylabel="influence inside the ring, %", ylim=(0, 1.15 * max(shares)))
-        right.yaxis.label.set_color(LIGHT["blue"])
-        other = right.twinx()
-        other.plot(steps, [accuracy for _, accuracy, _ in fields], color=LIGHT["alarm"], linestyle="--")
-        other.set_ylabel("right answers, % (dashed)", color=LIGHT["alarm"])
-        other.set_ylim(0, 101)
-        other.grid(visible=False)
-        right.set_title("It learns to look where the answer is", fontsize=9.5)
-        caption(figure, text)
-        return figure

@@ -76,12 +76,10 @@ NARROW = Format(name="narrow", width=3.5, narrow=True)
 
 
 def label(name: str, limit: int = 22) -> str:
-    """A name as people write it, at most `limit` long."""
     return shorten(display(name), limit)
 
 
 def variant_colours(variants: tuple[str, ...]) -> dict[str, str]:
-    """The same colours in every figure."""
     others = [v for v in variants if v not in _VARIANT_COLOURS]
     rest = {v: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, v in enumerate(others)}
     return {v: LIGHT[_VARIANT_COLOURS.get(v) or rest[v]] for v in variants}
@@ -168,7 +166,6 @@ _TIP = "tip-"
 
 
 def new_figure(form: Format, height: float) -> Figure:
-    """An empty figure of `height` inches that lays itself out."""
     return Figure(figsize=(form.width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.07))
 
 
@@ -188,7 +185,6 @@ def bare(axes: Axes, *, grid: Literal["x", "y"] = "y") -> None:
 
 
 def name_rows(axes: Axes, names: Sequence[str], *, end: float) -> None:
-    """Name bars from the top down on an axis from 0 to `end`."""
     axes.set_yticks(range(len(names)), list(names))
     axes.invert_yaxis()
     axes.set_xlim(0, end or 1)
@@ -197,26 +193,22 @@ def name_rows(axes: Axes, names: Sequence[str], *, end: float) -> None:
 
 
 def byte_ticks(axes: Axes, count: int) -> None:
-    """At most `count` ticks with sizes on the horizontal axis."""
     axes.xaxis.set_major_locator(MaxNLocator(count))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value).replace(".0 ", " ")))
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Plain numbers at major ticks of a logarithmic axis."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def caption(figure: Figure, text: str) -> None:
-    """A caption below; numbers keep their units."""
     text = text.replace(" %", "\u00a0%").replace(" px", "\u00a0px")
     wrapped = textwrap.fill(text, int(figure.get_figwidth() * 15.5))
     figure.supxlabel(wrapped, fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left")
 
 
 def save_figure(figure: Figure, path: Path | str, *, dpi: int = 160) -> Path:
-    """Write a PNG, whole or not at all."""
     with styled(), replacing(path) as temporary:
         temporary.write_bytes(to_png(figure, dpi=dpi))
     return Path(path)

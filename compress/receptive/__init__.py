@@ -3,16 +3,16 @@
 from compress.receptive.effective import (
     EffectiveReceptiveField,
     ErfDrift,
+    ErfMetrics,
     ErfOptions,
+    GaussianFit,
     UnproductiveLayer,
     UnproductiveLayers,
     effective_receptive_field,
     effective_receptive_fields,
     erf_drift,
-    mean_field,
     unproductive_layers,
 )
-from compress.receptive.metrics import ErfMetrics, GaussianFit
 from compress.receptive.theoretical import ReceptiveField, ReceptiveFieldTable, receptive_field
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "effective_receptive_field",
     "effective_receptive_fields",
     "erf_drift",
-    "mean_field",
     "receptive_field",
     "unproductive_layers",
 ]

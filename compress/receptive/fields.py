@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+# Limit of a period; a resize between two large sizes without a common divisor exceeds it and has no window.
 LONGEST_PERIOD = 4096
-"""Limit of a period; a resize between two large sizes without a common divisor exceeds it and has no window."""
 
-LONGEST_FIT = 32
-"""Longest period that `fit` tries: shuffles and repeats have small factors."""
+LONGEST_FIT = 32  # longest period that `fit` tries: shuffles and repeats have small factors
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,10 @@ class Window:
 
     @property
     def period(self) -> int:
-        """Number of units after which the pattern repeats."""
         return len(self.first)
 
     @property
     def size(self) -> int:
-        """Positions from first to last, the most of all phases."""
         return max(0, *(b - a + 1 for a, b in zip(self.first, self.last, strict=True)))
 
     @property
@@ -68,7 +65,6 @@ class Window:
         return self.first[r] + m * self.advance, self.last[r] + m * self.advance
 
     def centre(self, unit: int) -> Fraction:
-        """The middle of a unit's window."""
         return Fraction(sum(self.at(unit)), 2)
 
 
@@ -178,13 +174,11 @@ def _hull(left: tuple[int, int], right: tuple[int, int]) -> tuple[int, int]:
 
 
 def centre_distance(left: Window, right: Window) -> Fraction:
-    """The mean distance of two windows' centres over a period."""
     period = lcm(left.period, right.period)
     return abs(sum((left.centre(u) - right.centre(u) for u in range(period)), Fraction(0))) / period
 
 
 def reduced(window: Window) -> Window:
-    """The same window with the shortest period."""
     for period in range(1, window.period):
         if window.period % period or window.advance * period % window.period:
             continue
@@ -224,8 +218,7 @@ def fit(first: Sequence[int], last: Sequence[int], size: int) -> Window | None:
     return None
 
 
-ORIGIN = 2.0**22
-"""Offset of positions, so that 0 can mean "no pixel"; float32 represents the sums exactly."""
+ORIGIN = 2.0**22  # offset of positions, so that 0 can mean "no pixel"; float32 represents the sums exactly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,11 +245,9 @@ class View:
         return replace(self, wide=wide, narrow=narrow) if wide and narrow else self.forget(reason)
 
     def forget(self, reason: str) -> View:
-        """The view without its windows."""
         return replace(self, wide=None, narrow=None, lost=self.lost or reason) if self.wide or self.lost else self
 
     def everything(self, reason: str) -> View:
-        """The view of a unit that depends on the whole axis."""
         seen = self.wide or self.whole or self.lost
         return View(whole=self.whole or reason) if seen else self
 
@@ -279,12 +270,10 @@ class Field:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return tuple(self.bounds[0].shape)
 
 
 def image_field(shape: Sequence[int]) -> Field:
-    """The field of an image (N, C, spatial...)."""
     axes = range(len(shape) - 2)
     bounds = []
     for axis in axes:
@@ -295,7 +284,6 @@ def image_field(shape: Sequence[int]) -> Field:
 
 
 def constant_field(shape: Sequence[int], like: Field) -> Field:
-    """The field of a tensor without the image."""
     nothing = torch.zeros(()).expand(tuple(shape))
     return Field(bounds=(nothing,) * len(like.bounds), views=(View(),) * len(like.views), dims=(None,) * len(like.dims))
 
@@ -315,7 +303,6 @@ def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
 
 
 def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """The elementwise minimum of broadcast tensors."""
     parts = [compact(bound) for bound in bounds]
     result = parts[0]
     for part in parts[1:]:
@@ -529,7 +516,6 @@ class Call:
 
     @property
     def function(self) -> str:
-        """Name of the function, method or class, without its module."""
         if self.module is not None:
             return type(self.module).__name__
         return str(getattr(self.node.target, "__name__", self.node.target))
@@ -550,17 +536,14 @@ class Call:
         raise NoRuleError(f"its argument {position} is {type(value).__name__} and no tensor")
 
     def operands(self) -> list[Field]:
-        """All tensors among the arguments, also in lists."""
         like = next(self.fields())
         flat = _flat([*self.args, *self.kwargs.values()])
         return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in flat]
 
     def fields(self) -> Iterator[Field]:
-        """Yield the arguments that depend on the image, also in lists."""
         return (v for v in _flat([*self.args, *self.kwargs.values()]) if isinstance(v, Field))
 
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of the result (NoRuleError: it is no tensor)."""
         shape = self.node.meta.get("shape")
         if shape is None:
             raise NoRuleError("its result is no tensor")

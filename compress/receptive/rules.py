@@ -47,7 +47,6 @@ class _Kernel:
     before: tuple[int, ...]
 
     def windows(self, rank: int, make: Callable[..., Window] = sliding) -> dict[int, Window]:
-        """The window of each axis of a tensor with `rank` axes."""
         axes = enumerate(zip(self.size, self.stride, self.dilation, self.before, strict=True), rank - len(self.size))
         return {d: make(k, stride=s, dilation=x, padding=p) for d, (k, s, x, p) in axes}
 
@@ -182,7 +181,6 @@ def _pool(call: Call) -> Field:
 
 
 def _rank(call: Call) -> int:
-    """Spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
     digits = [c for c in call.function if c.isdigit()]
     if not digits:
         raise NoRuleError("its number of spatial dimensions is not part of its name")
@@ -265,7 +263,6 @@ def _local_response_norm(call: Call) -> Field:
 
 
 def _window_attention(call: Call) -> Field:
-    """Windowed attention of torchvision on (N, H, W, C): runs of `window_size`, the first from `shift_size`."""
     field = call.field(0)
     sizes, shifts = call.argument(4, "window_size"), call.argument(6, "shift_size")
     windows = {}
@@ -305,7 +302,6 @@ def _shape_of(value: Any) -> Any:
 
 
 def _folding(call: Call) -> object:
-    """Space to depth, in which neighbouring positions become channels."""
     return _moving(call, folds=True)
 
 
@@ -337,7 +333,6 @@ def _stack(call: Call) -> Field:
 
 
 def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
-    """Concatenate branches; a unit's view is the union of theirs."""
     bounds = tuple(_catenate(parts, dim) for parts in zip(*(f.bounds for f in tensors), strict=True))
     along = [axis for axis in range(len(tensors[0].dims)) if any(f.dims[axis] == dim for f in tensors)]
     flat = [replace(f, bounds=tuple(b.narrow(dim, 0, 1) for b in f.bounds)) for f in tensors if f.shape[dim]]
@@ -543,6 +538,7 @@ def _broadcasting(call: Call) -> Field:
     return join(call.operands(), call.result_shape(), call.name)
 
 
+# For each kind of operation, from its operands' fields to its result's.
 RULES: dict[str, Callable[[Call], Any]] = {
     **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), _elementwise),
     **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs > 1), _broadcasting),
@@ -575,4 +571,3 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "einsum": _einsum,
     "attention": _attention,
 }
-"""For each kind of operation, from its operands' fields to its result's."""

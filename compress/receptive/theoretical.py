@@ -72,22 +72,17 @@ class ReceptiveField:
 
     @property
     def units(self) -> Sizes:
-        """Number of units along each axis, or None."""
         shape = self.shape or ()
         return tuple(shape[d] if d is not None else None for d in self.dims)
 
     @property
     def located(self) -> bool:
-        """True if a dimension runs along every axis."""
         return bool(self.dims) and None not in self.dims
 
     def interval(self, unit: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
         """The first and last pixel of this image that a unit sees along each axis; None if it sees none.
 
         The unit is a position if the node is `located`, otherwise an index.
-
-        Raises:
-            ReceptiveFieldError: the field is unknown, or there is no such unit.
         """
         if not self._bounds:
             raise ReceptiveFieldError(f"the field of {self.name} is unknown: {self.reason}")
@@ -145,7 +140,6 @@ class ReceptiveFieldTable:
 
     @property
     def unknown(self) -> ReceptiveField | None:
-        """The first unknown row, or None."""
         return next((r for r in self.rows if r.status == "unknown"), None)
 
     def records(self) -> list[dict[str, Any]]:
@@ -258,10 +252,6 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
     Neural Networks" (Distill, 2019). The image is (N, C, spatial...); sizes without borders depend on its size only
     after adaptive pooling.
 
-    Raises:
-        ReceptiveFieldError: the input is not an image.
-        ModelError: the model fails on the input or cannot be traced.
-
     Examples:
         >>> convs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, stride=2))
         >>> [row.size for row in compress.receptive_field(convs, images[:1])]
@@ -273,7 +263,6 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
 
 
 def check_image(image: Tensor) -> None:
-    """Refuse (ReceptiveFieldError) a tensor that is not a batch of images."""
     if image.ndim < 3 or 0 in image.shape:
         raise ReceptiveFieldError(
             f"a receptive field needs a batch of images (N, C, height, width), got a tensor of shape "
@@ -303,7 +292,6 @@ class _Walker:
         self.macs = {layer.name: layer.macs for layer in layers(graph_module)}
 
     def walk(self) -> list[ReceptiveField]:
-        """The rows in the order of the graph."""
         rows = []
         users = Counter({node: len(node.users) for node in self.graph_module.graph.nodes})
         for node in self.graph_module.graph.nodes:

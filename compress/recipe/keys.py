@@ -26,8 +26,7 @@ of it.
 
 """
 
-_YAML = {"None": "null", "True": "true", "False": "false"}
-"""Python's constants in docstrings, as a recipe writes them."""
+_YAML = {"None": "null", "True": "true", "False": "false"}  # Python's constants in docstrings, as a recipe writes them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +64,6 @@ def recipe_keys() -> tuple[RecipeKey, ...]:
 
 
 def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
-    """Keys of a section and of those in it.
-
-    Raises:
-        RecipeError: no section has that name.
-    """
     keys = recipe_keys()
     found = tuple(key for key in keys if re.match(rf"{re.escape(section)}(\[\])?(\.|$)", key.section))
     if not found:
@@ -82,11 +76,6 @@ def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
 
 
 def recipe_keys_markdown(section: str | None = None) -> str:
-    """A Markdown page of all keys or of a section.
-
-    Raises:
-        RecipeError: no section has that name.
-    """
     if section is not None:
         return _sections(keys_of_section(section)).removeprefix("\n")
     keys = recipe_keys()
@@ -103,7 +92,6 @@ def _sections(keys: Sequence[RecipeKey]) -> str:
 
 
 def attribute_texts(spec: type) -> dict[str, str]:
-    """Texts of attributes in a dataclass and its bases, or ""."""
     texts = dict.fromkeys((field.name for field in dataclasses.fields(spec)), "")
     for cls in reversed([c for c in spec.__mro__ if dataclasses.is_dataclass(c)]):
         for names, text in _entries(inspect.getdoc(cls) or ""):
@@ -153,7 +141,6 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 
 
 def _kind(hint: Any, *, plural: str = "") -> str:
-    """Return a type and its range in words, such as `integer, 1 or more`."""
     if len(alternatives := members(hint)) > 1:
         return ", or ".join(dict.fromkeys(_kind(alternative) for alternative in alternatives))
     if get_origin(hint) is Annotated:

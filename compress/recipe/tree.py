@@ -1,7 +1,4 @@
-"""The recipe as one typed tree.
-
-Its sections are the dataclasses that functions take.
-"""
+"""A recipe: its file, found by path or name and over those of its base, and its typed tree."""
 
 from __future__ import annotations
 
@@ -17,22 +14,95 @@ from typing import Any
 import yaml
 
 from compress.data.spec import DATASETS, DataSpec, data_contradictions
-from compress.errors import RecipeError
+from compress.errors import RecipeError, near_misses
 from compress.export.spec import ExportSpec
+from compress.files import expand_user
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models.spec import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
-from compress.recipe.files import read_recipe
 from compress.search.spec import SearchSpec, search_contradictions
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
 from compress.support.imports import is_import_path
+from compress.support.limits import RECIPE_BYTES
 from compress.support.safe_yaml import load_yaml
 from compress.support.validation import keys_of, parse, switched
 from compress.tasks.spec import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 
+
+def read_recipe(recipe: Path | str) -> tuple[Path, Any]:
+    """Path and tree of a recipe, over those of its `base`."""
+    path = find_recipe(recipe)
+    tree = _extended(_read(path), path, ())
+    if tree is None:
+        raise RecipeError(
+            f"{path} is empty; a recipe names at least its model, such as `model: {{name: resnet18}}`. "
+            f"`recipes --keys` lists all keys, `recipes resnet50` shows a whole recipe"
+        )
+    return path, tree
+
+
+def find_recipe(recipe: Path | str) -> Path:
+    given = expand_user(recipe)
+    name = given.name if given.suffix in {".yaml", ".yml"} else f"{given.name}.yaml"
+    candidates = [given] if given.suffix else []
+    if len(given.parts) == 1:
+        candidates += [folder / name for folder in recipe_folders()]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted(recipe_names())
+    hint = near_misses(name.removesuffix(".yaml"), known)
+    raise RecipeError(f"no recipe {str(recipe)!r}{hint} (neither a file nor one of: {', '.join(known)})")
+
+
+def recipe_folders() -> list[Path]:
+    package = Path(__file__).parents[1]
+    return [f for f in (Path("recipes"), package / "recipes", package.parent / "recipes") if f.is_dir()]
+
+
+def recipe_names() -> list[str]:
+    return sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
+
+
+def _read(path: Path) -> object:
+    try:
+        with path.open("rb") as file:
+            return load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise RecipeError(f"{path} is refused: {error}") from None
+
+
+def _extended(tree: object, path: Path, extending: tuple[Path, ...]) -> object:
+    if not isinstance(tree, dict) or "base" not in tree:
+        return tree
+    chain = (*extending, path.resolve())
+    name = tree["base"]
+    if not isinstance(name, str):
+        raise RecipeError(f"{path}: base is {name!r}; it must be the path or the name of a recipe")
+    beside = path.parent / name
+    base = beside if beside.is_file() else find_recipe(name)
+    if base.resolve() in chain:
+        raise RecipeError(f"{path}: base is {name!r}, which extends this recipe itself; remove one of the two keys")
+    below = _extended(_read(base), base, chain)
+    if not isinstance(below, dict):
+        raise RecipeError(f"{base} holds a {type(below).__name__}; a recipe is a mapping, such as model: {{...}}")
+    return _merged(below, {key: value for key, value in tree.items() if key != "base"})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Section by section; lists are replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged
+
+
+# Keys that digests leave out at their default: those of older run folders and files are from before these keys.
 _ADDED = (*(("data", key) for key in ("max_pixels", "interpolation", "resize", "other_classes")), ("export", "nms"))
-"""Keys that digests leave out at their default: those of older run folders and files are from before these keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +199,6 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "recipe") -> Recipe:
-    """Make a recipe from the tree of a YAML file; see `load_recipe`.
-
-    Raises:
-        RecipeError: as `load_recipe`.
-    """
     if not isinstance(tree, dict):
         raise RecipeError(
             f"{source} holds a {type(tree).__name__}; a recipe is a mapping with sections {keys_of(Recipe)}"
@@ -163,7 +228,6 @@ def _odd_values(value: Any, where: str = "") -> Iterator[str]:
 
 
 def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
-    """A copy with `a.b.c=value`."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise RecipeError(f"--set {override!r} is not of the form key=value, such as qat.epochs=1")
@@ -206,7 +270,6 @@ _RULES: dict[str, Callable[[Any], Iterable[str]]] = {
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """Within or between sections."""
     for section, rules in _RULES.items():
         spec = getattr(recipe, section)
         if spec is not None:
@@ -238,8 +301,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.require is fp16, and export.precision is fp32: engines take the types of the file"
 
 
+# Tasks of the built-in data sets that are not for classification.
 _MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection"}
-"""Tasks of the built-in data sets that are not for classification."""
 
 
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The content of a run folder: each file with its name, type, reading and writing, and all of them together.
+"""The content of a run folder: rows, each file with its name, type, reading and writing, and all of them together.
 
 A missing part is None or empty with a reason in `RunData.absent`; a wrong file is refused. Unknown keys and columns, of
 later versions, are ignored.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,29 +16,272 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from compress.engines.registry import suits, target_of
+from compress.audit.engine import EngineAudit, Finding
+from compress.audit.layers import AuditedLayer
 from compress.errors import RunError
 from compress.files import parse_json, write_json
+from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Metric
 from compress.quantization.block_graph import BlockGraph
 from compress.quantization.placement.decisions import Decision
-from compress.records import files
-from compress.records.rows import (
-    Breakdown,
-    BuiltRow,
-    EngineRow,
-    Histogram,
-    IntervalRow,
-    LayerRow,
-    OperationRow,
-    PrecisionRow,
-    PredictionRow,
-    SlowRow,
-)
-from compress.records.summary import family
-from compress.support.text import display
 from compress.training.log import EpochRow
-from compress.variants import QUANTIZED
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """A layer, and what quantization does to it.
+
+    Attributes:
+        macs: of one image; None = unknown.
+        quantized_weight_bytes: with scales; None = float.
+        weight_sqnr_db: None = not quantized or not measured.
+        activation_sqnr_db: of the output against float; None = not measured.
+    """
+
+    name: str
+    kind: str
+    macs: int | None = None
+    weight_elements: int = 0
+    float_weight_bytes: int = 0
+    quantized_weight_bytes: int | None = None
+    weight_sqnr_db: float | None = None
+    activation_sqnr_db: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalRow:
+    """The metric on an engine and its difference from float, with 95 % intervals.
+
+    Attributes:
+        measurable: the interval of the difference leaves out zero.
+        difference, difference_low, difference_high: in pairs of images.
+    """
+
+    variant: str
+    engine: str
+    metric: str
+    unit: str
+    images: int
+    measurable: bool
+    value: float
+    low: float
+    high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRow:
+    """Precision of a detector by recall, of a class at an overlap of 0.5.
+
+    Attributes:
+        precision: at the recalls 0, 0.01, ..., 1.
+    """
+
+    variant: str
+    engine: str
+    label: str
+    precision: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionRow:
+    """An evaluation image with what a network found.
+
+    Attributes:
+        image: index in the split.
+        text: of tasks without a drawing.
+    """
+
+    image: int
+    variant: str
+    engine: str = ""
+    file: str
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """The values of a tensor as calibration counted them.
+
+    Attributes:
+        bin_edges: ascending, one more than counts, or the first and last of equal bins; magnitudes from 0, else signed.
+        amax: largest unclipped magnitude.
+        signed: unsigned integers have twice the steps below amax.
+    """
+
+    name: str
+    counts: tuple[float, ...]
+    bin_edges: tuple[float, ...]
+    amax: float
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.counts or len(self.bin_edges) not in (2, len(self.counts) + 1):
+            raise RunError(
+                f"{self.name!r} has {len(self.counts)} counts and {len(self.bin_edges)} bin edges: "
+                "one more than the counts, or just the first and the last"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationRow:
+    """A weighted operation of a file, and whether it is INT8.
+
+    Attributes:
+        int8: input and weight have 8 bits or fewer.
+    """
+
+    variant: str
+    name: str
+    op_type: str
+    int8: bool
+    weight_elements: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Time of a layer with what follows it up to the next.
+
+    Attributes:
+        float_ms, quantized_ms: median.
+    """
+
+    layer: str
+    float_ms: float
+    quantized_ms: float
+
+    @property
+    def lost_ms(self) -> float:
+        return self.quantized_ms - self.float_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedRow:
+    """A measured network that leaves slow INT8 layers in float.
+
+    Attributes:
+        layers: float beyond the recipe's.
+    """
+
+    layers: tuple[str, ...]
+    p50_ms: float
+    float_p50_ms: float
+    score: str = ""
+    recipe: str = ""
+    unquiet: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRow:
+    """A quantized network that is not faster than float, and the layers to blame.
+
+    Attributes:
+        engine, float_engine: label at its fastest.
+        target: of the file's placement; "" = of no engine.
+        layers: slower than in float, the costliest first.
+        rest_ms, float_rest_ms: what follows no layer, conversions included.
+        mixed: the fastest network without the costliest; None = none was built.
+    """
+
+    variant: str
+    engine: str
+    float_engine: str
+    batch_size: int
+    p50_ms: float
+    float_p50_ms: float
+    target: str = ""
+    layers: tuple[LayerCost, ...] = ()
+    rest_ms: float = 0.0
+    float_rest_ms: float = 0.0
+    mixed: MixedRow | None = None
+    unquiet: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltRow:
+    """An engine file that a run built, or why not.
+
+    Attributes:
+        sms: compute capabilities.
+    """
+
+    variant: str
+    engine: str
+    status: str
+    reason: str = ""
+    file: str = ""
+    version: str = ""
+    sms: tuple[int, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """An audited engine; bytes are of one image.
+
+    Attributes:
+        fp16_bytes: estimate of activation bytes in fp16.
+        int8_share: of macs, 0 to 1.
+        sparse_kernels: 2:4 layers with a sparse kernel, in words; "" without such layers.
+        unmet: parts of `export.require`, in words.
+    """
+
+    variant: str
+    engine: str
+    source: str = ""
+    kernels: int = 0
+    activation_bytes: float = 0.0
+    unknown_sizes: int = 0
+    weight_bytes: float = 0.0
+    fp16_bytes: float = 0.0
+    int8_share: float = 0.0
+    sparse_kernels: str = ""
+    advice: str = ""
+    findings: tuple[Finding, ...] = ()
+    layers: tuple[AuditedLayer, ...] = ()
+    unmet: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, audit: EngineAudit, *, variant: str, engine: str, unmet: Sequence[str] = ()) -> EngineRow:
+        return cls(
+            variant=variant,
+            engine=engine,
+            source=audit.source,
+            kernels=audit.kernels,
+            activation_bytes=audit.activation_bytes,
+            unknown_sizes=audit.unknown_sizes,
+            weight_bytes=audit.weight_bytes,
+            fp16_bytes=audit.fp16_bytes,
+            int8_share=audit.share("int8", "uint8"),
+            sparse_kernels=audit.sparse_kernels() if audit.masked else "",
+            advice=audit.advice,
+            findings=audit.findings,
+            layers=tuple(layer for layer in audit.layers if layer.role != "host"),
+            unmet=tuple(unmet),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Times from images to classes.
+
+    Attributes:
+        results: by batch size, variant, engine.
+        unavailable: reason by engine.
+    """
+
+    results: tuple[EndToEnd, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "stage_ms": dict(row.stage_ms), "total_ms": row.total_ms} for row in self.results]
+        return {"results": rows, "unavailable": dict(self.unavailable)}
+
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -56,11 +299,6 @@ class RecordFile(Generic[T]):
     parse: Callable[[str, Path], T]
 
     def read(self, folder: Path) -> T | None:
-        """The content; None without the file.
-
-        Raises:
-            RunError: it cannot be read, or is not what its name says.
-        """
         path = folder / self.name
         try:
             text = path.read_text(encoding="utf-8")
@@ -82,7 +320,6 @@ class JsonFile(RecordFile[T]):
     plain: Callable[[T], Any]
 
     def write(self, folder: Path, content: T) -> Path:
-        """Write the content, whole or not at all."""
         return write_json(folder / self.name, self.plain(content))
 
 
@@ -204,45 +441,44 @@ NOTES: JsonFile[Sequence[str]] = JsonFile(
 )
 
 
-FILE_RESULT = "quantization.json"
-"""The report that `ptq --onnx` writes beside the file."""
+FILE_RESULT = "quantization.json"  # the report that `ptq --onnx` writes beside the file
 
-_PARTS: dict[str, files.RecordFile[Any]] = {
-    "recipe": files.RECIPE,
-    "environment": files.ENVIRONMENT,
-    "metrics": files.METRICS,
-    "placement": files.PLACEMENT,
-    "train": files.TRAIN,
-    "qat": files.QAT,
-    "sparse": files.SPARSE,
-    "sparse_qat": files.SPARSE_QAT,
-    "intervals": files.INTERVALS,
-    "precision": files.PRECISION,
-    "predictions": files.PREDICTIONS,
-    "layers": files.LAYERS,
-    "histograms": files.HISTOGRAMS,
-    "block": files.BLOCK,
-    "operations": files.OPERATIONS,
-    "engines": files.ENGINES,
-    "slower": files.SLOWER,
-    "end_to_end": files.END_TO_END,
-    "notes": files.NOTES,
+_PARTS: dict[str, RecordFile[Any]] = {
+    "recipe": RECIPE,
+    "environment": ENVIRONMENT,
+    "metrics": METRICS,
+    "placement": PLACEMENT,
+    "train": TRAIN,
+    "qat": QAT,
+    "sparse": SPARSE,
+    "sparse_qat": SPARSE_QAT,
+    "intervals": INTERVALS,
+    "precision": PRECISION,
+    "predictions": PREDICTIONS,
+    "layers": LAYERS,
+    "histograms": HISTOGRAMS,
+    "block": BLOCK,
+    "operations": OPERATIONS,
+    "engines": ENGINES,
+    "slower": SLOWER,
+    "end_to_end": END_TO_END,
+    "notes": NOTES,
 }
+# Files that only some recipes ask for; nothing is said where they are absent.
 _OPTIONAL = {
     file.name
     for file in (
-        files.BLOCK,
-        files.ENGINES,
-        files.END_TO_END,
-        files.SPARSE,
-        files.SPARSE_QAT,
-        files.INTERVALS,
-        files.PRECISION,
-        files.PREDICTIONS,
-        files.SLOWER,
+        BLOCK,
+        ENGINES,
+        END_TO_END,
+        SPARSE,
+        SPARSE_QAT,
+        INTERVALS,
+        PRECISION,
+        PREDICTIONS,
+        SLOWER,
     )
 }
-"""Files that only some recipes ask for; nothing is said where they are absent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +487,7 @@ class RunData:
 
     Attributes:
         recipe: resolved YAML.
-        train, qat: epochs.
         sparse, sparse_qat: epochs of fine-tuning and of its QAT.
-        slower: quantized networks that are not faster than float on an engine.
         absent: a sentence for each missing file.
     """
 
@@ -281,7 +515,6 @@ class RunData:
 
 
 def recipe_tree(run: RunData) -> object:
-    """The tree of the recipe; None if it cannot be read."""
     try:
         return yaml.safe_load(run.recipe or "")
     except yaml.YAMLError:
@@ -289,7 +522,6 @@ def recipe_tree(run: RunData) -> object:
 
 
 def recipe_value(run: RunData, *path: str) -> object:
-    """A recipe's value under nested keys, or None."""
     value = recipe_tree(run)
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
@@ -308,12 +540,7 @@ def is_untrained(run: RunData) -> bool:
 
 
 def refuse_file_folder(folder: Path) -> None:
-    """Refuse what `ptq --onnx` wrote, which is no run.
-
-    Raises:
-        RunError: says which commands take its file.
-    """
-    if (folder / FILE_RESULT).is_file() and not (folder / files.METRICS.name).is_file():
+    if (folder / FILE_RESULT).is_file() and not (folder / METRICS.name).is_file():
         made = next(iter(sorted(folder.glob("*.int8.onnx"))), folder / "FILE.int8.onnx")
         raise RunError(
             f"{folder} holds a file that ptq --onnx made, and is no run: `bench FLOAT.onnx {made}` times it beside its "
@@ -322,11 +549,6 @@ def refuse_file_folder(folder: Path) -> None:
 
 
 def read_run(folder: Path | str) -> RunData:
-    """Read the files of a run.
-
-    Raises:
-        RunError: no run folder, or a file is not what its name says.
-    """
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: give the run folder that --out named")
@@ -338,30 +560,3 @@ def read_run(folder: Path | str) -> RunData:
         raise RunError(f"{folder} holds none of a run's files ({names}): give the run folder")
     missing = [file.name for part, file in _PARTS.items() if part not in parts and file.name not in _OPTIONAL]
     return RunData(folder=folder, absent={name: f"{name} is not in the run folder" for name in missing}, **parts)
-
-
-def foreign_files(run: RunData) -> tuple[str, ...]:
-    """A sentence for each of them: it computes the same, but not all in integers."""
-    return tuple(_sentences(run))
-
-
-def _sentences(run: RunData) -> Iterator[str]:
-    targets = _targets(recipe_tree(run))
-    if not targets:
-        return
-    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in QUANTIZED and m.value is not None)
-    for engine in dict.fromkeys(measured):
-        if not suits(engine, targets):
-            placed = ", ".join(display(name) for name in targets)
-            yield (
-                f"{display(engine)} was given files whose quantizers are placed for {placed}, and runs fewer of their "
-                "layers in integers than of its own: it may be slower than float. quantization.target: "
-                f"[{', '.join([*targets, str(target_of(engine))])}] makes both"
-            )
-
-
-def _targets(tree: Any) -> list[str]:
-    """Targets named by a recipe's tree; none where it quantizes nothing."""
-    section = tree.get("quantization") if isinstance(tree, dict) else None
-    found = section.get("target") if isinstance(section, dict) else None
-    return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []

@@ -1,4 +1,4 @@
-"""The table of variants by engines, the same in terminal and pages.
+"""The table of variants by engines, the same in terminal and pages; quantized networks that are not faster than float.
 
 A speed-up compares p50 with float on the same engine, precision and batch size alone; `summary_notes` says why a number
 is n/a.
@@ -6,33 +6,34 @@ is n/a.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from compress.engines.registry import target_of
+import yaml
+
+from compress.engines.registry import suits, target_of
 from compress.errors import first_few
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric, judged_by
+from compress.records.files import RunData, SlowRow, recipe_tree
 from compress.support.text import display, fixed, in_bytes, scored, significant
-from compress.variants import Variant
+from compress.variants import QUANTIZED, Variant
 
 _SCORE_AT = 3
 _COLUMNS = ("engine", "batch", "variant", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
 
 
 def summary_columns(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """Titles; the fourth is the judging metric."""
     return (*_COLUMNS[:_SCORE_AT], judged_by(metrics).column, *_COLUMNS[_SCORE_AT:])
 
 
-SUMMARY_COLUMNS = summary_columns(())
-"""The titles for a classifier."""
 _PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
 _OF_THE_FILE = ("", "onnx")
-_NAMED = 3
-"""Places that a note names; more are counted."""
+_NAMED = 3  # places that a note names; more are counted
+# Figures of files; those of a run for several targets name the engine that the file was made for.
 _SIZES = ("file_bytes", "weight_bytes")
-"""Figures of files; those of a run for several targets name the engine that the file was made for."""
 _ROW_METRICS = ("p50_ms", "p99_ms", "images_per_s", "file_bytes")
 
 
@@ -41,10 +42,8 @@ class SummaryRow:
     """A variant on an engine at a batch size. None = not measured.
 
     Attributes:
-        batch_size: None = not timed.
         score: of the judging metric, on this engine.
         speedup: None if either p50 is partial.
-        partial: names of incomplete metrics.
     """
 
     engine: str
@@ -126,8 +125,7 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     return best.variant, f"{speed}{judged.title} {judged.text(best.score or 0.0)}{beside}{size}"
 
 
-_SLOWER = 0.95
-"""A network counts as slower than float from 5 % on."""
+_SLOWER = 0.95  # a network counts as slower than float from 5 % on
 
 
 def _gain(row: SummaryRow) -> float:
@@ -135,7 +133,6 @@ def _gain(row: SummaryRow) -> float:
 
 
 def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """Why numbers are partial or missing; equal reasons in one line."""
     metrics = tuple(metrics)
     away = unavailable_engines(metrics)
     names: dict[tuple[str, str, str], list[str]] = {}
@@ -198,7 +195,6 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
 
 
 def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
-    """Reason by engine none of whose numbers could be measured."""
     by_engine: dict[str, list[Metric]] = {}
     for m in metrics:
         if m.engine and m.name not in _SIZES:
@@ -220,7 +216,6 @@ def _merged(reasons: Iterable[str]) -> str:
 
 
 def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """Engine labels in order of appearance, those that were timed first."""
     metrics = tuple(metrics)
     timed = {m.engine for m in metrics if _timing(m) and m.value is not None}
     return tuple(sorted(dict.fromkeys(m.engine for m in metrics if m.engine), key=lambda e: e not in timed))
@@ -263,7 +258,6 @@ class _Index:
         return metric.value if metric else None
 
     def comparable_ms(self, variant: str, engine: str, batch_size: int | None) -> float | None:
-        """The median, unless of a busy machine."""
         metric = self.find("p50_ms", variant, engine, batch_size)
         return metric.value if metric and metric.status == "complete" else None
 
@@ -295,3 +289,126 @@ def _timing(metric: Metric) -> bool:
 
 def _timed(row: SummaryRow) -> bool:
     return row.p50_ms is not None or row.p99_ms is not None or row.images_per_s is not None
+
+
+_LISTED = 4
+_MARGIN = 0.05  # share of its time by which a network or a layer must be slower than float to be called slower
+_MARGIN_MS = 0.005  # least loss of a layer that clocks around single kernels resolve
+_LEAST = 0.02  # share of what all layers lose that one must lose to be left in float
+
+RULES_TITLE = "In a recipe these lines leave the layers in float which the engine runs faster so:"
+
+
+def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
+    """Rows without layers of networks slower than float by more than the margin, each engine at its fastest."""
+    best: dict[tuple[str, int], dict[str, tuple[float, str]]] = {}
+    for metric in metrics:
+        if metric.name == "p50_ms" and metric.value is not None and metric.status == "complete":
+            group = best.setdefault((family(metric.engine), metric.batch_size or 1), {})
+            if metric.value < group.get(metric.variant, (math.inf, ""))[0]:
+                group[metric.variant] = (metric.value, metric.engine)
+    for (_, batch_size), group in best.items():
+        float_ms, float_engine = group.pop(Variant.FLOAT, (math.inf, ""))
+        for variant, (ms, engine) in group.items():
+            if variant in QUANTIZED and ms >= (1 + _MARGIN) * float_ms:
+                yield SlowRow(
+                    variant=variant,
+                    engine=engine,
+                    float_engine=float_engine,
+                    batch_size=batch_size,
+                    p50_ms=ms,
+                    float_p50_ms=float_ms,
+                )
+
+
+def costly(row: SlowRow) -> tuple[str, ...]:
+    least = max(_MARGIN_MS, _LEAST * sum(cost.lost_ms for cost in row.layers))
+    return tuple(cost.layer for cost in row.layers if cost.lost_ms >= least and cost.lost_ms > _MARGIN * cost.float_ms)
+
+
+def slower_sentences(rows: Sequence[SlowRow]) -> tuple[str, ...]:
+    return tuple(_sentence(row) + _mixed(row) for row in rows)
+
+
+def _mixed(row: SlowRow) -> str:
+    """The mixed network, or the command that builds it."""
+    if row.mixed is None:
+        return ". `bench RUN --mixed` builds and times the network without them" if costly(row) else ""
+    found, count = row.mixed, len(row.mixed.layers)
+    if found.unquiet:
+        return f". What PTQ gains with layers in float was {NOT_MEASURED}; `bench RUN --mixed` measures it again"
+    score = f" and has {found.score}" if found.score else ""
+    verdict = "" if found.p50_ms < found.float_p50_ms else ", so that float is the faster one here"
+    return (
+        f". With {count} {'layer' if count == 1 else 'layers'} in float, PTQ takes "
+        f"{_times(found.p50_ms, found.float_p50_ms, 'ms, in turn')}{score}{verdict} ({found.recipe})"
+    )
+
+
+def _sentence(row: SlowRow) -> str:
+    start = (
+        f"{display(row.variant)} takes "
+        f"{_times(row.p50_ms, row.float_p50_ms, 'ms', f' on {display(row.engine)} at batch {row.batch_size}')}"
+    )
+    if row.unquiet:
+        return f"{start}; what each layer adds was {NOT_MEASURED}"
+    names = set(costly(row))
+    found = [cost for cost in row.layers if cost.layer in names]
+    if not found:
+        more = significant(row.rest_ms - row.float_rest_ms)
+        return f"{start}; no single layer is slower, and the operations that belong to no layer take {more} ms more"
+    listed = [f"{c.layer} ({significant(c.quantized_ms)} against {significant(c.float_ms)})" for c in found[:_LISTED]]
+    others = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    verb = "layer is" if len(found) == 1 else "layers are"
+    lost = significant(sum(cost.lost_ms for cost in found))
+    return (
+        f"{start}. By the engine's own times {len(found)} {verb} slower there than in float, by {lost} ms in all: "
+        f"{', '.join(listed)}{others}"
+    )
+
+
+def _times(ms: float, float_ms: float, unit: str, where: str = "") -> str:
+    ratio = ms / float_ms if float_ms else 1.0
+    return f"{ratio:.2f} of float's time{where} ({significant(ms)} against {significant(float_ms)} {unit})"
+
+
+def rules_text(rows: Sequence[SlowRow]) -> str:
+    """Lines of a recipe that leave costly layers float in the engine's file; "" = none."""
+    targets: dict[str, dict[str, None]] = {}
+    for row in rows:
+        layers = costly(row) if row.mixed is None or row.mixed.unquiet else row.mixed.layers
+        targets.setdefault(row.target, {}).update(dict.fromkeys(layers))
+    lines = []
+    for target, names in targets.items():
+        for layer in names:
+            rule = {"match": layer, "enable": False} | ({"target": target} if target else {})
+            # in YAML, because a name such as 1.0 is a number there unless it is quoted
+            text = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(f"    - {text.strip()}")
+    return "\n".join(["quantization:", "  rules:", *lines]) if lines else ""
+
+
+def foreign_files(run: RunData) -> tuple[str, ...]:
+    """A sentence for each of them: it computes the same, but not all in integers."""
+    return tuple(_sentences(run))
+
+
+def _sentences(run: RunData) -> Iterator[str]:
+    targets = _targets(recipe_tree(run))
+    if not targets:
+        return
+    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in QUANTIZED and m.value is not None)
+    for engine in dict.fromkeys(measured):
+        if not suits(engine, targets):
+            placed = ", ".join(display(name) for name in targets)
+            yield (
+                f"{display(engine)} was given files whose quantizers are placed for {placed}, and runs fewer of their "
+                "layers in integers than of its own: it may be slower than float. quantization.target: "
+                f"[{', '.join([*targets, str(target_of(engine))])}] makes both"
+            )
+
+
+def _targets(tree: Any) -> list[str]:
+    section = tree.get("quantization") if isinstance(tree, dict) else None
+    found = section.get("target") if isinstance(section, dict) else None
+    return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []

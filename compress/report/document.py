@@ -7,17 +7,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from compress.audit.engine import unknown_part
+from compress.errors import RunError
 from compress.measure.metric import PAIRED, Metric
 from compress.quantization.placement.decisions import Decision
 from compress.recipe.tree import Recipe
-from compress.records.files import RunData, foreign_files, is_untrained, recipe_tree, recipe_value
-from compress.records.rows import LayerRow
-from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
-from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
+from compress.records.files import EngineRow, LayerRow, RunData, is_untrained, recipe_tree, recipe_value
+from compress.records.summary import (
+    RULES_TITLE,
+    engines_of,
+    foreign_files,
+    rules_text,
+    slower_sentences,
+    summary_columns,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+    variants_of,
+)
 from compress.report.blocks import (
     Block,
     Bullets,
@@ -25,8 +37,10 @@ from compress.report.blocks import (
     Column,
     Details,
     Document,
+    Gallery,
     Picture,
     Section,
+    Shown,
     Table,
     Text,
     Tiles,
@@ -34,16 +48,220 @@ from compress.report.blocks import (
     number,
     table,
 )
-from compress.report.engine_blocks import engine_blocks
-from compress.report.figures import Absent
+from compress.report.figures import Absent, moved
 from compress.report.headline import headline, summary_text
-from compress.report.task_blocks import interval_blocks, predictions_section
-from compress.support.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, significant
+from compress.support.meters import metric_title
+from compress.support.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, signed, significant
+from compress.tasks.segmentation import figure_name, palette
 from compress.variants import Variant
 
 
+def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
+    unmet = [f"{display(e.variant)} on {display(e.engine)}: {text}" for e in engines for text in e.unmet]
+    if unmet:
+        yield Text("Not what export.require asks:")
+        yield Bullets(tuple(unmet))
+    audited = [e for e in engines if e.layers]
+    if audited:
+        masked = any(e.sparse_kernels for e in audited)
+        yield table(
+            "variant",
+            "engine",
+            number("kernels"),
+            number("activations an image"),
+            number("in fp16 (estimate)"),
+            number("weights"),
+            number("macs in INT8 %"),
+            *(["layers with 2:4 weights"] if masked else []),
+            rows=[(*_summary(e), *([e.sparse_kernels or "none"] if masked else [])) for e in audited],
+        )
+    for engine in audited:
+        lines = tuple(f.text for f in engine.findings) + ((engine.advice,) if engine.advice else ())
+        if lines:
+            yield Text(f"{display(engine.variant)} on {display(engine.engine)}, from the {engine.source}:")
+            yield Bullets(lines)
+    for engine in audited:
+        title = f"Layers of {display(engine.variant)} on {display(engine.engine)} ({len(engine.layers)} kernels)"
+        yield Details(title, (_layers(engine),))
+
+
+def _summary(engine: EngineRow) -> tuple[str, ...]:
+    return (
+        display(engine.variant),
+        display(engine.engine),
+        str(engine.kernels),
+        moved(engine),
+        in_bytes(engine.fp16_bytes),
+        in_bytes(engine.weight_bytes),
+        f"{100 * engine.int8_share:.1f}",
+    )
+
+
+def _layers(engine: EngineRow) -> Table:
+    return table(
+        code("layer"),
+        "kind",
+        "role",
+        "reads",
+        "writes",
+        "computes in",
+        number("bytes an image"),
+        "kernel",
+        rows=[
+            (
+                layer.onnx_nodes[0] if layer.onnx_nodes else layer.name,
+                layer.kind,
+                layer.role,
+                " ".join(layer.input_types) or "none",
+                " ".join(layer.output_types) or "none",
+                layer.precision or "no product",
+                f"{layer.activation_bytes:,.0f}{unknown_part(layer.unknown_sizes)}",
+                "sparse" if layer.sparse else layer.tactic or "chosen when it runs",
+            )
+            for layer in engine.layers
+        ],
+    )
+
+
+PER_CLASS = ("iou_", "ap_")  # beginnings of the names of figures of single classes
+_FEW_IMAGES = 20
+_MOST_COLOURS = 40
+
+
+def interval_blocks(run: RunData) -> Iterator[Block]:
+    rows = [row for row in run.intervals if row.variant != Variant.FLOAT]
+    if not rows:
+        return
+    title = metric_title(rows[0].metric)
+    yield table(
+        "engine",
+        "variant",
+        number(f"{title} {rows[0].unit}".strip()),
+        number("95 % interval"),
+        number("against float"),
+        number("95 % interval of it"),
+        "change",
+        rows=[
+            (
+                display(row.engine),
+                display(row.variant),
+                fixed(row.value, 2),
+                f"{row.low:.2f} to {row.high:.2f}",
+                signed(row.difference),
+                f"{signed(row.difference_low)} to {signed(row.difference_high)}",
+                "measurable" if row.measurable else "no measurable change",
+            )
+            for row in rows
+        ],
+    )
+    images = rows[0].images
+    few = f" {images} images are few: such intervals are too narrow." if images < _FEW_IMAGES else ""
+    yield Text(
+        f"Intervals are of a paired bootstrap over the {images} evaluation images, 1,000 resamples; those of top-1, "
+        "and those of networks whose answers are equal, are exact ones of the binomial distribution. Where that of the "
+        f"difference holds zero, these images show no change.{few}",
+        note=True,
+    )
+
+
+def predictions_section(run: RunData, precision: Block | Absent | None) -> list[Section]:
+    classes = class_table(run.metrics, class_names(run))
+    if not run.predictions and precision is None and classes is None:
+        return []
+    blocks: list[Block] = [*prediction_blocks(run)]
+    if classes is not None:
+        blocks.append(classes)
+    if precision is not None and not isinstance(precision, Absent):
+        blocks.append(precision)
+    return [Section("predictions", "What the networks see", tuple(blocks))]
+
+
+def prediction_blocks(run: RunData) -> Iterator[Block]:
+    if not run.predictions:
+        yield Text("No predictions were drawn in this run.", note=True)
+        return
+    columns = list(dict.fromkeys((row.variant, row.engine) for row in run.predictions))
+    found = {(row.image, row.variant): row for row in run.predictions}
+    rows = []
+    for image in dict.fromkeys(row.image for row in run.predictions):
+        shown: list[Shown | None] = []
+        for variant, engine in columns:
+            row = found.get((image, variant))
+            where = f" on {display(engine)}" if engine else ""
+            data = None if row is None else _bytes(run, row.file)
+            if row is None or data is None:
+                shown.append(None)
+                continue
+            alt = f"image {image}, {display(variant)}{where}{f': {row.text}' if row.text else ''}"
+            shown.append(Shown(file=row.file, alt=alt, text=row.text, data=data))
+        rows.append(tuple(shown))
+    if len(columns) > 1 and run.predictions and all(row.text for row in run.predictions):
+        yield _labelled(rows, columns)
+    else:
+        yield Gallery(columns=_column_titles(columns), rows=tuple(rows), legend=class_colours(run))
+    yield Text("Images spread evenly over the evaluation split, chosen before anything was measured.", note=True)
+
+
+def _labelled(rows: Sequence[tuple[Shown | None, ...]], columns: Sequence[tuple[str, str]]) -> Gallery:
+    """Each image once, with what every network says of it: the pixels of a classifier's images are all the same."""
+    once = []
+    for row in rows:
+        there = [(title, shown) for title, shown in zip(_column_titles(columns), row, strict=True) if shown is not None]
+        texts = "; ".join(f"{title}: {shown.text}" for title, shown in there)
+        once.append(replace(there[0][1], text=texts, alt=texts) if there else None)
+    return Gallery(columns=tuple(f"image {i + 1}" for i in range(len(once))), rows=(tuple(once),))
+
+
+def _column_titles(columns: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
+
+
+def _bytes(run: RunData, file: str) -> bytes | None:
+    path = (run.folder / file).resolve()
+    if not path.is_relative_to(run.folder.resolve()):
+        raise RunError(f"predictions.json names {file!r}, which is outside the run folder")
+    return path.read_bytes() if path.is_file() else None
+
+
+def class_names(run: RunData) -> tuple[str, ...]:
+    names = recipe_value(run, "data", "classes")
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def class_colours(run: RunData) -> tuple[tuple[str, str], ...]:
+    """(name, `#rrggbb`) as in drawn masks and boxes."""
+    names = class_names(run)
+    if recipe_value(run, "task") in ("classification", "own") or not 0 < len(names) <= _MOST_COLOURS:
+        return ()
+    colours = (f"#{bytes(colour).hex()}" for colour in palette(len(names)).tolist())
+    return tuple(zip(names, colours, strict=True))
+
+
+def class_table(metrics: Sequence[Metric], names: Sequence[str] = ()) -> Table | None:
+    """Figures of classes on the first engine that has them for a quantized network; None without any."""
+    named = {figure_name(name): name for name in names}
+    rows = [m for m in metrics if m.name.startswith(PER_CLASS) and m.value is not None]
+    engines = [engine for engine in engines_of(metrics) if any(m.engine == engine for m in rows)]
+    engine = next((e for e in engines if not e.startswith("torch")), engines[0] if engines else None)
+    if engine is None:
+        return None
+    variants = [v for v in variants_of(metrics) if any(m.variant == v and m.engine == engine for m in rows)]
+    values = {(m.name, m.variant): m.value for m in rows if m.engine == engine}
+    cells = []
+    for name in dict.fromkeys(m.name for m in rows if m.engine == engine):
+        base = values.get((name, Variant.FLOAT))
+        figures = [values.get((name, variant)) for variant in variants]
+        worst = [value - base for value in figures[1:] if value is not None and base is not None]
+        last = signed(worst[-1]) if worst else MISSING
+        key = name.partition("_")[2]
+        cells.append((named.get(key, key.replace("_", " ")), *(fixed(value, 2) for value in figures), last))
+    kind = "IoU" if rows[0].name.startswith("iou_") else "AP"
+    titles = [number(f"{display(variant)} {kind} %") for variant in variants]
+    last_title = f"{display(variants[-1])} against float" if len(variants) > 1 else "against float"
+    return table(f"class, on {display(engine)}", *titles, number(last_title), rows=cells)
+
+
 def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
-    """The report; a part without data is a line that says why."""
     bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
     top = headline(run.metrics, bits=bits, intervals=run.intervals, untrained=is_untrained(run))
     title, subtitle = _titles(run)
@@ -139,28 +357,23 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
             number("value"),
             "unit",
             "status",
-            rows=_metric_rows(others),
+            rows=[
+                (
+                    m.name,
+                    display(m.variant),
+                    display(m.engine) if m.engine else "any",
+                    str(m.batch_size) if m.batch_size is not None else "any",
+                    f"{m.value:.10g}",
+                    m.unit,
+                    m.status,
+                )
+                for m in others
+            ],
         )
         yield Details(f"Every number ({len(others)} rows, from metrics.json)", (every,))
 
 
-def _metric_rows(metrics: Sequence[Metric]) -> list[tuple[str, ...]]:
-    return [
-        (
-            m.name,
-            display(m.variant),
-            display(m.engine) if m.engine else "any",
-            str(m.batch_size) if m.batch_size is not None else "any",
-            f"{m.value:.10g}",
-            m.unit,
-            m.status,
-        )
-        for m in metrics
-    ]
-
-
 def pair_blocks(metrics: Sequence[Metric]) -> Iterator[Block]:
-    """Speeds against float, with intervals; the headline's is among them."""
     found = {
         (m.name, m.variant, m.engine, m.batch_size): m for m in metrics if m.name in PAIRED and m.value is not None
     }
@@ -399,7 +612,6 @@ def _recipe(run: RunData) -> Iterator[Block]:
 
 
 def _changed(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys whose values differ from the defaults, section by section."""
     found = {}
     for key, value in tree.items():
         usual = default.get(key)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from compress.audit.engine import unknown_part
 from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Judged, judged_by
-from compress.plots.curves import MOST_CLASSES, draw_precision, draw_training, phases
-from compress.plots.graph import draw_block
 from compress.plots.layers import (
     clipped_share,
+    draw_block,
     draw_bytes,
     draw_histograms,
     draw_sqnr,
@@ -21,14 +21,23 @@ from compress.plots.layers import (
     weight_groups,
     worst,
 )
-from compress.plots.stacked import draw_end_to_end, draw_engines
+from compress.plots.results import (
+    MOST_CLASSES,
+    Point,
+    draw_end_to_end,
+    draw_engines,
+    draw_latency,
+    draw_precision,
+    draw_tradeoff,
+    draw_training,
+    phases,
+    tradeoff_points,
+)
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
-from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
 from compress.quantization.block_graph import BlockGraph
-from compress.records.files import RunData
+from compress.records.files import EngineRow, RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
-from compress.report.engine_blocks import moved
 from compress.support.meters import score_text
 from compress.support.text import display, finite, in_bytes, plain, significant
 from compress.variants import Variant
@@ -44,7 +53,7 @@ class Absent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Plan:
     """A figure that can be drawn."""
 
     caption: str
@@ -53,7 +62,6 @@ class _Plan:
 
 
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
-    """The figures by name, in the report's order."""
     drawn: dict[str, Picture | Absent] = {}
     with styled():
         for name, (title, plan) in _FIGURES.items():
@@ -61,16 +69,16 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
             if isinstance(made, str):
                 drawn[name] = Absent(name=name, title=title, reason=made)
             else:
-                drawn[name] = _picture(name, title, made)
+                drawn[name] = picture_of(name, title, made)
         if run.block is not None:
-            drawn["block"] = _picture("block", "A block with its quantizers", _block(run.block))
+            drawn["block"] = picture_of("block", "A block with its quantizers", _block(run.block))
         if run.end_to_end is not None:
             stages = _end_to_end(run.end_to_end.results)
-            drawn["end_to_end"] = _picture("end_to_end", "Where the time of an image goes", stages)
+            drawn["end_to_end"] = picture_of("end_to_end", "Where the time of an image goes", stages)
         if run.precision:
-            drawn["precision"] = _picture("precision", "Precision by recall", _precision(run))
+            drawn["precision"] = picture_of("precision", "Precision by recall", _precision(run))
         if any(engine.layers for engine in run.engines):
-            drawn["engines"] = _picture("engines", "What the engines move", _engines(run))
+            drawn["engines"] = picture_of("engines", "What the engines move", _engines(run))
     return drawn
 
 
@@ -84,7 +92,7 @@ def file_sizes(run: RunData) -> list[tuple[str, float]]:
     return [(variant, sizes[variant]) for variant in variants_of(run.metrics) if variant in sizes]
 
 
-def _picture(name: str, title: str, plan: _Plan) -> Picture:
+def picture_of(name: str, title: str, plan: Plan) -> Picture:
     wide, narrow = settle(plan.draw(WIDE)), settle(plan.draw(NARROW))
     key = name.replace("_", "-")
     return Picture(
@@ -98,7 +106,7 @@ def _picture(name: str, title: str, plan: _Plan) -> Picture:
     )
 
 
-def _tradeoff(run: RunData) -> _Plan | str:
+def _tradeoff(run: RunData) -> Plan | str:
     intervals = {(row.variant, row.engine): (row.low, row.high) for row in run.intervals}
     points, judged = tradeoff_points(summary_table(run.metrics), intervals), judged_by(run.metrics)
     if not points:
@@ -107,7 +115,7 @@ def _tradeoff(run: RunData) -> _Plan | str:
     left_out = [display(e) for e in engines_of(run.metrics) if e not in with_latency]
     more = f" Without both numbers, and so not shown: {', '.join(left_out)}." if left_out else ""
     summary = "; ".join(_point(point, judged) for point in points)
-    return _Plan(
+    return Plan(
         caption="Up and to the left is better. Colour is the variant, shape the engine, a line the 95 % interval: "
         "look how far a point moves "
         f"left from its float, and how little it drops.{more}",
@@ -129,7 +137,7 @@ def _on(variant: str, engine: str) -> str:
     return f"{display(variant)} on {display(engine)}"
 
 
-def _latency(run: RunData) -> _Plan | str:
+def _latency(run: RunData) -> Plan | str:
     rows = [row for row in summary_table(run.metrics) if finite(row.p50_ms) and row.batch_size is not None]
     if not rows:
         return "no engine has a latency in metrics.json"
@@ -141,7 +149,7 @@ def _latency(run: RunData) -> _Plan | str:
         else ""
     )
     listed = "; ".join(f"batch {row.batch_size}: {_timed(row)}" for row in rows)
-    return _Plan(
+    return Plan(
         caption="Bars end at the median (p50), thin lines at p99: a long line is a latency that one cannot rely on. "
         f"The factor is against float on the same engine and precision.{said}",
         alt=f"Bars of latency: {listed}.",
@@ -153,7 +161,7 @@ def _timed(row: SummaryRow) -> str:
     return f"{_on(row.variant, row.engine)} p50 {significant(row.p50_ms)} ms, p99 {significant(row.p99_ms)} ms"
 
 
-def _training(run: RunData) -> _Plan | str:
+def _training(run: RunData) -> Plan | str:
     parts = phases(run.train, run.qat, run.sparse, run.sparse_qat)
     if not parts:
         return "neither train.csv nor qat.csv holds an epoch: nothing was trained in this run"
@@ -164,7 +172,7 @@ def _training(run: RunData) -> _Plan | str:
         ends.append(f"{name} {end} after {len(rows)} epoch{'s' if len(rows) != 1 else ''}")
     summary = "; ".join(ends)
     summary = summary[0].upper() + summary[1:]
-    return _Plan(
+    return Plan(
         caption=f"{summary}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing "
         "and distillation. The metric here is torch's; the table has the engines'.",
         alt=f"Training curves of loss and {judged.title} by epoch. {summary}.",
@@ -172,7 +180,7 @@ def _training(run: RunData) -> _Plan | str:
     )
 
 
-def _sqnr(run: RunData) -> _Plan | str:
+def _sqnr(run: RunData) -> Plan | str:
     series = sqnr_series(run.layers)
     if not series:
         return (
@@ -184,7 +192,7 @@ def _sqnr(run: RunData) -> _Plan | str:
         f"{title}: {len(values)} layers, lowest " + ", ".join(f"{plain(n)} {v:.1f} dB" for n, v in lows[title])
         for title, values in series.items()
     )
-    return _Plan(
+    return Plan(
         caption="Signal to quantization noise of each layer, higher is better, 6 dB is one bit. The lowest stand out: "
         f"they are the first candidates for a rule that leaves a layer float. Lowest of each: {names}.",
         alt=f"Bars of SQNR per layer in network order. {summary}.",
@@ -192,7 +200,7 @@ def _sqnr(run: RunData) -> _Plan | str:
     )
 
 
-def _histograms(run: RunData) -> _Plan | str:
+def _histograms(run: RunData) -> Plan | str:
     shown = interesting(run.histograms)
     if not shown:
         return run.absent.get("histograms.json", "histograms.json holds no tensor with counts and a positive amax")
@@ -200,7 +208,7 @@ def _histograms(run: RunData) -> _Plan | str:
         f"{plain(h.name)} amax {significant(h.amax)}, clipped {100 * clipped_share(h):.3g} %" for h in shown
     )
     count = f"the {len(shown)} of {len(run.histograms)} tensors" if len(run.histograms) > len(shown) else "the tensors"
-    return _Plan(
+    return Plan(
         caption=f"What calibration saw: {count} that quantization is expected to hurt most, by their own histograms. "
         "The dashed line is amax; what lies beyond it is clipped to it. A long thin tail beyond the line is cheap to "
         "clip; a line far right of the bulk wastes steps.",
@@ -209,7 +217,7 @@ def _histograms(run: RunData) -> _Plan | str:
     )
 
 
-def _bytes(run: RunData) -> _Plan | str:
+def _bytes(run: RunData) -> Plan | str:
     groups, files = weight_groups(run.layers), file_sizes(run)
     if not groups and not files:
         return "neither layers.json nor metrics.json holds sizes"
@@ -223,20 +231,20 @@ def _bytes(run: RunData) -> _Plan | str:
         )
     if files:
         summary.append("files: " + ", ".join(f"{display(name)} {in_bytes(size)}" for name, size in files))
-    return _Plan(
+    return Plan(
         caption=f"{'; '.join(summary)}. Layers left float count alike on both sides.",
         alt=f"Bars of bytes. {'; '.join(summary)}.",
         draw=lambda form: draw_bytes(groups, files, form),
     )
 
 
-def _block(graph: BlockGraph) -> _Plan:
+def _block(graph: BlockGraph) -> Plan:
     named = f"block {plain(graph.block)}" if graph.block else "the network"
     boxes = [box for box in graph.boxes.values() if box.kind in ("int8", "float")]
     whole = [plain(box.title) for box in boxes if box.kind == "int8"]
     floats = [plain(box.title) for box in boxes if box.kind == "float"]
     quantizers = sum(box.kind == "quantizer" for box in graph.boxes.values())
-    return _Plan(
+    return Plan(
         caption=f"{named[0].upper()}{named[1:]}, placed for {display(graph.target)}: each box is a kernel with all "
         "that is fused into it; integers flow along the strong lines. A float box among 8-bit ones costs conversions.",
         alt=f"Graph of {named}: {quantizers} quantizers; in 8 bits {', '.join(whole) or 'none'}; in float "
@@ -245,7 +253,7 @@ def _block(graph: BlockGraph) -> _Plan:
     )
 
 
-def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
+def _end_to_end(rows: Sequence[EndToEnd]) -> Plan:
     summary = "; ".join(
         f"{plain(row.label)}, batch {row.batch_size}: "
         + ", ".join(f"{stage} {significant(ms)} ms" for stage, ms in row.stage_ms.items())
@@ -254,7 +262,7 @@ def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
     shares = sorted(row.share("engine") for row in rows)
     methods = dict.fromkeys(plain(row.method) for row in rows)
     told_share = " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (shares[0], shares[-1])))
-    return _Plan(
+    return Plan(
         caption=f"The engine, with its copies to and from a GPU, takes {told_share} % of the time; a faster engine can "
         "save no more than its part of a bar. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in methods),
         alt=f"Stacked bars of milliseconds by stage: {summary}.",
@@ -262,7 +270,7 @@ def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
     )
 
 
-def _precision(run: RunData) -> _Plan:
+def _precision(run: RunData) -> Plan:
     classes = list(dict.fromkeys(row.label for row in run.precision))
     shown = [row for row in run.precision if row.label in classes[:MOST_CLASSES]]
     listed = "; ".join(
@@ -270,7 +278,7 @@ def _precision(run: RunData) -> _Plan:
         for row in shown
     )
     left = f" The first {MOST_CLASSES} of {len(classes)} classes." if len(classes) > MOST_CLASSES else ""
-    return _Plan(
+    return Plan(
         caption="Precision, the share of the found boxes that are right, at each recall, the share of the objects that "
         "are found, as the least score falls. A box is right if its overlap (IoU) with an object of its class is at "
         f"least 0.5. Up and to the right is better.{left}",
@@ -279,10 +287,15 @@ def _precision(run: RunData) -> _Plan:
     )
 
 
-def _engines(run: RunData) -> _Plan:
+def moved(engine: EngineRow) -> str:
+    """Bytes of activations for one image; tensors of unknown size are counted apart."""
+    return in_bytes(engine.activation_bytes) + unknown_part(engine.unknown_sizes)
+
+
+def _engines(run: RunData) -> Plan:
     engines = [engine for engine in run.engines if engine.layers]
     listed = "; ".join(f"{_on(e.variant, e.engine)} {moved(e)}, {e.kernels} kernels" for e in engines)
-    return _Plan(
+    return Plan(
         caption="Activations that all kernels of an engine read and write for one image. Amber and red are what a "
         "convolution could have done itself: quantizing its result, adding a residual. A bar that ends right of its "
         "line moves more than fp16 would.",
@@ -291,8 +304,8 @@ def _engines(run: RunData) -> _Plan:
     )
 
 
-_Planner = Callable[[RunData], _Plan | str]
-_FIGURES: Mapping[str, tuple[str, _Planner]] = {
+Planner = Callable[[RunData], Plan | str]
+_FIGURES: Mapping[str, tuple[str, Planner]] = {
     "accuracy_latency": ("Accuracy against latency", _tradeoff),
     "latency": ("Latency", _latency),
     "training": ("Loss and accuracy by epoch", _training),
@@ -303,5 +316,4 @@ _FIGURES: Mapping[str, tuple[str, _Planner]] = {
 
 
 def pictures(drawn: Mapping[str, Picture | Absent]) -> Sequence[Picture]:
-    """Those that were drawn."""
     return [item for item in drawn.values() if isinstance(item, Picture)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from compress.measure.latency import BUSY, NOT_MEASURED
 from compress.measure.metric import PAIRED, Judged, Metric, judged_by
-from compress.records.rows import IntervalRow
+from compress.records.files import IntervalRow
 from compress.records.summary import SummaryRow, best_variant, family, summary_columns, summary_table, variants_of
 from compress.support.meters import amount_of
 from compress.support.text import display, fixed, in_bytes, plain, scored, signed, significant
@@ -78,7 +78,6 @@ def headline(
 
 
 def _variant(metrics: Sequence[Metric]) -> str | None:
-    """The one to ship, else the last that is not float."""
     best = best_variant(metrics)
     if best is not None and best[0] != Variant.FLOAT:
         return best[0]
@@ -87,7 +86,6 @@ def _variant(metrics: Sequence[Metric]) -> str | None:
 
 
 def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:
-    """(float, `variant`), each the fastest of the first engine that timed both."""
     for name in dict.fromkeys(family(row.engine) for row in rows):
         timed = [row for row in rows if family(row.engine) == name and row.p50_ms is not None]
         batches = [{row.batch_size for row in timed if row.variant == v} for v in (Variant.FLOAT, variant)]
@@ -199,7 +197,6 @@ def _precision(engine: str) -> str:
 
 
 def _change(before: str, after: str, unit: str = "") -> str:
-    """Both numbers with their unit, unbreakable."""
     return f"{before} → {after} {unit}".strip().replace(" ", "\u00a0")
 
 
@@ -222,7 +219,6 @@ def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
 
 
 def summary_text(title: str, subtitle: str, sentence: str, metrics: Sequence[Metric]) -> str:
-    """The result as plain text with the table."""
     lines = [summary_columns(metrics), *(row.cells() for row in summary_table(metrics))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

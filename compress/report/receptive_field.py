@@ -29,9 +29,8 @@ from compress.receptive import (
     erf_drift,
     receptive_field,
 )
-from compress.receptive.metrics import SHARES
-from compress.receptive.probe import layers_to_show
-from compress.report.writers import render
+from compress.receptive.effective import SHARES, layers_to_show
+from compress.report.blocks import render
 from compress.support.progress import Progress
 
 _PAGE_COLUMNS = ("layer", "units", "side, px", "σ, px", "half within, px", "theoretical, px", "share")
@@ -67,7 +66,6 @@ class ErfReport:
     """The fields and their files.
 
     Attributes:
-        fields: in the order of the network.
         page: HTML in which one picks the layer.
         animation: GIF from the first layer to the last; None without it or of one layer.
     """
@@ -82,13 +80,7 @@ class ErfReport:
 def receptive_field_report(
     model: nn.Module, example_inputs: Inputs, *, out: Path | str, name: str = ""
 ) -> TheoreticalReport:
-    """Write the theoretical fields to `receptive_field.{csv,json,png}` in `out`.
-
-    Raises:
-        ReceptiveFieldError: the input is no image.
-        ModelError: the model fails on the input or cannot be traced.
-        OSError: a file cannot be written.
-    """
+    """Write the theoretical fields to `receptive_field.{csv,json,png}` in `out`."""
     table = receptive_field(model, example_inputs)
     folder = Path(out)
     numbers = write_json(
@@ -131,12 +123,7 @@ def erf_report(
     animate: bool = True,
     progress: Progress | None = None,
 ) -> ErfReport:
-    """Write effective receptive fields as `erf.{png,html,json,gif}` into `out`.
-
-    Raises:
-        ReceptiveFieldError: see `effective_receptive_fields`.
-        OSError: a file cannot be written.
-    """
+    """Write effective receptive fields as `erf.{png,html,json,gif}` into `out`."""
     batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
     if len(batches) == 0:
         raise ReceptiveFieldError("no images were given")
@@ -184,12 +171,7 @@ def drift_report(
     layer: str | None = None,
     options: ErfOptions | None = None,
 ) -> DriftReport:
-    """Compare effective fields with that of the first network, over the same images.
-
-    Raises:
-        ReceptiveFieldError: fewer than two networks, no images, or what `effective_receptive_field` says.
-        OSError: a file cannot be written.
-    """
+    """Compare effective fields with that of the first network, over the same images."""
     if len(networks) < 2:
         raise ReceptiveFieldError(f"a drift is between two networks; got {', '.join(networks) or 'none'}")
     batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
@@ -233,7 +215,6 @@ def _first(images: Tensor | list[Any]) -> Tensor:
 
 
 def numbers_of(field: EffectiveReceptiveField) -> dict[str, Any]:
-    """A field's numbers, for JSON."""
     metrics, row = field.metrics, field.theoretical
     return {
         "layer": field.layer,
@@ -275,7 +256,6 @@ def _png(figure: Any) -> bytes:
 
 
 def _lighter(picture: bytes) -> bytes:
-    """The PNG in 256 colours: a third of the bytes."""
     buffer = io.BytesIO()
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compress.files import replacing, write_json, write_text
-from compress.plots.style import WIDE, styled, to_png
-from compress.plots.tradeoff import Mark, draw_front, front_svg
+from compress.plots.results import Mark, draw_front
+from compress.plots.style import styled
 from compress.recipe.tree import Recipe
 from compress.report.blocks import (
+    FIGURES,
     Block,
     Bullets,
-    Column,
     Details,
     Document,
     Picture,
@@ -22,10 +22,14 @@ from compress.report.blocks import (
     Table,
     Text,
     Tiles,
+    code,
+    number,
     table,
+    to_html,
+    to_markdown,
 )
+from compress.report.figures import Plan, picture_of
 from compress.report.headline import KeyFigure
-from compress.report.writers import FIGURES, to_html, to_markdown
 from compress.search.front import FLOAT_POINT, Outcome, Point
 from compress.search.latency_model import Check
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
@@ -47,7 +51,6 @@ def write_search_report(outcome: Outcome, *, recipe: Recipe) -> tuple[Path, Path
 
 
 def search_document(outcome: Outcome, *, recipe: Recipe) -> Document:
-    """The content of the page."""
     lab = outcome.front.lab
     sections = (
         Section("front", "Front", (_picture(outcome), _points_table(outcome))),
@@ -83,19 +86,13 @@ def _tiles(outcome: Outcome) -> tuple[KeyFigure, ...]:
 
 def _picture(outcome: Outcome) -> Picture:
     marks = _marks(outcome)
-    alt = f"Error against time of {len(marks)} networks"
-    with styled():
-        png = to_png(draw_front(marks, WIDE, x_label=_X, y_label=_Y))
-    wide, narrow = (front_svg(marks, width=width, label=alt, x_label=_X, y_label=_Y) for width in (760.0, 380.0))
-    return Picture(
-        name="front",
-        title="Every configuration that was measured",
+    plan = Plan(
         caption="Each mark is a network that was built, exported and timed on the engine; point at it for its choices.",
-        alt=alt,
-        png=png,
-        svg_wide=wide,
-        svg_narrow=narrow,
+        alt=f"Error against time of {len(marks)} networks",
+        draw=lambda form: draw_front(marks, form, x_label=_X, y_label=_Y),
     )
+    with styled():
+        return picture_of("front", "Every configuration that was measured", plan)
 
 
 def _marks(outcome: Outcome) -> list[Mark]:
@@ -136,11 +133,11 @@ def _points_table(outcome: Outcome) -> Table:
     ]
     return table(
         "network",
-        _number("time"),
-        _number("ms"),
-        _number("error"),
-        _number("agrees %"),
-        _number(f"{metric.title}, {outcome.images} images"),
+        number("time"),
+        number("ms"),
+        number("error"),
+        number("agrees %"),
+        number(f"{metric.title}, {outcome.images} images"),
         rows=rows,
     )
 
@@ -160,7 +157,7 @@ def _attempt_blocks(outcome: Outcome) -> tuple[Block, ...]:
         for made in outcome.attempts
     ]
     lost = f"{metric.amount} lost".strip()
-    columns = ("network", "variant", _number("time"), _number("ms"), _number(metric.title), _number(lost))
+    columns = ("network", "variant", number("time"), number("ms"), number(metric.title), number(lost))
     return (
         Text(
             "Each was fine-tuned with the float network as its teacher, quantized, exported, and measured on the "
@@ -201,7 +198,7 @@ def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
                 "; ".join(reason for reason in reasons if reason),
             )
         )
-    columns = (Column(title="layer", code=True), "format", "channels", _number("% of time"), _number("now"))
+    columns = (code("layer"), "format", "channels", number("% of time"), number("now"))
     text = (
         "Times are predicted, in percent of the float network's. The last column is what the next choice of that "
         "layer's group or block would have changed, by the models: time in percent of the float network's, and error."
@@ -210,7 +207,6 @@ def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
 
 
 def _reasons(outcome: Outcome) -> dict[str, str]:
-    """What its neighbouring choices would have cost, by element."""
     found: dict[str, list[str]] = {}
     for other in outcome.front.otherwise(outcome.point):
         found.setdefault(other.element, []).append(
@@ -235,12 +231,12 @@ def _baseline_blocks(outcome: Outcome) -> tuple[Block, ...]:
             )
         )
     text = "What one tries without a search, and the least error of the front in the same time. Before fine-tuning."
-    return Text(text), table("choice", _number("time"), _number("error"), "the front in that time", rows=rows)
+    return Text(text), table("choice", number("time"), number("error"), "the front in that time", rows=rows)
 
 
 def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
     front = outcome.front
-    ranks, block = front.accuracy_check(), front.timed.model.block
+    rank, block = front.accuracy_check(), front.timed.model.block
     trials = [point for point in front.points if point.label != FLOAT_POINT]
     twice = front.repeat_check
     again = (
@@ -257,9 +253,7 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         *_check_lines(front.latency_check, "networks before the search, none of them in the model at that time"),
         f"Latency was fitted to {len(front.timed.samples)} networks; {front.timed.cached} of their times were on disk.",
         *((blocks,) if block > 1 else ()),
-        f"Error of the outputs, rank correlation with what was measured: sum of single choices "
-        f"{_number_of(ranks['distance'])}, first order {_number_of(ranks['taylor'])}, second order "
-        f"{_number_of(ranks['fisher'])}.",
+        f"Error of the outputs: rank correlation {_number_of(rank)} of sums of single choices with what was measured.",
     )
     rows = [
         (
@@ -271,8 +265,8 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         )
         for p in trials
     ]
-    columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))
-    return Bullets(lines), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
+    columns = ("network", number("time, predicted"), number("measured"), number("error, predicted"))
+    return Bullets(lines), Details("All candidates", (table(*columns, number("measured"), rows=rows),))
 
 
 def _notes(outcome: Outcome) -> tuple[Block, ...]:
@@ -294,7 +288,7 @@ def _json(outcome: Outcome) -> dict[str, object]:
         "latency_check": _finite(asdict(front.latency_check)),
         "candidate_check": _finite(asdict(front.candidate_check)),
         "repeat_check": _finite(asdict(front.repeat_check)),
-        "accuracy_check": _finite(front.accuracy_check()),
+        "accuracy_check": _finite({"distance": front.accuracy_check()}),
     }
 
 
@@ -326,7 +320,3 @@ def _rank(seen: Check) -> str:
 
 def _number_of(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else MISSING
-
-
-def _number(title: str) -> Column:
-    return Column(title=title, align="right")

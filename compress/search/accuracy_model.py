@@ -13,41 +13,27 @@ from compress.graph.inputs import flat_tensors
 from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.sensitivity.compare import run_subset, subset_of
-from compress.search.criteria import channel_scores
 from compress.search.lab import Lab, build, quantization_of, with_formats
-from compress.search.network import Scores, apply, distance
-from compress.search.space import FLOAT, FORMAT, WIDTH, Configuration
+from compress.search.network import apply, distance
+from compress.search.space import FLOAT, FORMAT, Configuration
 from compress.support.progress import Progress
 from compress.training.freezing import recalibrate_batchnorm
 
 TASK = "accuracy model"
 _MOST = 1e6  # error of a choice whose outputs are not finite: the integer program needs a number
 
-Table = Mapping[str, Mapping[str, float]]
-"""A number for each element and choice."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyModel:
-    """Costs of choices.
+    """Costs of choices: squared error added to outputs, over their variance."""
 
-    Attributes:
-        distance: squared error added to outputs, over their variance.
-        taylor, fisher: change of the loss by first and second order, of widths.
-    """
+    distance: Mapping[str, Mapping[str, float]]
 
-    distance: Table
-    taylor: Table
-    fisher: Table
-
-    def predict(self, configuration: Configuration, by: str = "distance") -> float:
-        """The sum over the choices of a configuration."""
-        table: Table = getattr(self, by)
-        return sum(table.get(element, {}).get(choice, 0.0) for element, choice in configuration.items())
+    def predict(self, configuration: Configuration) -> float:
+        return sum(self.distance.get(element, {}).get(choice, 0.0) for element, choice in configuration.items())
 
 
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
-    """Every choice alone against float, on held-out images."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)
@@ -65,13 +51,7 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
             distances[element][choice] = _alone(lab, element, choice, measured_again)
             progress.advance(TASK)
     progress.finish(TASK)
-    widths = {element: choices for element, choices in elements.items() if element.startswith(WIDTH)}
-    orders = {name: channel_scores(lab.structure, name, lab.fit) for name in ("taylor", "fisher")}
-    return AccuracyModel(
-        distance=distances,
-        taylor=_lost(lab, widths, orders["taylor"]),
-        fisher=_lost(lab, widths, orders["fisher"]),
-    )
+    return AccuracyModel(distance=distances)
 
 
 def _formats_alone(
@@ -100,15 +80,6 @@ def _alone(lab: Lab, element: str, choice: str, reference: list[torch.Tensor]) -
 
 def _bounded(far: float) -> float:
     return min(far, _MOST) if far == far else _MOST  # NaN differs from itself
-
-
-def _lost(lab: Lab, widths: Mapping[str, tuple[str, ...]], scores: Scores) -> dict[str, dict[str, float]]:
-    table: dict[str, dict[str, float]] = {}
-    for element, choices in widths.items():
-        name = element.removeprefix(f"{WIDTH} ")
-        order = lab.scores[name].argsort(descending=True, stable=True)
-        table[element] = {choice: float(scores[name][order[int(choice) :]].sum()) for choice in choices}
-    return table
 
 
 def _outputs(lab: Lab, network: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:

@@ -28,8 +28,6 @@ class Point:
 
     Attributes:
         label: `float`, `width 0.5`, `trial 17`, ...
-        configuration: empty = float.
-        figures: before fine-tuning.
         predicted_ratio: over float's time, by a model not fitted to it.
         predicted_distance: by the accuracy model.
     """
@@ -42,7 +40,6 @@ class Point:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it needs no search: float, or uniform."""
         return not self.label.startswith((START, "trial"))
 
 
@@ -95,14 +92,11 @@ class Front:
             lab.space, self.accuracy.distance, lambda c: self.timed.model.predict(lab.costs.of(c)), point.configuration
         )
 
-    def accuracy_check(self) -> dict[str, float]:
-        """Rank correlation of each model with measured distance."""
+    def accuracy_check(self) -> float:
+        """Rank correlation of the accuracy model with measured distance."""
         rows = [point for point in self.points if point.configuration]
         measured = [point.figures.distance for point in rows]
-        return {
-            name: rank_correlation([self.accuracy.predict(point.configuration, name) for point in rows], measured)
-            for name in ("distance", "taylor", "fisher")
-        }
+        return rank_correlation([self.accuracy.predict(point.configuration) for point in rows], measured)
 
     @property
     def latency_check(self) -> Check:
@@ -142,9 +136,6 @@ def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: f
     """The least distance within a time, or the fastest of those that lose little agreement.
 
     `latency` is in float's times, `max_drop` in percent points of held-out images.
-
-    Raises:
-        SearchError: none keeps the bound; names the best.
     """
     front = pareto(points)
     if latency is not None:
@@ -168,11 +159,6 @@ def choose(points: Iterable[Point], *, latency: float | None = None, max_drop: f
 
 
 def lost(point: Point) -> float:
-    """Percent of held-out images given another class than by float.
-
-    Raises:
-        SearchError: the outputs are no logits.
-    """
     if point.figures.agreement is None:
         raise SearchError("max_drop compares classes, and the network's outputs are no logits; ask for a latency")
     return 100 * (1 - point.figures.agreement)
@@ -183,11 +169,7 @@ class Attempt:
     """A fine-tuned and measured network.
 
     Attributes:
-        label: of its point.
-        folder: its own run.
         variant: its best on the engine.
-        ms: median.
-        ratio: over float, in turn.
         score: metric on the engine, whole split.
         drop: points lost there.
         unquiet: why the ratio is not to be reported, or ""; bounds are judged by it all the same.
@@ -217,14 +199,12 @@ class Bound:
     unit: str = "%"
 
     def keeps(self, made: Attempt) -> bool:
-        """Whether a network keeps the bound on the engine."""
         if self.latency is not None:
             return made.ratio <= self.latency
         return made.drop <= float(self.max_drop or 0.0) + 1e-9
 
     @property
     def words(self) -> str:
-        """The bound in words."""
         if self.latency is not None:
             return f"at most {self.latency:g} of the float network's latency"
         return " ".join(f"at most {self.max_drop:g} {amount_of(self.unit)} lost".split())
@@ -236,7 +216,6 @@ class Outcome:
 
     Attributes:
         scores: the metric on the engine before fine-tuning, by label of the point; `float` among them.
-        attempts: points that were fine-tuned, in their order.
         chosen: the best that keeps the bound, or None.
         images: of the evaluation split that `scores` were measured on.
     """
@@ -256,12 +235,10 @@ class Outcome:
 
     @property
     def point(self) -> Point:
-        """The chosen network's point; without one, the front's fastest."""
         return self.labels[self.chosen.label] if self.chosen is not None else self.front.front[0]
 
     @property
     def advice(self) -> str:
-        """The result in one sentence."""
         made, metric = self.chosen, self.metric
         if made is None:
             return f"No network keeps the bound, {self.bound.words}; the table says how near each came."
@@ -282,7 +259,6 @@ class Outcome:
         )
 
     def _beside(self, made: Attempt) -> str:
-        """Others that keep the bound, else the best uniform choice."""
         others = [other for other in self.attempts if other is not made and self.bound.keeps(other)]
         if others:
             rows = [f"{x.label} has {self.metric.text(x.score)} at {x.ratio_text(2)}" for x in others]
@@ -301,11 +277,10 @@ def _kind(made: Attempt) -> str:
     return made.label if made.variant == str(Variant.FLOAT) else f"{made.label}; {made.variant}"
 
 
+# Errors of uniform choices that agree to so many digits are taken for the same, and the faster one is better.
 _DIGITS = 2
-"""Errors of uniform choices that agree to so many digits are taken for the same, and the faster one is better."""
 
-_LIKELY = 0.5
-"""By drop the first point that is tried is the fastest with at most this error."""
+_LIKELY = 0.5  # by drop the first point that is tried is the fastest with at most this error
 
 
 def order(front: Front, bound: Bound) -> list[Point]:
@@ -313,9 +288,6 @@ def order(front: Front, bound: Bound) -> list[Point]:
 
     By latency: those within the bound, the most accurate and the best uniform one first. By drop: the middle of the
     front, of which `after` halves what is left.
-
-    Raises:
-        SearchError: no candidate was measured.
     """
     others = sorted((p for p in front.points if p.configuration), key=lambda p: p.figures.ratio)
     if not others:
@@ -333,14 +305,12 @@ def order(front: Front, bound: Bound) -> list[Point]:
 
 
 def _uniform(points: Sequence[Point], latency: float) -> Point | None:
-    """The uniform choice of the least error within a latency."""
     within = [point for point in points if point.is_baseline and point.figures.ratio <= latency]
     key = lambda point: (round(point.figures.distance, _DIGITS), point.figures.ratio)  # noqa: E731
     return min(within, key=key, default=None)
 
 
 def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -> list[Point]:
-    """Return the points still worth fine-tuning, the next first."""
     if bound.latency is not None:
         if bound.keeps(made):
             return [] if point.is_baseline else [p for p in waiting if p.is_baseline][:1]
@@ -358,7 +328,6 @@ def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -
 
 
 def best(attempts: Sequence[Attempt], bound: Bound) -> Attempt | None:
-    """Return the most accurate attempt within a latency, or the fastest within a drop."""
     kept = [made for made in attempts if bound.keeps(made)]
     if bound.latency is not None:
         return min(kept, key=lambda made: (made.drop, made.ratio), default=None)

@@ -42,11 +42,8 @@ class Figures:
     """Measurements of a candidate on the engine.
 
     Attributes:
-        ms: median.
-        ratio: over float, in turn.
         distance: squared error of outputs over float's variance, held-out images.
         agreement: with float's class; None without logits.
-        unquiet: why not to be reported, or "".
     """
 
     ms: float
@@ -56,7 +53,6 @@ class Figures:
     unquiet: str = ""
 
     def ratio_text(self) -> str:
-        """Return the ratio in words, none of a busy machine."""
         return NOT_MEASURED if self.unquiet else f"{self.ratio:.3f}"
 
 
@@ -66,12 +62,10 @@ class Lab:
 
     Attributes:
         quantization: its rules come first.
-        scores: of channels.
         fit: images to learn from.
         held: images to measure on.
         block: channels computed at a time.
         runs, seconds: most, for each network and load.
-        version: of the engine.
         cache: of times; None = the user's.
     """
 
@@ -95,14 +89,12 @@ class Lab:
 
     @property
     def example(self) -> Tensor:
-        """Images of a timed run, for tracing and export."""
         images = torch.cat([batch.cpu() for batch in self.fit])
         times = -(-self.spec.batch_size // len(images))
         return images.repeat(times, *[1] * (images.ndim - 1))[: self.spec.batch_size]
 
     @cached_property
     def images(self) -> Tensor:
-        """All images held back, as many as fill whole runs."""
         images = torch.cat([batch.cpu() for batch in self.held])
         whole = max(len(images) // self.spec.batch_size, 1) * self.spec.batch_size
         return images.repeat(-(-whole // len(images)), *[1] * (images.ndim - 1))[:whole]
@@ -123,13 +115,11 @@ def build(lab: Lab, configuration: Configuration, *, steps: int | None = None) -
 
 
 def sparsity_spec(layers: Sequence[str]) -> SparsitySpec:
-    """2:4 in these layers alone."""
     rules = (SparsityRule(match="*", enable=False), *(SparsityRule(match=layer) for layer in layers))
     return SparsitySpec(pattern="2:4", kernels="any", rules=rules)
 
 
 def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) -> QuantSpec | None:
-    """Return the specification of a candidate's formats; None if all are float."""
     formats = {k: v for k, v in formats_of(lab.structure, configuration).items() if _has(network, k)}
     if set(formats.values()) <= {FLOAT}:
         return None
@@ -148,7 +138,6 @@ def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) 
 
 
 def with_formats(lab: Lab, network: nn.Module, configuration: Configuration, *, quick: bool = False) -> nn.Module:
-    """Return a candidate quantized as its configuration says."""
     spec = quantization_of(lab, network, configuration)
     if spec is None:
         return network
@@ -157,16 +146,10 @@ def with_formats(lab: Lab, network: nn.Module, configuration: Configuration, *, 
 
 
 def export(lab: Lab, network: nn.Module, path: Path) -> Path:
-    """Write a candidate for a batch of fixed size."""
     return export_onnx(network.cpu(), lab.example, path, dynamic_batch=False)
 
 
 def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
-    """Build and measure in turn with float's file.
-
-    Raises:
-        CompressError: it cannot be built, exported or run.
-    """
     with tempfile.TemporaryDirectory(prefix="compress-search-") as folder:
         network = with_formats(lab, build(lab, configuration), configuration)
         files = {REFERENCE: reference, "candidate": export(lab, network, Path(folder) / "candidate.onnx")}
@@ -189,7 +172,6 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
 
 @contextmanager
 def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
-    """Load files; close them at the end."""
     built: dict[str, Engine] = {}
     spec = lab.spec
     try:
@@ -221,7 +203,6 @@ def median_ratio(timed: Sequence[Mapping[str, Latency]], label: str) -> float:
 
 
 def time_engines(lab: Lab, engines: Mapping[str, Engine]) -> dict[str, Latency]:
-    """Time engines in turn."""
     timed = measure_latency(engines, batch_size=lab.spec.batch_size, runs=lab.runs, seconds=lab.seconds)
     return {row.label: row for row in timed}
 
@@ -232,14 +213,12 @@ def time_ratio(value: Latency, reference: Latency) -> float:
 
 
 def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
-    """The engine's outputs for the images held back."""
     name = engine.inputs[0].name
     rows = [engine.run({name: part.numpy()}) for part in lab.images.split(lab.spec.batch_size)]
     return [torch.from_numpy(np.concatenate([np.asarray(r[o.name]) for r in rows])).float() for o in engine.outputs]
 
 
 def agreement(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
-    """Share of images of the same class, None without logits."""
     if len(outputs) != 1 or outputs[0].ndim != 2:
         return None
     return float((outputs[0].argmax(1) == reference[0].argmax(1)).double().mean())

@@ -73,7 +73,6 @@ class Costs:
         self._batch = max(1, len(structure.inputs[0]))
 
     def of(self, configuration: Configuration) -> tuple[LayerCost, ...]:
-        """Costs of every weighted layer that is left."""
         widths, gone = {**self._sizes, **widths_of(configuration)}, left_out(configuration)
         formats = formats_of(self.structure, configuration)
         sparse = set(sparse_layers(self.structure, configuration))
@@ -113,7 +112,6 @@ class Costs:
 
 
 def kind_of(row: Layer) -> str:
-    """The kind of a layer as engines have kernels for it."""
     if row.kind != "conv":
         return row.kind
     if row.groups > 1:
@@ -138,8 +136,7 @@ _RIDGE, _DEVIATION, _LAYER = 1e-3, 0.05, 0.5
 _NOISE = 0.16  # (0.04 / 0.1)^2: measurements deviate by 4 %, sums over layers by 10 % (standard deviations)
 
 Values = Sequence[float] | NDArray[np.float64]
-Feature = tuple[str, str, str]
-"""(kind or path, format, quantity)."""
+Feature = tuple[str, str, str]  # (kind or path, format, quantity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +161,6 @@ class Correction:
     Attributes:
         places: (networks, layers) predicted times.
         weights: (networks,) of the kernel around each of them.
-        width: of the kernel.
     """
 
     paths: tuple[str, ...]
@@ -173,7 +169,6 @@ class Correction:
     width: float
 
     def factor(self, layers: Mapping[str, float]) -> float:
-        """Expected measured time over the sum, at these times of layers."""
         here = np.array([layers.get(path, 0.0) for path in self.paths])
         squares = np.square(self.places - here).sum(axis=1)
         return float(np.exp(self.weights @ np.exp(-squares / (2 * self.width**2))))
@@ -194,14 +189,12 @@ class LatencyModel:
     correction: Correction | None = None
 
     def predict(self, costs: Sequence[LayerCost]) -> float:
-        """Predicted time of a run."""
         layers = {cost.path: self.layer(cost) for cost in costs}
         padded = [cost.padded(self.block) for cost in costs]
         beside = sum(self.coefficients.get(key, 0.0) * value for key, value in _beside(padded).items())
         return (beside + sum(layers.values())) * (1.0 if self.correction is None else self.correction.factor(layers))
 
     def layer(self, cost: LayerCost) -> float:
-        """Predicted time of one layer."""
         return max(
             0.0,
             sum(self.coefficients.get(key, 0.0) * value for key, value in _of_layer(cost.padded(self.block)).items()),
@@ -213,7 +206,6 @@ class Check:
     """Predicted against measured times of networks that a model was not fitted to.
 
     Attributes:
-        median_error: median of |predicted - measured| / measured.
         spearman: rank correlation; NaN of fewer than three networks.
         interval: of it, 95 %; NaN of fewer than five networks.
     """
@@ -226,11 +218,7 @@ class Check:
 
 
 def fit(samples: Sequence[Sample], *, block: int = 1) -> LatencyModel:
-    """Fit a model by least squares of relative errors; the engine computes `block` channels at a time.
-
-    Raises:
-        SearchError: no samples, or times that are not finite and above zero.
-    """
+    """Fit a model by least squares of relative errors; the engine computes `block` channels at a time."""
     if not samples or not all(np.isfinite(sample.time) and sample.time > 0 for sample in samples):
         raise SearchError("the latency model needs networks with times above zero")
     rows: list[tuple[dict[Feature, float], float, float]] = []
@@ -248,7 +236,7 @@ def fit(samples: Sequence[Sample], *, block: int = 1) -> LatencyModel:
             matrix[i, column[name]] = value * weight
     size = np.abs(matrix).max(axis=0)
     size[size == 0] = 1.0
-    single = np.array([_is_deviation(name) for name in names])
+    single = np.array([name[0].startswith(_SINGLE) for name in names])
     ridge = np.diag(np.where(single, _DEVIATION**0.5, _RIDGE**0.5))
     solved = lsq_linear(
         np.vstack([matrix / size, ridge]),
@@ -261,7 +249,6 @@ def fit(samples: Sequence[Sample], *, block: int = 1) -> LatencyModel:
 
 
 def check(predicted: Iterable[float], measured: Iterable[float]) -> Check:
-    """Compare predictions with measurements."""
     left, right = np.asarray(tuple(predicted), dtype=float), np.asarray(tuple(measured), dtype=float)
     rank = rank_correlation(left, right)
     return Check(
@@ -305,7 +292,6 @@ def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
 
 
 def _beside(costs: Sequence[LayerCost]) -> dict[Feature, float]:
-    """Features beside layers: a constant, and elements converted between formats."""
     changed = sum(b.read for a, b in itertools.pairwise(costs) if a.format != b.format)
     found: dict[Feature, float] = {(_NETWORK, "", ""): 1.0}
     if changed:
@@ -336,7 +322,3 @@ def _of_layer(cost: LayerCost) -> dict[Feature, float]:
         (f"{_SINGLE}{cost.path}", cost.format, "call"): 1.0,
         (f"{_SINGLE}{cost.path}", cost.format, "macs"): cost.macs,
     }
-
-
-def _is_deviation(name: Feature) -> bool:
-    return name[0].startswith(_SINGLE)

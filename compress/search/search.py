@@ -1,4 +1,4 @@
-"""From a trained network to a measured front; both models are kept on disk."""
+"""From a trained network to a measured front; both models are kept on disk. NSGA-II in any number of processes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,213 @@ import hashlib
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from compress.engines.registry import ENGINES
-from compress.errors import EngineError, EngineUnavailableError, SearchError, near_misses
+from compress.errors import CompressError, EngineError, EngineUnavailableError, SearchError, near_misses
 from compress.files import read_json, write_json
 from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
 from compress.quantization.spec import QuantSpec, Target
 from compress.search.accuracy_model import AccuracyModel, rate_choices
-from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
 from compress.search.latency_model import Sample, check, fit
-from compress.search.network import apply
+from compress.search.network import apply, channel_scores
 from compress.search.space import Configuration, Space, best_within, key_of, make_space, uniform
 from compress.search.spec import SearchSpec, check_search_spec
 from compress.search.structure import analyse
 from compress.search.timing import Timed, channel_block, time_more, time_space
-from compress.search.trials import add_starts, ended, failures, open_study, optuna, results, run_trials
+from compress.support.imports import any_failure
+from compress.support.process import is_alive
 from compress.support.progress import NoProgress, Progress
+from compress.version import install_hint
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+TASK = "trials"
+_LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
+_LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
+_PATIENCE_S = 0.5
+_LEAST = 3  # trials that are made even after the deadline: without one, the earlier work would have no result
+
+
+def optuna() -> ModuleType:
+    try:
+        import optuna  # optional: an extra of the package
+    except ImportError as error:
+        raise SearchError(f"search needs Optuna: {install_hint('search')}") from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Study:
+    """Open the study of a search; `create` makes one.
+
+    A URL of Optuna, or a file that processes append to; the seed is this worker's.
+    """
+    library = optuna()
+    sampler = library.samplers.NSGAIISampler(population_size=max(population, 2), seed=seed)
+    with any_failure(lambda error: SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}")):
+        backend: Any = storage
+        if "://" not in storage:
+            Path(storage).parent.mkdir(parents=True, exist_ok=True)
+            journal = library.storages.journal
+            lock = journal.JournalFileOpenLock(storage)
+            backend = library.storages.JournalStorage(journal.JournalFileBackend(storage, lock_obj=lock))
+        if not create:
+            return library.load_study(study_name=name, storage=backend, sampler=sampler)
+        return library.create_study(
+            study_name=name,
+            storage=backend,
+            sampler=sampler,
+            directions=["minimize", "minimize"],
+            load_if_exists=True,
+        )
+
+
+def add_starts(study: Study, space: Space, starts: Mapping[str, Configuration]) -> None:
+    known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
+    for label, configuration in starts.items():
+        whole = {**space.largest(), **configuration}
+        if key_of(whole) not in known:
+            known.add(key_of(whole))
+            study.enqueue_trial(whole, user_attrs={_LABEL: label})
+
+
+def run_trials(
+    study: Study,
+    space: Space,
+    evaluate: Callable[[Configuration], Figures],
+    *,
+    count: int,
+    deadline: float | None,
+    progress: Progress,
+) -> None:
+    """Run trials until the study has `count` that ended, of all processes.
+
+    After `deadline` (`time.monotonic`) only the first three begin; others' starts are not waited for.
+    """
+    seen, since = len(ended(study)), dict[int, float]()
+    progress.start(TASK, count, done=min(seen, count))
+    while True:
+        reclaim(study, since)
+        now = len(ended(study))
+        for _ in range(min(now, count) - min(seen, count)):
+            progress.advance(TASK)
+        seen = now
+        if now >= count or (now >= _LEAST and deadline is not None and time.monotonic() > deadline):
+            break
+        if now + len(_running(study)) >= count:
+            time.sleep(_PATIENCE_S)  # others are at work on the last ones, and one of them may be lost
+            continue
+        _run_one(study, space, evaluate)
+    progress.finish(TASK)
+
+
+def _run_one(study: Study, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
+    known = {
+        key_of(configuration_of(trial)): trial.user_attrs[_FIGURES]
+        for trial in study.get_trials(deepcopy=False)
+        if _FIGURES in trial.user_attrs
+    }
+    trial = study.ask()
+    trial.set_user_attr(_WORKER, [socket.gethostname(), os.getpid()])
+    configuration = {name: trial.suggest_categorical(name, choices) for name, choices in space.elements.items()}
+    state = optuna().trial.TrialState
+    try:
+        stored = known.get(key_of(configuration))
+        figures = evaluate(configuration) if stored is None else Figures(**json.loads(stored))
+    except CompressError as error:
+        trial.set_user_attr(_ERROR, str(error))
+        study.tell(trial, state=state.FAIL)
+        return
+    except BaseException:
+        study.tell(trial, state=state.FAIL)
+        raise
+    try:
+        trial.set_user_attr(_FIGURES, json.dumps(asdict(figures)))
+        study.tell(trial, [figures.ratio, figures.distance])
+    except (ValueError, RuntimeError):  # another host took this one for lost, and tries the configuration again
+        return
+
+
+def reclaim(study: Study, since: dict[int, float]) -> int:
+    """Queue the trials of lost workers again; return how many.
+
+    `since` takes when this process first saw each trial run, on its own clock.
+    """
+    state = optuna().trial.TrialState
+    durations = [trial.duration.total_seconds() for trial in ended(study) if trial.duration is not None]
+    limit = _LONG * sorted(durations)[len(durations) // 2] if durations else None
+    count = 0
+    for trial in _running(study):
+        host, pid = trial.user_attrs.get(_WORKER, (socket.gethostname(), None))
+        age = time.monotonic() - since.setdefault(trial.number, time.monotonic())
+        here = host == socket.gethostname()
+        lost = (pid is not None and not is_alive(pid)) if here else (limit is not None and age > max(limit, 60.0))
+        if not lost:
+            continue
+        try:
+            study.tell(trial.number, state=state.FAIL)
+        except (ValueError, RuntimeError):  # another worker was faster
+            continue
+        label = trial.user_attrs.get(_LABEL)
+        study.enqueue_trial(configuration_of(trial), user_attrs={_LABEL: label} if label else None)
+        count += 1
+    return count
+
+
+def results(study: Study) -> list[tuple[str, dict[str, str], Figures]]:
+    found: dict[str, tuple[str, dict[str, str], Figures]] = {}
+    for trial in study.get_trials(deepcopy=False):
+        if _FIGURES not in trial.user_attrs:
+            continue
+        configuration, label = configuration_of(trial), trial.user_attrs.get(_LABEL)
+        known = found.get(key_of(configuration))
+        if known is None:
+            figures = Figures(**json.loads(trial.user_attrs[_FIGURES]))
+            found[key_of(configuration)] = (label or f"trial {trial.number}", configuration, figures)
+        elif label:  # NSGA-II came upon a start that a lost worker had taken
+            found[key_of(configuration)] = (label, configuration, known[2])
+    return list(found.values())
+
+
+def failures(study: Study) -> dict[str, str]:
+    return {
+        trial.user_attrs.get(_LABEL) or f"trial {trial.number}": trial.user_attrs[_ERROR]
+        for trial in study.get_trials(deepcopy=False)
+        if _ERROR in trial.user_attrs
+    }
+
+
+def ended(study: Study) -> Sequence[FrozenTrial]:
+    return [
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished() and (_FIGURES in trial.user_attrs or _ERROR in trial.user_attrs)
+    ]
+
+
+def configuration_of(trial: FrozenTrial) -> dict[str, str]:
+    return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
+
+
+def _running(study: Study) -> list[FrozenTrial]:
+    state = optuna().trial.TrialState
+    return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))
+
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -42,7 +222,6 @@ _ANEW = "name another folder (out), or remove this one"
 
 
 def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) -> Path:
-    """Write the models of a search into its folder."""
     return write_json(
         folder / PLAN,
         {
@@ -59,11 +238,7 @@ def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) ->
 
 
 def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Timed, AccuracyModel] | None:
-    """Return the models of the search in a folder; None if there is none.
-
-    Raises:
-        SearchError: it is needed and missing, present without `resume`, of another search, or damaged.
-    """
+    """Return the models of the search in a folder; None if there is none."""
     path = folder / PLAN
     if not path.is_file():
         if needed:
@@ -75,13 +250,12 @@ def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Ti
         tree = read_json(path)
         if tree["identity"] != identity(lab):
             raise SearchError(f"{folder} holds a search of another network, space or engine; {_ANEW}")
-        return _timed(tree, lab), AccuracyModel(**tree["accuracy"])
+        return _timed(tree, lab), AccuracyModel(distance=tree["accuracy"]["distance"])
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
 
 
 def read_block(folder: Path) -> int | None:
-    """The block of channels of a folder's search, or None."""
     path = folder / PLAN
     try:
         return int(read_json(path)["block"]) if path.is_file() else None
@@ -114,7 +288,6 @@ def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
 
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
-"""The target whose placement rules an engine follows; TensorRT for all others."""
 
 STUDY = "search"
 Role = Literal["all", "worker"]
@@ -239,7 +412,6 @@ def _refine(
     begun: float,
     progress: Progress,
 ) -> Study:
-    """Queue starts, and take part in the trials until there are enough."""
     spec = lab.spec
     seed = spec.seed if starts else spec.seed + os.getpid()  # workers draw other configurations
     study = open_study(storage, STUDY, seed=seed, population=max(len(starts), 8))
@@ -253,13 +425,7 @@ def _refine(
 def check_request(
     engine: str, *, latency: float | None = None, max_drop: float | None = None, spec: SearchSpec | None = None
 ) -> str:
-    """Refuse a search that cannot be made; return the version of the engine's library.
-
-    Raises:
-        SearchError: a wrong bound or specification, two bounds, or no Optuna.
-        EngineError: an unknown engine.
-        EngineUnavailableError: an engine that is not on this machine.
-    """
+    """Refuse a search that cannot be made; return the version of the engine's library."""
     if latency is not None and max_drop is not None:
         raise SearchError("latency and max_drop are two ways to choose: give one of them")
     if latency is not None and not 0 < latency < 1:
@@ -336,7 +502,6 @@ def _check_reachable(timed: Timed, latency: float | None) -> None:
 
 
 def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
-    """The best configurations by the models, and uniform ones."""
     baselines: dict[str, Configuration] = {}
     for name in lab.spec.formats:
         if name != "float":
@@ -350,7 +515,6 @@ def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | No
 
 
 def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
-    """The models' best configurations for several budgets, near the bound first."""
     predict, found = _predict(lab, timed), dict[str, Configuration]()
     near = [] if latency is None else [share * latency for share in NEAR]
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
@@ -365,7 +529,6 @@ def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
 
 
 def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, reference: Path) -> tuple[Point, ...]:
-    """All that was measured, after the float network."""
     with engines_of(lab, {REFERENCE: reference}) as engines:
         whole = time_engines(lab, engines)[REFERENCE].p50_ms
     as_it_is = Figures(ms=whole, ratio=1.0, distance=0.0, agreement=1.0)
@@ -390,8 +553,7 @@ def _as_is(lab: Lab, configuration: Configuration) -> bool:
     return lab.costs.of(configuration) == lab.costs.of({})
 
 
-NEAR = (1.0, 0.97, 0.92)
-"""Shares of a bound that the best networks by the models are looked for at."""
+NEAR = (1.0, 0.97, 0.92)  # shares of a bound that the best networks by the models are looked for at
 
 _CORRECTIONS = 3  # rounds of timing networks that the search would begin with
 _SMALLER, _STEP = 6, 0.97  # networks that are tried after the trials; how far below the bound each aims

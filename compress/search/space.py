@@ -11,8 +11,8 @@ from compress.quantization.sensitivity.sensitivity import choose_formats
 from compress.search.spec import SearchSpec
 from compress.search.structure import Structure
 
+# Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}.
 Configuration = Mapping[str, str]
-"""Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}."""
 
 WIDTH, FORMAT, SPARSE, BLOCK = "width", "format", "sparse", "block"
 FLOAT, DENSE, SPARSE_24, KEPT, LEFT_OUT = "float", "dense", "2:4", "kept", "left out"
@@ -34,14 +34,12 @@ class Space:
 
     @property
     def size(self) -> float:
-        """Number of configurations."""
         count = 1.0
         for choices in self.elements.values():
             count *= len(choices)
         return count
 
     def largest(self) -> dict[str, str]:
-        """The configuration that changes least."""
         return {element: choices[0] for element, choices in self.elements.items()}
 
 
@@ -49,9 +47,6 @@ def make_space(structure: Structure, spec: SearchSpec, engine: str, *, block: in
     """Return the choices that a specification allows for a network on an engine.
 
     Widths are multiples of `block` unless the specification names another.
-
-    Raises:
-        SearchError: nothing can be chosen.
     """
     elements: dict[str, tuple[str, ...]] = {}
     notes = [f"channels of {layer} stay: they {reason}" for layer, reason in structure.left.items()]
@@ -76,34 +71,28 @@ def make_space(structure: Structure, spec: SearchSpec, engine: str, *, block: in
 
 
 def key_of(configuration: Configuration) -> str:
-    """A text that differs between configurations that differ."""
     return json.dumps(dict(sorted(configuration.items())))
 
 
 def widths_of(configuration: Configuration) -> dict[str, int]:
-    """Channels kept, by group."""
     return {name: int(choice) for name, choice in part(configuration, WIDTH).items()}
 
 
 def left_out(configuration: Configuration) -> set[str]:
-    """Names of the blocks that are left out."""
     return {name for name, choice in part(configuration, BLOCK).items() if choice == LEFT_OUT}
 
 
 def formats_of(structure: Structure, configuration: Configuration) -> dict[str, str]:
-    """Format of each weighted layer; float where none is named."""
     chosen = part(configuration, FORMAT)
     return {layer: chosen.get(unit, FLOAT) for unit, layers in structure.units.items() for layer in layers}
 
 
 def sparse_layers(structure: Structure, configuration: Configuration) -> list[str]:
-    """Layers that are to be 2:4 sparse."""
     chosen = part(configuration, SPARSE)
     return [layer for unit, own in structure.units.items() if chosen.get(unit) == SPARSE_24 for layer in own]
 
 
 def part(configuration: Configuration, kind: str) -> dict[str, str]:
-    """The choices of one kind of element, by name."""
     prefix = f"{kind} "
     return {
         element.removeprefix(prefix): choice for element, choice in configuration.items() if element.startswith(prefix)
@@ -129,9 +118,6 @@ class Otherwise:
     """The predicted effect of another choice of one element.
 
     Attributes:
-        element: such as `width layer1.0.conv1`.
-        chosen: its choice.
-        choice: the other one.
         time: change in times of the float network.
         distance: change of its error.
     """
@@ -164,7 +150,7 @@ def best_within(
         except QuantizationError:
             current = {**current, **{e: min(row, key=lambda c: row[c]) for e, row in times.items()}}
         got = predict(current)
-        far = _sum(distances, current)
+        far = sum(row[current[element]] for element, row in distances.items())
         if got <= budget and (best is None or far < best[0]):
             best = (far, dict(current))
         if _FULL * budget <= got <= budget:
@@ -195,10 +181,6 @@ def _filled(
             return chosen
 
 
-def _sum(distances: Mapping[str, Mapping[str, float]], configuration: Configuration) -> float:
-    return sum(row[configuration[element]] for element, row in distances.items())
-
-
 def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool = False) -> Configuration:
     """One share of the channels, one format, 2:4 or not, everywhere."""
     chosen: dict[str, str] = {}
@@ -219,7 +201,6 @@ def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool
 def otherwise(
     space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, chosen: Configuration
 ) -> tuple[Otherwise, ...]:
-    """The neighbouring choices of every element, and their effects."""
     now = predict(chosen)
     rows: list[Otherwise] = []
     for element, choices in space.elements.items():

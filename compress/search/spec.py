@@ -65,16 +65,10 @@ class SearchSpec:
 
 
 def check_search_spec(spec: SearchSpec) -> None:
-    """Refuse a specification that cannot be followed.
-
-    Raises:
-        SearchError: each key, what was got, what is allowed.
-    """
     validate(spec, SearchSpec, section="search", error=SearchError, rules=search_contradictions)
 
 
 def search_contradictions(spec: SearchSpec) -> Iterator[str]:
-    """Yield each contradiction between values in range."""
     if not spec.formats:
         yield "search.formats is empty: name at least one of float, int8, int4"
     for key in ("widths", "formats"):

@@ -24,8 +24,7 @@ from compress.graph.trace import propagate_shapes, trace
 from compress.graph.traits import WEIGHTED
 from compress.sparsity.groups import Channels, Use, channels_of
 
-LARGEST_UNIT = 6
-"""Weighted layers of a module that share one format at most; larger modules are whole stages."""
+LARGEST_UNIT = 6  # weighted layers of a module that share one format at most; larger modules are whole stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,9 @@ def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
             branch = _branch(identity, end)
             if branch is None or any(user not in branch and user is not node for x in branch for user in x.users):
                 continue
-            layers = _weighted_paths(x for x in graph.nodes if x in branch)
+            layers = tuple(
+                str(n.target) for n in graph.nodes if n in branch and n.op == "call_module" and node_kind(n) in WEIGHTED
+            )
             if layers:
                 name = _common(layers) or node.name
                 taken = {block.name for block in found}
@@ -109,10 +110,6 @@ def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
     return seen if reached and end is not identity else None
 
 
-def _weighted_paths(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    return tuple(str(n.target) for n in nodes if n.op == "call_module" and node_kind(n) in WEIGHTED)
-
-
 def _common(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0]
@@ -130,7 +127,6 @@ _LAYERS = (*_CONVOLUTIONS, *_NORMS, nn.Linear, nn.PReLU)
 
 
 def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
-    """Why channels with these uses cannot be removed, or ""."""
     for use in uses:
         path, _, name = use.path.rpartition(".")
         try:
@@ -157,7 +153,6 @@ class Axis:
 
 
 def axes_of(channels: Channels) -> tuple[Axis, ...]:
-    """Return every axis along channels with its classes."""
     return tuple(
         Axis(path=use.path, axis=use.axis, role=use.role, classes=channels.classes(use.numbers))
         for use in channels.uses.values()
@@ -183,7 +178,6 @@ def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequen
 
 
 def kept_positions(axis: Axis, removed: Sequence[int]) -> Tensor:
-    """Positions along an axis that stay, in order."""
     gone = torch.isin(axis.classes, torch.tensor(list(removed), dtype=torch.int64))
     return (~gone).nonzero().flatten()
 
@@ -197,7 +191,6 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _count_again(module: nn.Module) -> None:
-    """Take a layer's numbers of channels from its tensors."""
     layer: Any = module
     if isinstance(module, _CONVOLUTIONS):
         depthwise = module.groups == module.in_channels == module.out_channels and module.groups > 1
@@ -235,9 +228,7 @@ class Structure:
 
     Attributes:
         graph: in evaluation mode, not to be changed.
-        axes: along channels.
         blocks: that may be left out, by name.
-        units: layers that share a format, by module.
         layers: weighted, with costs, in order.
         left: why channels stay, by producing layer.
     """
@@ -253,12 +244,7 @@ class Structure:
 
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
-    """Trace a copy of a float32 network and find what may be taken from it.
-
-    Raises:
-        ModelError: the model cannot be traced.
-        QuantizationError: it is not in float32, or quantized already.
-    """
+    """Trace a copy of a float32 network and find what may be taken from it."""
     check_float_model(model)
     inputs = as_inputs(example_inputs)
     graph = _modules_of(copy.deepcopy(model).eval(), inputs)
@@ -291,7 +277,6 @@ def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
 
 
 def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
-    """Positions of each axis in each group ("" = none), by tensor and role."""
     owner = {number: name for name, group in structure.groups.items() for number in group.classes}
     return {
         (axis.path, axis.role): Counter(owner.get(number, "") for number in axis.classes.tolist())

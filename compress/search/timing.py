@@ -36,12 +36,10 @@ _GPUS = ("cuda", "tensorrt")
 _WIDTHS = (64, 72, 80, 96)
 _LAYERS, _SIDE = 6, 28
 _LOADS, _RUNS, _SECONDS = 2, 60, 0.1
-_SMALL = 0.33
-"""Share of the growth from 64 channels: less than it from 72 to 80, or from 80 to 96, is none."""
+_SMALL = 0.33  # share of the growth from 64 channels: less than it from 72 to 80, or from 80 to 96, is none
 
 
 def cache_path(engine: str, version: str, folder: Path | None, *, what: str = "") -> Path:
-    """Return the file for an engine of a version on this machine; folder None = the user's."""
     machine = describe_machine()
     gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
     name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"
@@ -107,8 +105,8 @@ def _network(width: int) -> nn.Module:
 
 
 TASK = "latency model"
+# The model is good enough at this error and rank correlation on networks that it has not seen.
 MEDIAN_ERROR, SPEARMAN = 0.10, 0.95
-"""The model is good enough at this error and rank correlation on networks that it has not seen."""
 
 _ROUNDS, _ONE = 3, "one"
 
@@ -118,9 +116,7 @@ class Timed:
     """The outcome of timing.
 
     Attributes:
-        model: of all timed networks.
         check: on the last networks, before they were added.
-        samples: by configuration's key.
         cached: found on disk.
     """
 
@@ -131,26 +127,19 @@ class Timed:
 
     @property
     def fastest(self) -> str:
-        """Key of the network of the least time."""
         return min(self.samples, key=lambda key: self.samples[key].time)
 
     @property
     def smallest(self) -> float:
-        """Least time over the float network's."""
         return self.samples[self.fastest].time
 
     def without(self, costs: tuple[LayerCost, ...]) -> LatencyModel:
-        """The model of all networks but those of these costs."""
         others = [sample for sample in self.samples.values() if sample.costs != costs]
         return self.model if len(others) in {0, len(self.samples)} else fit(others, block=self.model.block)
 
 
 def time_space(lab: Lab, reference: Path, *, progress: Progress) -> Timed:
-    """Time networks, fit a model, and check it on others, until it is good or `_ROUNDS` are over.
-
-    Raises:
-        CompressError: none can be timed.
-    """
+    """Time networks, fit a model, and check it on others, until it is good or `_ROUNDS` are over."""
     generator = random.Random(lab.spec.seed)
     held_out = max(2, lab.spec.networks // 3)
     store = _Store(cache_path(lab.engine, lab.version, lab.cache))
@@ -180,7 +169,6 @@ def time_space(lab: Lab, reference: Path, *, progress: Progress) -> Timed:
 def time_more(
     lab: Lab, timed: Timed, configurations: Sequence[Configuration], reference: Path, *, progress: Progress
 ) -> Timed:
-    """Time further networks, and correct the model by them."""
     store = _Store(cache_path(lab.engine, lab.version, lab.cache))
     progress.start(TASK, len(configurations))
     samples = dict(timed.samples)
@@ -262,7 +250,6 @@ def _measured(lab: Lab, configuration: Configuration, reference: Path) -> tuple[
 
 
 def _layer_shares(lab: Lab, path: Path) -> dict[str, float]:
-    """Each layer's share of a run, where the engine reports it."""
     spec, paths = lab.spec, [row.path for row in lab.structure.layers]
     if lab.engine == "onnxruntime":
         return {}  # the model was validated on it with times of whole networks alone

@@ -49,7 +49,6 @@ class Permutation:
 
     @property
     def gap_closed(self) -> float:
-        """Share of the gap from `before` to `bound` that is closed."""
         gap = self.bound - self.before
         return (self.after - self.before) / gap if gap > 0 else 0.0
 
@@ -62,9 +61,6 @@ def search_permutation(
     The sign of the matrix does not matter; `m` divides its columns. The search cools down over `seconds`, with at least
     one sweep, or over `rounds` if they end sooner, which makes the result a function of the seed; None = 16 times the
     cube of the number of stripes.
-
-    Raises:
-        SparsityError: the shape does not fit the pattern, or values are NaN or infinite.
     """
     if matrix.ndim != 2 or not 1 <= n < m or matrix.shape[1] % m or 0 in matrix.shape:
         raise SparsityError(f"{n}:{m} cannot order the columns of a {tuple(matrix.shape)} matrix: m must divide them")
@@ -96,7 +92,6 @@ def kept_by_order(matrix: Tensor, n: int, m: int, *, order: Tensor | None = None
 
 
 def _kept_of_rows(magnitudes: Tensor, count: int) -> float:
-    """Sum of every row's `count` largest values."""
     least = magnitudes.kthvalue(magnitudes.shape[1] - count + 1, dim=1, keepdim=True).values
     excess = (magnitudes - least).relu().sum(dtype=torch.float64)
     return (excess + count * least.sum(dtype=torch.float64)).item()
@@ -131,7 +126,6 @@ class _Stripes:
         return index[index[:, 0].argsort()].flatten()
 
     def refresh(self, stripes: Tensor) -> None:
-        """Recompute base, theta and kept of these stripes."""
         n, values = self.n, self.columns[self.index[stripes]]
         largest = _largest(values, n + 1)
         total = largest[:n].sum(0).unsqueeze(1)
@@ -225,7 +219,6 @@ class PermutedLayer:
     """Effect of the permutation on a layer.
 
     Attributes:
-        channels: number of its input channels.
         searched: number of them whose order was searched for this layer (and perhaps others).
         before, after: share of the weight's magnitude that the pattern keeps.
         reason: why the rest was not searched; "" if all were.
@@ -245,7 +238,6 @@ class PermutationReport:
 
     Attributes:
         rows: one for every layer that the pattern masks; empty if refused.
-        groups: number of groups that were searched.
         refused: why nothing was permuted; "" if the network was permuted.
     """
 
@@ -270,10 +262,6 @@ def permute_channels(
 
     The model is dense and float; its parameters keep their identity, so optimizers stay valid. `progress` gets the
     share of the gap that the order of each group closes.
-
-    Raises:
-        SparsityError: the model is masked or quantized, cannot be traced, or would compute something else (it is
-            restored).
     """
     progress = progress or NoProgress()
     start = time.perf_counter()
@@ -342,7 +330,6 @@ def _search(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Limit torch's threads, also in Python threads that start inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -398,7 +385,6 @@ def _cost(group: _Group, weights: dict[str, Tensor]) -> int:
 
 
 def _shares(weights: dict[str, Tensor], pattern: Pattern) -> dict[str, float]:
-    """Share of each weight's magnitude that the pattern keeps, on one thread."""
     shares = {}
     with _threads(1):
         for path, weight in weights.items():
@@ -420,7 +406,6 @@ def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
 
 
 def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """True if both compute the same in evaluation mode, up to rounding."""
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         left = flat_tensors(reference(*inputs))
         right = flat_tensors(run_with(copy.deepcopy(model).eval(), inputs))
@@ -459,6 +444,5 @@ def _report(
 
 
 def _why(rest: Iterable[int], pinned: dict[int, str], m: int) -> str:
-    """Reasons why channels were not searched, each once."""
     apart = f"are in no whole groups of {m} that may trade places"
     return "; ".join(dict.fromkeys(pinned.get(c, apart) for c in rest))

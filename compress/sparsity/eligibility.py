@@ -16,26 +16,25 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from compress.errors import SparsityError, near_misses
-from compress.graph.inputs import Inputs, as_inputs, run_with
+from compress.graph.inputs import Inputs, as_inputs, hooked, run_with
 from compress.graph.ops import module_kind, tensor_of
 from compress.graph.traits import WEIGHTED
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
+# Channels of a 2:4 tensor-core tile in FP16: inputs and outputs of a layer must be multiples of these.
 TENSORRT_IN, TENSORRT_OUT = 16, 8
-"""Channels of a 2:4 tensor-core tile in FP16: inputs and outputs of a layer must be multiples of these."""
 
+# Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one (its
+# engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels.
 NOTEWORTHY_CHANNELS = 256
-"""Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
-(its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels.
-"""
 
+# Functions that multiply with one of their first three arguments, or with `weight`.
 _TAKES_WEIGHT = frozenset(
     {
         *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.bilinear, torch.addmm, torch.baddbmm),
         *(torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__),
     }
 )
-"""Functions that multiply with one of their first three arguments, or with `weight`."""
 
 _TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no sparse kernel takes it"
 
@@ -58,10 +57,6 @@ def eligibility(
 
     Weights that are no layer's own follow, each with the reason why it stays dense. `example_inputs` show the order of
     layers, which of them run, and weights of functions; None = the order of registration.
-
-    Raises:
-        SparsityError: the spec is not acceptable, or a rule matches no layer or enables one that the pattern does not
-            fit.
     """
     pattern = check_sparsity_spec(spec)
     layers, others = weighted_layers(model), _other_weights(model)
@@ -96,7 +91,6 @@ def eligibility(
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """Class of the module by the path of each weight that is no layer's `weight`."""
     return {
         f"{path}.{name}".lstrip("."): type(module).__name__
         for path, module in model.named_modules()
@@ -134,7 +128,6 @@ class _Weights(TorchFunctionMode):
 
 
 def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility, ...]) -> dict[str, nn.Module]:
-    """The layers that are masked, by path; SparsityError: none is eligible."""
     chosen = {row.layer: model.get_submodule(row.layer) for row in rows if row.eligible}
     if not chosen:
         why = "; ".join(f"{row.layer}: {row.reason}" for row in rows[:6]) or "it has no convolution or linear layer"
@@ -143,12 +136,10 @@ def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility,
 
 
 def weighted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions and linear layers by path, in the order of registration."""
     return {path: module for path, module in model.named_modules() if module_kind(module) in WEIGHTED}
 
 
 def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
-    """Refuse (SparsityError) a rule that matches nothing, with near misses."""
     names = list(layers)
     for rule in spec.rules:
         if not fnmatch.filter(names, rule.match) and rule.match not in names:
@@ -165,18 +156,15 @@ def large_enough(shape: tuple[int, ...]) -> bool:
 
 
 def left_dense(path: str, spec: SparsitySpec) -> bool:
-    """True if a rule disables the layer."""
     return _enabled(path, spec) is False
 
 
 def _enabled(path: str, spec: SparsitySpec) -> bool | None:
-    """The last matching rule's verdict; None if no rule matches."""
     verdicts = [rule.enable for rule in spec.rules if fnmatch.fnmatchcase(path, rule.match)]
     return verdicts[-1] if verdicts else None
 
 
 def _attention_parts(model: nn.Module) -> dict[str, str]:
-    """The nn.MultiheadAttention around a module, by the module's path."""
     return {
         f"{path}.{name}": path
         for path, module in model.named_modules()
@@ -187,7 +175,6 @@ def _attention_parts(model: nn.Module) -> dict[str, str]:
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """Modules that hold a parameter, by the parameter's id."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -256,16 +243,16 @@ def run_order(
     Parameters of two or more axes that functions take as weights are added to `others`.
     """
     order: dict[str, None] = {}
-    hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
+
+    def note(path: str, *_: Any) -> None:
+        order.setdefault(path)
+
     try:
         eager = torch.compiler.set_stance("force_eager")  # compiled calls skip hooks
-        with evaluating(model), torch.no_grad(), eager, _Weights() as weights:
+        with hooked(layers, note), evaluating(model), torch.no_grad(), eager, _Weights() as weights:
             run_with(model, as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     if others is not None:
         owned = {id(p) for layer in layers.values() for p in layer.parameters()}
         for path, parameter in model.named_parameters():
@@ -276,7 +263,6 @@ def run_order(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -23,7 +23,6 @@ class Use:
 
     Attributes:
         rows: (first, end) on axis 0 for which this holds, as in grouped convolutions; None = all rows.
-        rows: (first, end) on axis 0 for which this holds, as in grouped convolutions; None = all rows.
         role: `in` = columns of a consumer, `out` = rows of a producer, `vector` = one value for each channel.
         numbers: (length of the axis,) int64, the channel's number at each position.
     """
@@ -65,21 +64,17 @@ class Channels:
         return numbers
 
     def pin(self, numbers: Tensor, reason: str) -> None:
-        """Forbid these channels to move; the first reason counts."""
         for number in numbers.unique().tolist():
             self.reasons.setdefault(number, reason)
 
     def find(self, number: int) -> int:
-        """The class of a number, named by its smallest member."""
         return self.names[self.tied[number]]
 
     def classes(self, numbers: Tensor) -> Tensor:
-        """The class of each number."""
         unique, inverse = numbers.unique(return_inverse=True)
         return torch.tensor([self.find(x) for x in unique.tolist()], dtype=torch.int64)[inverse]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Make the channels at the same place of both one class."""
         for a, b in torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0).tolist():
             name = min(self.find(a), self.find(b))
             self.tied.merge(a, b)
@@ -100,7 +95,6 @@ class Channels:
             self.uses[key] = Use(path=path, axis=axis, rows=rows, role=role, numbers=numbers)
 
     def pinned(self) -> dict[int, str]:
-        """The reason why a class may not move, by class."""
         pinned: dict[int, str] = {}
         for number, reason in self.reasons.items():
             pinned.setdefault(self.find(number), reason)
@@ -143,11 +137,11 @@ def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
 _ELEMENTWISE = kinds(lambda t: t.elementwise and t.category in {"activation", "arithmetic", "passing"})
 _POOLS = kinds(lambda t: t.category in {"pool", "resampling"})
 _AVERAGES = kinds(lambda t: t.idempotent)
+# Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number.
 _MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"} | _AVERAGES
-"""Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number."""
 
+# Channel numbers of a value, or of each of several; None if there are no channels to follow.
 Numbers = Tensor | tuple[Any, ...] | None
-"""Channel numbers of a value, or of each of several; None if there are no channels to follow."""
 
 
 def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
@@ -237,7 +231,6 @@ class _Follower(fx.Interpreter):
         return self.channels.fresh(value.shape[axis], reason=reason).view(shape)
 
     def _lost(self, node: fx.Node, kind: str) -> Numbers:
-        """Pin the inputs of an operation that cannot be followed."""
         reason = f"meet {layer_name(node)} ({kind}), which cannot be followed" if kind != "output" else "are the output"
         self._inherit(node, otherwise=reason)
         for argument in node.all_input_nodes:
@@ -286,7 +279,6 @@ class _Follower(fx.Interpreter):
         return moved
 
     def _elementwise(self, node: fx.Node, result: Any) -> Numbers:
-        """Tie the channels at the same place of several operands."""
         kind = node_kind(node)
         operands = [a for a in node.all_input_nodes if isinstance(self.env[a], Tensor)]
         operands = operands[:1] if kind in PASSING else operands  # x.type_as(y) uses no value of y

@@ -1,15 +1,19 @@
-"""Masks on a model: a parametrization of `weight` that deep-copies, pickles and compiles.
+"""Masks on a model, and the schedule by which they grow or are chosen.
 
-Masks: boolean tensors of a weight's shape, True where the weight stays. All functions are pure.
+Masks are boolean tensors of a weight's shape, True where the weight stays, in a parametrization of `weight` that
+deep-copies, pickles and compiles. An n:m mask keeps n of every m consecutive *input channels* (axis 1), each group at
+one kernel position, as NVIDIA's sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378).
 
-An n:m mask keeps n of every m consecutive *input channels* (axis 1), each group at one kernel position, as NVIDIA's
-sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378).
-
-Learned selection of n:m masks by the Gumbel softmax (MaskLLM, Fang et al., arXiv 2409.17481); weights train too.
+Schedules depend on the model's state and the step alone. `gradual` removes 1 - (1 - t)^3 of the pattern's elements at
+time t in [0, 1], smallest magnitudes first (Zhu and Gupta, arXiv 1710.01878, equation 1). `sr-ste` recomputes the mask
+from dense weights; masked ones decay, w -= lr * decay * w (Zhou et al., arXiv 2102.04010, equation 9). `gumbel` trains
+the choice of each n:m group by the step's gradients (MaskLLM, Fang et al., arXiv 2409.17481): call `after_step` before
+`zero_grad`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -23,16 +27,15 @@ from torch.nn.utils import parametrize
 from compress.errors import SparsityError, near_misses
 from compress.graph.modules import bake, register_picklable
 from compress.graph.ops import tensor_of
-from compress.sparsity.spec import Pattern, parse_pattern
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec, parse_pattern
 
+# Standard deviation of the first logits, and of how many deviations the mask by magnitude is ahead.
 DEVIATION, STRENGTH = 0.01, 3.0
-"""Standard deviation of the first logits, and of how many deviations the mask by magnitude is ahead."""
-TEMPERATURE, SCALE = (4.0, 0.05), (100.0, 500.0)
-"""First and last value, between which each moves linearly."""
+TEMPERATURE, SCALE = (4.0, 0.05), (100.0, 500.0)  # first and last value, between which each moves linearly
+# How far Adam can move a logit in all; the mask by magnitude begins 0.06 ahead of the one that shares none of it.
 TRAVEL = 0.2
-"""How far Adam can move a logit in all; the mask by magnitude begins 0.06 ahead of the one that shares none of it."""
+# Of the squared weights that a mask keeps, which the loss is lowered by, so that gradients do not vanish.
 REGULARIZATION = 1e-5
-"""Of the squared weights that a mask keeps, which the loss is lowered by, so that gradients do not vanish."""
 BETAS, EPSILON = (0.9, 0.999), 1e-12
 
 
@@ -54,7 +57,6 @@ def as_groups(weight: Tensor, m: int) -> Tensor:
 
 
 def from_groups(groups: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `as_groups`."""
     out, channels, *kernel = shape
     return groups.reshape(out, *kernel, channels).movedim(-1, 1)
 
@@ -103,7 +105,6 @@ class Moment:
 
     @classmethod
     def at(cls, share: float, *, count: int, updates: float) -> Moment:
-        """The values at a share (0 to 1) of so many updates."""
         temperature, scale = (first + share * (last - first) for first, last in (TEMPERATURE, SCALE))
         return cls(count=count, lr=TRAVEL / max(1.0, updates), scale=scale, temperature=temperature)
 
@@ -146,9 +147,6 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
 
     The weight is (out, in, ...), the scores have its shape (None = magnitudes); `m` divides the input channels.
 
-    Raises:
-        SparsityError: n and m do not fit each other or the weight, or a score is NaN or infinite.
-
     >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 0.5]]), 2, 4)
     tensor([[False,  True,  True, False]])
     """
@@ -170,11 +168,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
 
 
 def unstructured_mask(weight: Tensor, ratio: float, *, scores: Tensor | None = None) -> Tensor:
-    """Remove the share `ratio`, rounded to whole elements, with the smallest scores (None = magnitudes).
-
-    Raises:
-        SparsityError: ratio is not between 0 and 1, or a score is NaN or infinite.
-    """
+    """Remove the share `ratio`, rounded to whole elements, with the smallest scores (None = magnitudes)."""
     if not 0 <= ratio <= 1:
         raise SparsityError(f"the share taken away is {ratio}: it must be between 0 and 1")
     order = _scores(weight, scores).flatten().sort(descending=True, stable=True).indices
@@ -203,7 +197,6 @@ def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
-    """Share of the weight's L1 norm that stays; 1 for zeros."""
     magnitudes = weight.detach().abs().double()
     total = magnitudes.sum().item()
     return (magnitudes * mask).sum().item() / total if total else 1.0
@@ -214,9 +207,6 @@ def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) ->
 
     Integer weights must have zero point 0. `axis` is that of the input channels: 1 for Conv, and Gemm with transB; 0
     for MatMul's right operand.
-
-    Raises:
-        SparsityError: the axis does not exist or m does not divide it.
     """
     if not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
         raise SparsityError(f"{n}:{m} needs a multiple of {m} along axis {axis}, and the weight is {weight.shape}")
@@ -255,17 +245,14 @@ class NMMask(nn.Module):
         self.straight_through = straight_through
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight, zero where masked."""
         masked = torch.where(self.mask, weight, 0.0)
         # The second term is zero and has the gradient of the elements that the first one leaves out.
         return masked + torch.where(self.mask, 0.0, weight - weight.detach()) if self.straight_through else masked
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Store all of an assigned weight."""
         return weight
 
     def extra_repr(self) -> str:
-        """Pattern and density."""
         return f"{self.pattern or 'mask'}, density={self.mask.float().mean().item():.3f}"
 
     def _load_from_state_dict(
@@ -311,11 +298,9 @@ class LearnedMask(NMMask):
 
     @property
     def selection(self) -> Selection:
-        """The state of the choice, of the same tensors."""
         return Selection(logits=self.logits, mean=self.mean, square=self.square, shares=self.shares)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight, zero where masked."""
         return super().forward(weight) + weight.detach() * self.probe
 
 
@@ -331,9 +316,6 @@ def apply_masks(
 
     `masks` are boolean, of the weights' shapes; `pattern` is shown by `print(model)`. `learned` is the seed of the
     first logits of masks that are trained; None = masks that are given.
-
-    Raises:
-        SparsityError: a layer is unknown or parametrized already, or a mask does not fit. Nothing is changed then.
     """
     modules = dict(model.named_modules())
     for path, mask in masks.items():
@@ -361,18 +343,15 @@ class MaskedLayer:
 
     @property
     def mask(self) -> Tensor:
-        """The buffer that holds the mask."""
         return self.part.mask
 
 
 def masked_layers(model: nn.Module) -> dict[str, MaskedLayer]:
-    """The layers that are masked, by path."""
     layers = ((path, _masked(module)) for path, module in model.named_modules())
     return {path: layer for path, layer in layers if layer is not None}
 
 
 def masks_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the masks of all masked layers, by path."""
     return {path: layer.mask.clone() for path, layer in masked_layers(model).items()}
 
 
@@ -427,3 +406,142 @@ def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
         raise SparsityError(
             f"layer {path}: a boolean mask of {tuple(weight.shape)} is needed, got {mask.dtype} of {tuple(mask.shape)}"
         )
+
+
+GRADUAL_UPDATES = 100
+
+
+class MaskSchedule:
+    """Changes the masks of a model while it trains.
+
+    Args:
+        model: masked by `sparsify` with the same spec; it may be wrapped (DistributedDataParallel, torch.compile).
+
+    Raises:
+        SparsityError: the spec is not acceptable, or no layer of the model is masked.
+
+    Examples:
+        >>> network = nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(3)))
+        >>> spec = compress.SparsitySpec(schedule="gradual")
+        >>> report = compress.sparsify(network, spec)
+        >>> schedule = compress.MaskSchedule(network, spec)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> for step in range(1, 4):  # after the loss, its backward and `optimizer.step()`
+        ...     schedule.after_step(step, 3, optimizer)
+        >>> (network[1].weight == 0).float().mean().item()
+        0.5
+    """
+
+    def __init__(self, model: nn.Module, spec: SparsitySpec) -> None:
+        self.pattern = check_sparsity_spec(spec)
+        self.spec = spec
+        self.model = model
+        if not masked_layers(model):
+            raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
+
+    def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
+        """Update the masks and mask the optimizer's state; to be called after every optimizer step.
+
+        Args:
+            step: optimizer steps done, 1 to total_steps.
+            total_steps: of the whole training.
+            optimizer: made the step; its state is masked if masks change.
+        """
+        if self.spec.schedule == "one-shot":
+            if step == 1:  # the momentum of an optimizer that is older than the masks would move masked weights
+                mask_optimizer_state(optimizer, self.model)
+            return
+        begin, end = self.spec.begin * total_steps, self.spec.end * total_steps
+        if self.spec.schedule == "sr-ste":
+            _pull(self.model, optimizer, self.spec.sr_ste_decay)
+            for layer in masked_layers(self.model).values():
+                layer.part.straight_through = step < end
+        if self.spec.schedule == "gumbel":
+            self._select(step, begin, end)
+        elif self._due(step, begin, end):
+            time = min(1.0, max(0.0, (step - begin) / (end - begin)))
+            self._change(time)
+            if self.spec.schedule == "gradual":
+                mask_optimizer_state(optimizer, self.model)
+
+    def _due(self, step: int, begin: float, end: float) -> bool:
+        """True if masks change; the first step at or after the end makes them final."""
+        if not begin <= step < end + 1:
+            return False
+        return step >= end or step % self._every(end - begin) == 0
+
+    def _every(self, steps: float) -> int:
+        """Steps between two changes, of which there are `steps`."""
+        if self.spec.update_steps is not None:
+            return self.spec.update_steps
+        return max(1, round(steps / GRADUAL_UPDATES)) if self.spec.schedule == "gradual" else 1
+
+    def _select(self, step: int, begin: float, end: float) -> None:
+        layers = masked_layers(self.model)
+        learned = {path: layer.part for path, layer in layers.items() if isinstance(layer.part, LearnedMask)}
+        if len(learned) < len(layers):
+            raise SparsityError("schedule 'gumbel' needs masks that are learned: call sparsify with the same spec")
+        if self._due(step, begin, end) and step >= end:
+            for part in learned.values():
+                keep_best(part)
+        elif self._due(step, begin, end):
+            every = self._every(end - begin)
+            count = step // every - max(0, math.ceil(begin / every) - 1)
+            now = Moment.at((step - begin) / (end - begin), count=count, updates=(end - begin) / every)
+            device = next(iter(learned.values())).mask.device
+            generator = torch.Generator(device).manual_seed(self.spec.seed * 1_000_003 + step)
+            for path, layer in layers.items():
+                if learned[path].probe.grad is None:
+                    raise SparsityError(
+                        f"the mask of {path} has no gradient: with schedule 'gumbel', call after_step after "
+                        "optimizer.step() and before zero_grad()"
+                    )
+                select(layer, now, gumbel_noise(tuple(learned[path].logits.shape), device, generator))
+        for part in learned.values():
+            part.probe.detach().zero_()
+
+    def _change(self, time: float) -> None:
+        for layer in masked_layers(self.model).values():
+            mask = pattern_mask(layer.original, self.pattern)
+            if self.spec.schedule == "gradual":
+                mask = partial_mask(layer.original, mask, 1 - (1 - time) ** 3)
+            layer.mask.copy_(mask)
+
+
+@torch.no_grad()
+def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
+    """Train a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
+    part: Any = layer.part  # a LearnedMask
+    weight, gradient = (as_groups(x, part.choices.shape[1]) for x in (layer.original, part.probe.grad))
+    drawn = part.selection.advance(weight, gradient, part.choices, noise, now)
+    part.mask.copy_(from_groups(drawn, part.mask.shape))
+
+
+@torch.no_grad()
+def keep_best(part: LearnedMask) -> None:
+    part.mask.copy_(from_groups(part.choices[part.logits.argmax(1)] > 0, part.mask.shape))
+
+
+def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Zero the optimizer's moments of masked elements; return the number of state tensors."""
+    count = 0
+    with torch.no_grad():
+        for layer in masked_layers(model).values():
+            state: Mapping[str, Any] = optimizer.state.get(layer.original, {})
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == layer.mask.shape:
+                    value.mul_(layer.mask)
+                    count += 1
+    return count
+
+
+@torch.no_grad()
+def shrink_masked(layer: MaskedLayer, share: float | Tensor) -> None:
+    """Shrink a layer's masked weights by a share, in place; a tensor () may vary in a CUDA graph."""
+    layer.original.mul_((1.0 - share * ~layer.mask).to(layer.original.dtype))
+
+
+def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    for layer in masked_layers(model).values():
+        shrink_masked(layer, rates.get(id(layer.original), 0.0) * decay)

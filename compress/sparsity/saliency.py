@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.graph.inputs import first_inputs, run_with
+from compress.graph.inputs import first_inputs, hooked, run_with
 from compress.sparsity.eligibility import weight_of
 from compress.sparsity.parametrization import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
@@ -30,9 +30,6 @@ def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, dampi
     The weight is (out, in), the Hessian (in, in) the mean of x x^T over the inputs x. Groups of n:m are m consecutive
     columns; an unstructured share is removed from every 128 columns, as in the paper. `damping` is the share of the
     mean diagonal that is added to it. The updated weight is zero where masked.
-
-    Raises:
-        SparsityError: the Hessian is not finite, or all of it is zero.
     """
     mean = hessian.diagonal().mean()
     if not bool(torch.isfinite(hessian).all()) or not mean > 0:
@@ -77,10 +74,6 @@ def prune_layers(
     """(Updated weight, mask) of layers by their Hessians over calibration images; the model is not changed.
 
     Layers have no parametrizations; at most `images` images are used.
-
-    Raises:
-        SparsityError: there are no batches, or some layers never ran.
-        DataError: a batch does not hold the model's inputs.
     """
     progress = progress or NoProgress()
     inputs = calibration_inputs(model, batches, images)
@@ -111,12 +104,7 @@ def prune_layers(
 
 
 def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> list[tuple[Tensor, ...]]:
-    """The inputs of `model` for the first `images` images, batch by batch.
-
-    Raises:
-        SparsityError: there are no images.
-        DataError: a batch does not hold the model's inputs.
-    """
+    """The inputs of `model` for the first `images` images, batch by batch."""
     inputs = list(first_inputs(model, batches, images))
     if not inputs:
         raise SparsityError("no calibration batch was given: saliency 'hessian' needs batches of the training split")
@@ -148,7 +136,6 @@ def as_matrix(weight: Tensor, groups: int) -> Tensor:
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `as_matrix` for a weight of this shape."""
     return matrix.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
 
@@ -186,25 +173,18 @@ def _measure(
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
-    def hook(path: str, layer: nn.Module, x: Tensor) -> None:
+    def add(path: str, layer: nn.Module, args: tuple[Tensor, ...], _output: Any) -> None:
+        x = args[0]
         for image in x.split(max(1, len(x) // 8)) if x.ndim > 2 else (x,):  # unfolding multiplies memory by the kernel
             vectors = unfolded(layer, image.detach()).float()
             product = vectors.transpose(1, 2) @ vectors
             sums[path] = sums[path] + product if path in sums else product
             counts[path] = counts.get(path, 0) + vectors.shape[1]
 
-    handles = [
-        layer.register_forward_pre_hook(lambda module, args, path=path: hook(path, module, args[0]))
-        for path, layer in layers.items()
-    ]
-    try:
-        with torch.no_grad():
-            for batch in inputs:
-                run_with(model, batch)
-                progress.advance("hessian")
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(layers, add), torch.no_grad():
+        for batch in inputs:
+            run_with(model, batch)
+            progress.advance("hessian")
     return {path: total / counts[path] for path, total in sums.items()}
 
 

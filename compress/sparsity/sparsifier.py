@@ -1,24 +1,209 @@
-"""`sparsify`: from a spec to a masked model and a report of every layer."""
+"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900)."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.errors import SparsityError
+from compress.errors import ModelError, SparsityError
 from compress.graph.compare import alone
-from compress.graph.inputs import Inputs
-from compress.graph.trace import check_module
+from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
+from compress.graph.layers import layers as layer_table
+from compress.graph.layers import total_macs
+from compress.graph.trace import check_module, trace
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
-from compress.sparsity.eligibility import Eligibility, chosen_layers, eligibility
+from compress.sparsity.eligibility import (
+    Eligibility,
+    check_rules,
+    chosen_layers,
+    eligibility,
+    evaluating,
+    left_dense,
+    run_order,
+    weight_of,
+    weighted_layers,
+)
 from compress.sparsity.parametrization import apply_masks, kept_magnitude, masked_layers, pattern_mask
 from compress.sparsity.saliency import prune_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress
+from compress.version import install_hint
+
+MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
+TRIALS = 8  # bisection steps; each halves the uncertainty of the ratio
+LARGEST = 0.95  # largest share of a layer's channels that is removed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelRow:
+    """A layer's path, and the shape of its weight before and after pruning."""
+
+    layer: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelReport:
+    """Result of channel pruning: every convolution and linear layer, macs of the example batch, and elements."""
+
+    pattern: str
+    rows: tuple[ChannelRow, ...]
+    macs_before: int
+    macs_after: int
+    parameters_before: int
+    parameters_after: int
+
+    @property
+    def removed(self) -> float:
+        return 1 - self.macs_after / self.macs_before
+
+
+@alone
+def prune_channels(
+    model: nn.Module, spec: SparsitySpec | None = None, *, example_inputs: Inputs, progress: Progress | None = None
+) -> ChannelReport:
+    """Remove channels until the share R of `channel:R` of the macs is removed; in place.
+
+    The parameters become new objects: make the optimizer afterwards. Outputs of the last layer and of layers that a
+    rule disables stay.
+
+    Args:
+        model: dense, float and traceable.
+        spec: None = channel:0.5.
+        example_inputs: a small batch, on the model's device.
+        progress: is advanced at each step of the bisection.
+
+    Raises:
+        ModelError: `model` is no module.
+        SparsityError: another pattern, a masked or quantized model, torch-pruning is not installed or cannot follow
+            the model, or the macs cannot be reduced so far.
+
+    Examples:
+        >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1))
+        >>> spec = compress.SparsitySpec(pattern="channel:0.5", kernels="any")
+        >>> round(compress.prune_channels(network, spec, example_inputs=images[:1]).removed, 1)
+        0.5
+    """
+    check_module(model)
+    spec, progress = spec or SparsitySpec(pattern="channel:0.5"), progress or NoProgress()
+    pattern = _check(model, spec)
+    inputs = as_inputs(example_inputs)
+    before = _shapes(model)
+    check_rules(spec, before)
+    macs, parameters = _macs(model, inputs), _parameters(model)
+    chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, progress)
+    _remove(model, inputs, chosen, spec)
+    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
+    return ChannelReport(
+        pattern=spec.pattern,
+        rows=rows,
+        macs_before=macs,
+        macs_after=_macs(model, inputs),
+        parameters_before=parameters,
+        parameters_after=_parameters(model),
+    )
+
+
+def _ratio(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: float, spec: SparsitySpec, progress: Progress
+) -> float:
+    """Bisect for the ratio of channels that leaves the macs nearest to `target`."""
+    macs = _macs(model, inputs)
+    low, high, chosen, nearest = 0.0, LARGEST, 0.0, macs
+    progress.start("prune channels", TRIALS)
+    for _ in range(TRIALS):
+        ratio = (low + high) / 2
+        trial = copy.deepcopy(model)
+        _remove(trial, inputs, ratio, spec)
+        got = _macs(trial, inputs)
+        if abs(got - target) < abs(nearest - target):
+            chosen, nearest = ratio, got
+        low, high = (ratio, high) if got > target else (low, ratio)
+        progress.advance("prune channels", macs_removed=1 - got / macs)
+    progress.finish("prune channels")
+    if abs(nearest - target) > 0.1 * macs:
+        raise SparsityError(
+            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; "
+            "ask for another share, enable more layers, or set kernels to 'any', which rounds less"
+        )
+    return chosen
+
+
+def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:
+    pattern = check_sparsity_spec(spec)
+    if pattern.kind != "channel":
+        raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
+    if any(getattr(module, "is_quantizer", False) for module in model.modules()):
+        raise SparsityError("the model is quantized: remove channels of the float model, and quantize the result")
+    if masked_layers(model):
+        raise SparsityError("the model is masked already: call squash_masks before removing channels")
+    return pattern
+
+
+def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec) -> None:
+    """Remove the weakest `ratio` of every layer's channels, in place."""
+    library = _library()
+    layers = weighted_layers(model)
+    ignored = [layers[path] for path in layers if left_dense(path, spec)]
+    ignored.append(layers[run_order(model, layers, inputs)[-1]])
+    with evaluating(model), torch.no_grad():
+        shapes = [t.shape for t in flat_tensors(run_with(model, inputs))]
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
+                warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
+                library.pruner.BasePruner(
+                    model,
+                    dict(zip(inputs.names, inputs, strict=True)) if isinstance(inputs, KeywordInputs) else inputs,
+                    importance=library.importance.GroupMagnitudeImportance(p=2),
+                    pruning_ratio=ratio,
+                    ignored_layers=ignored,
+                    round_to=MULTIPLE if spec.kernels == "tensorrt" else None,
+                ).step()
+            after = [t.shape for t in flat_tensors(run_with(model, inputs))]
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            raise SparsityError(
+                f"torch-pruning cannot remove channels of {type(model).__name__}: {error}; leave out layers with rules "
+                "(enable: false)"
+            ) from error
+    if shapes != after:
+        raise SparsityError(
+            f"removing channels changed the model's outputs from {[tuple(s) for s in shapes]} to "
+            f"{[tuple(s) for s in after]}: leave out the layers that compute them with rules (enable: false)"
+        )
+
+
+def _library() -> ModuleType:
+    try:
+        return importlib.import_module("torch_pruning")
+    except ImportError as error:
+        raise SparsityError(f"channel pruning needs the torch-pruning library: {install_hint('pruning')}") from error
+
+
+def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    try:
+        macs, unknown = total_macs(layer_table(trace(model, inputs)))
+    except ModelError as error:
+        raise SparsityError(f"the model's macs cannot be counted: {error}") from error
+    if unknown:
+        raise SparsityError(f"the macs of these layers are unknown, so no share of them can be reached: {unknown}")
+    return macs
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(weight_of(layer).shape) for path, layer in weighted_layers(model).items()}
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +234,10 @@ class SparsityReport:
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Paths of the layers that are masked."""
         return tuple(row.layer for row in self.rows if row.eligible)
 
     @property
     def density(self) -> float:
-        """Share of the weights of all rows that stays."""
         sizes = [torch.Size(row.shape).numel() for row in self.rows]
         return sum(n * row.density for n, row in zip(sizes, self.rows, strict=True)) / max(1, sum(sizes))
 
@@ -117,7 +300,6 @@ def sparsify(
 
 
 def mask_options(spec: SparsitySpec) -> dict[str, Any]:
-    """The arguments of `apply_masks` that follow from the schedule."""
     return {
         "straight_through": spec.schedule == "sr-ste",
         "learned": spec.seed if spec.schedule == "gumbel" else None,

@@ -98,9 +98,6 @@ class SparsitySpec:
 def parse_pattern(text: str) -> Pattern:
     """Read `n:m`, `unstructured:R` or `channel:R`.
 
-    Raises:
-        SparsityError: anything else, n not between 1 and m - 1, or R not between 0 and 1.
-
     >>> parse_pattern("2:4")
     Pattern(kind='nm', ratio=0.5, n=2, m=4)
     >>> str(parse_pattern("unstructured:0.75"))
@@ -123,17 +120,12 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def check_sparsity_spec(spec: SparsitySpec) -> Pattern:
-    """Refuse a specification that cannot be followed, and return the parsed pattern.
-
-    Raises:
-        SparsityError: names each key, what was got and what is allowed.
-    """
+    """Refuse a specification that cannot be followed, and return the parsed pattern."""
     validate(spec, SparsitySpec, section="sparsity", error=SparsityError, rules=sparsity_contradictions)
     return parse_pattern(spec.pattern)
 
 
 def sparsity_contradictions(spec: SparsitySpec) -> Iterator[str]:
-    """Yield each contradiction between values in range."""
     try:
         pattern = parse_pattern(spec.pattern)
     except SparsityError as error:

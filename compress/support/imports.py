@@ -20,13 +20,11 @@ _MOST_SOURCES = 1000
 
 
 def is_import_path(name: str) -> bool:
-    """Return True if `name` has the form `package.module:name`."""
     module, colon, member = name.partition(":")
     return bool(colon) and all(p.isidentifier() for part in (module, member) for p in part.split("."))
 
 
 def described(error: BaseException) -> str:
-    """Return the kind of an error and its message."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -42,11 +40,7 @@ def any_failure(refusal: Callable[[Exception], CompressError]) -> Iterator[None]
 
 
 def imported(path: str, *, key: str, error: type[CompressError], what: str = "a function or class") -> Any:
-    """The callable that a path names; `key` and `what` are for messages.
-
-    Raises:
-        CompressError: of class `error`: no import, or nothing callable.
-    """
+    """The callable that a path names; `key` and `what` are for messages."""
     module_name, _, name = path.partition(":")
     with any_failure(lambda cause: error(f"{key} {path}: cannot import {module_name} ({described(cause)})")):
         found = importlib.import_module(module_name)
@@ -86,7 +80,6 @@ def _imported_by(node: ast.AST, name: str) -> list[str]:
 
 
 def _own_source(name: str) -> bytes | None:
-    """A user's module's source, or None."""
     if name.partition(".")[0] in {"compress", *sys.stdlib_module_names}:
         return None
     try:

@@ -13,8 +13,7 @@ from compress.support.text import MISSING, scored
 
 Direction = Literal["higher", "lower"]
 
-Figures = dict[str, float]
-"""Values by name, such as {"miou": 0.61, "iou_road": 0.93}; shares are 0 to 1."""
+Figures = dict[str, float]  # values by name, such as {"miou": 0.61, "iou_road": 0.93}; shares are 0 to 1
 
 _TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map50": "mAP50"}
 
@@ -32,7 +31,6 @@ class Meter(Protocol):
 
 
 def whole(outputs: T) -> T:
-    """Return a model's outputs as they are."""
     return outputs
 
 
@@ -42,10 +40,8 @@ class TaskMetric:
 
     Attributes:
         name: key among a meter's figures, such as `miou`.
-        make: returns a new meter.
         unit: `%` for shares from 0 to 1.
         direction: `higher` or `lower` is better.
-        select: of outputs, for the meter.
         classes: decided at each place, by which networks agree; or None.
     """
 
@@ -58,33 +54,23 @@ class TaskMetric:
 
     @property
     def title(self) -> str:
-        """The name in reports, such as `mIoU`."""
         return metric_title(self.name)
 
     def shown(self, value: float) -> float:
-        """Return a value in the unit of reports."""
         return shown(value, self.unit)
 
     def text(self, value: float) -> str:
-        """Return a value with its unit, such as `61.20 %`."""
         return score_text(value, self.unit)
 
     def drop(self, reference: float, value: float) -> float:
-        """Return how much worse `value` is, in the unit of reports."""
         worse = reference - value if self.direction == "higher" else value - reference
         return self.shown(worse)
 
     @property
     def amount(self) -> str:
-        """The unit of a drop."""
         return amount_of(self.unit)
 
     def figures(self, meter: Meter) -> Figures:
-        """Return what a meter has measured, the metric itself first.
-
-        Raises:
-            DataError: no number, or none of that name.
-        """
         values = meter.compute()
         values = dict(values) if isinstance(values, Mapping) else {self.name: values}
         if self.name not in values:
@@ -94,7 +80,6 @@ class TaskMetric:
 
 
 def amount_of(unit: str) -> str:
-    """Points, or the metric's own."""
     return "points" if unit == "%" else unit
 
 
@@ -108,7 +93,6 @@ def metric_title(name: str) -> str:
 
 
 def shown(value: float, unit: str) -> float:
-    """Return a value in the unit of reports."""
     return 100 * value if unit == "%" else value
 
 
@@ -130,17 +114,14 @@ class MeanOf:
     count: int = field(default=0)
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Add a batch."""
         size = len(targets)
         self.total += _number(getattr(self.function, "__name__", "metric"), self.function(outputs, targets)) * size
         self.count += size
 
     def compute(self) -> float:
-        """Return the mean."""
         return self.total / self.count if self.count else math.nan
 
     def merge_state(self, other: MeanOf) -> None:
-        """Add what another process has measured."""
         self.total, self.count = self.total + other.total, self.count + other.count
 
 
@@ -152,9 +133,6 @@ def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetr
             function of (outputs, targets). Its `name`, `unit` and `direction` count, else its name, `%`, and higher (or
             torchmetrics' `higher_is_better`).
         select: of outputs, for the meter.
-
-    Raises:
-        DataError: none of these.
     """
     if isinstance(given, TaskMetric):
         return given
@@ -213,7 +191,6 @@ def _without_arguments(function: Callable[..., Any]) -> TaskMetric | Meter | Non
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a value as a number."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:

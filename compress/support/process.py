@@ -15,12 +15,10 @@ NO_VNNI = (
 
 
 def core_count() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_fact(path: str) -> str:
-    """A system file's text, or ""."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -28,7 +26,6 @@ def read_fact(path: str) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's name as the system gives it."""
     found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", read_fact("/proc/cpuinfo"), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
@@ -49,7 +46,6 @@ def sums_bytes_in_16_bits() -> bool:
 
 
 def load_average() -> float | None:
-    """Return the load of the last minute; None if the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 

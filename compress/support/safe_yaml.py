@@ -29,11 +29,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    """The value; None for an empty text.
-
-    Raises:
-        ValueError: no YAML, beyond a limit, recursive, or repeated or non-text keys.
-    """
+    """The value; None for an empty text."""
     if len(text) > RECIPE_BYTES:
         raise ValueError(f"it has {len(text):,} characters, and at most {RECIPE_BYTES:,} are read")
     try:

@@ -9,13 +9,10 @@ from typing import TypeGuard
 
 from compress.variants import Variant
 
-MISSING = "n/a"
-"""Text of a number that was not measured."""
+MISSING = "n/a"  # text of a number that was not measured
 
-_DIGITS = 4
-"""Significant digits of a metric whose unit is not percent."""
-_TINY = 1e-4
-"""Size below which such a metric is written with its power of ten."""
+_DIGITS = 4  # significant digits of a metric whose unit is not percent
+_TINY = 1e-4  # size below which such a metric is written with its power of ten
 
 _ENGINES = {
     "openvino": "OpenVINO",
@@ -135,5 +132,4 @@ def image_size_text(size: int | Sequence[int]) -> str:
 
 
 def finite(value: float | None) -> TypeGuard[float]:
-    """Whether there is a number that is not infinite."""
     return value is not None and math.isfinite(value)

@@ -34,12 +34,11 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
+# No unknown keys, no guessed types, no NaN; values travel as JSON, where a list may become a tuple.
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""No unknown keys, no guessed types, no NaN; values travel as JSON, where a list may become a tuple."""
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
-_SHOWN = 120
-"""Characters of a value that a message shows."""
+_SHOWN = 120  # characters of a value that a message shows
 _TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
 _CONTAINERS = {tuple: "a list", list: "a list", dict: "a mapping", Mapping: "a mapping"}
 
@@ -90,9 +89,6 @@ def validate(
     """Refuse values unlike their fields, and contradictions.
 
     `rules` yields contradictions of values in range.
-
-    Raises:
-        CompressError: of class `error`; each key in `section`, what was got, what is allowed.
     """
     if not isinstance(spec, cls):
         raise error(f"{section} is {spec!r}: it must be a compress.{cls.__name__}, such as {cls.__name__}()")
@@ -128,12 +124,10 @@ def _number(value: float) -> str:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Alternatives of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def keys_of(section: type[DataclassInstance]) -> str:
-    """Return the names of a dataclass's fields."""
     return ", ".join(field.name for field in dataclasses.fields(section))
 
 

@@ -40,19 +40,15 @@ class Hits:
         self._hits: list[NDArray[np.bool_]] = []
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add logits (N, classes) and classes (N,)."""
         self._hits.append((logits.argmax(1) == targets).cpu().numpy())
 
     def __len__(self) -> int:
-        """Number of images."""
         return sum(map(len, self._hits))
 
     def right(self) -> NDArray[np.bool_]:
-        """Return which images were answered rightly (N,)."""
         return np.concatenate(self._hits)
 
     def values(self, weights: Weights) -> Floats:
-        """Share of right images; see `Evidence.values`."""
         shares: Floats = weights @ self.right().astype(np.float64) / weights.sum(1)
         return shares
 
@@ -73,11 +69,9 @@ class Confusions:
         self._matrices += [self._count(outputs[i : i + 1], targets[i : i + 1]).cpu() for i in range(len(targets))]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self._matrices)
 
     def values(self, weights: Weights) -> Floats:
-        """Mean IoU of occurring classes; see `Evidence.values`."""
         counts = torch.stack(self._matrices).double().numpy()
         sums = np.einsum("rn,nij->rij", weights.astype(np.float64), counts, optimize=True)
         hits = np.einsum("rii->ri", sums)
@@ -88,7 +82,6 @@ class Confusions:
 
 
 def everything(evidence: Sequence[Any] | Evidence) -> Weights:
-    """Weights of the split itself."""
     return np.ones((1, len(evidence)), dtype=np.int64)
 
 
@@ -104,8 +97,6 @@ class Task:
     """Loss, metric and decoding of a kind of network.
 
     Attributes:
-        name: `classification`, `segmentation` or `detection`.
-        metric: judges networks, with the selection of outputs.
         distance: (outputs, teacher's, temperature) -> mean distance.
         check: raises ModelError for wrong outputs (outputs, images).
         correct: (outputs, targets) -> correct images; None = not counted.
@@ -124,7 +115,6 @@ class Task:
     evidence: Callable[[], Evidence] | None = None
 
     def select(self, outputs: Any) -> Any:
-        """Return what the task's parts take of a model's or an engine's outputs."""
         return self.metric.select(outputs)
 
 
@@ -156,11 +146,7 @@ def squared_distance(outputs: Any, teacher: Any, temperature: float) -> Tensor:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The logits: `output`, its "logits" or "out", or its first element.
-
-    Raises:
-        ModelError: no tensor there.
-    """
+    """The logits: `output`, its "logits" or "out", or its first element."""
     if isinstance(output, Tensor):
         return output
     value: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,46 +29,38 @@ class TopK:
         self.sums = self.sums.to(batch.device) + batch.double()
 
     def compute(self) -> Figures:
-        """Return `top1` and `top5`, 0 to 1."""
         top1, top5, count = self.sums.tolist()
         return {"top1": top1 / count, "top5": top5 / count}
 
     def merge_state(self, other: TopK) -> None:
-        """Add what another process has counted."""
         self.sums = self.sums + other.sums.to(self.sums.device)
 
 
+# Top-1 accuracy.
 TOP1 = TaskMetric(name="top1", make=TopK, select=first_tensor, classes=lambda logits: logits.argmax(1))
-"""Top-1 accuracy."""
 
+# Share of images of which a network says what the float network says.
 SAME_CLASS = TaskMetric(
     name="same_class_as_float",
     make=lambda: MeanOf(lambda logits, targets: int(correct(logits, targets)) / len(targets)),
     select=first_tensor,
     classes=TOP1.classes,
 )
-"""Share of images of which a network says what the float network says."""
 
 
 def classification(num_classes: int) -> Task:
-    """Return the task of classifying images into `num_classes` classes."""
-
-    def check(logits: Tensor, images: Tensor) -> None:
-        check_logits(logits, images=len(images), num_classes=num_classes)
-
     return Task(
         name="classification",
         metric=TOP1,
         loss=cross_entropy,
         distance=soft_distance,
-        check=check,
+        check=partial(check_logits, num_classes=num_classes),
         correct=correct,
         evidence=Hits,
     )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross entropy of logits (N, classes) and classes (N,) or shares of classes (N, classes)."""
     return F.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
 
 
@@ -77,14 +70,10 @@ def correct(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.argmax(1) == classes).sum()
 
 
-def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
-    """Refuse other than a row for each image and a column for each class.
-
-    Raises:
-        ModelError: names the shape.
-    """
-    if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
+def check_logits(logits: Tensor, images: Tensor, *, num_classes: int) -> None:
+    count = len(images)
+    if logits.ndim != 2 or logits.shape[0] != count or logits.shape[1] < num_classes:
         raise ModelError(
-            f"the model returned logits of shape {tuple(logits.shape)} for {images} images of {num_classes} classes: "
-            f"it must be ({images}, {num_classes}) or wider; set model.num_classes, or add a pooling or flatten layer"
+            f"the model returned logits of shape {tuple(logits.shape)} for {count} images of {num_classes} classes: it "
+            f"must be ({count}, {num_classes}) or wider; set model.num_classes, or add a pooling or flatten layer"
         )

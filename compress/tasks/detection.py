@@ -9,7 +9,7 @@ class with the largest overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,7 @@ from compress.tasks.segmentation import figure_name, palette
 
 OVERLAPS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
-MOST_FOUND = 100
-"""Boxes of a class that count in an image, those of the highest scores."""
+MOST_FOUND = 100  # boxes of a class that count in an image, those of the highest scores
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,23 @@ class Matched:
 
 
 class Detections:
-    """mAP: found and true boxes by image."""
+    """COCO's average precision over IoU 0.5 to 0.95, 101 recalls and at most 100 boxes an image (arXiv 1405.0312).
+
+    "ignored" boxes are crowds: neither found nor missed. Boxes are in pixels of the input, as overlaps do not depend on
+    resizing. It is the metric of a whole split (`compute`) and of any resample of its images (`values`).
+    """
 
     def __init__(self, labels: Sequence[str], decode: Callable[[Any], Any]) -> None:
-        self.labels, self._decode = tuple(labels), decode
+        self.labels, self.decode = tuple(labels), decode
         self._images: list[tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]]] = []
         self._matched: dict[int, Matched] = {}
 
     def update(self, outputs: Any, targets: Sequence[Mapping[str, Any]]) -> None:
-        """Add a batch of outputs and the boxes of its images."""
-        for found, truth in zip(self._decode(outputs), targets, strict=True):
+        for found, truth in zip(checked(self.decode(outputs), len(targets)), targets, strict=True):
             self._images.append((_arrays(found), _arrays(truth)))
         self._matched.clear()
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self._images)
 
     def values(self, weights: Weights) -> Floats:
@@ -77,6 +78,22 @@ class Detections:
             classes += occurs
         return totals / np.maximum(1, classes)
 
+    def compute(self) -> Figures:
+        """`map`, `map50`, `map75` and `ap_<class>` of occurring classes, 0 to 1."""
+        matched = {label: self.matched(label) for label in range(len(self.labels))}
+        occurs = {label: seen for label, seen in matched.items() if seen.truths.sum()}
+        if not occurs:
+            raise DataError("mAP: no image that was evaluated has a box that counts, so that nothing can be found")
+        whole, overlaps = everything(self), range(len(OVERLAPS))
+        table = np.array([[precisions(seen, i, whole).mean() for i in overlaps] for seen in occurs.values()])
+        figures = {"map": table.mean(), "map50": table[:, 0].mean(), "map75": table[:, 5].mean()}
+        figures |= {f"ap_{figure_name(self.labels[i])}": row.mean() for i, row in zip(occurs, table, strict=True)}
+        return {name: float(value) for name, value in figures.items()}
+
+    def merge_state(self, other: Detections) -> None:
+        self._images += other._images
+        self._matched.clear()
+
     def curves(self) -> Iterator[tuple[str, list[float]]]:
         """Yield occurring classes with their precision at 101 recalls, overlap 0.5."""
         for label, name in enumerate(self.labels):
@@ -85,7 +102,6 @@ class Detections:
                 yield name, precisions(seen, 0, everything(self))[0].tolist()
 
     def matched(self, label: int) -> Matched:
-        """Return the boxes of a class, matched."""
         if label not in self._matched:
             self._matched[label] = match(self._images, label)
         return self._matched[label]
@@ -111,7 +127,6 @@ def precisions(seen: Matched, overlap: int, weights: Weights) -> Floats:
 
 
 def match(images: Sequence[tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]]], label: int) -> Matched:
-    """Match a class in all images."""
     scores, places, rights, ignoreds, truths = [], [], [], [], []
     for index, (found, truth) in enumerate(images):
         mine, own = found["labels"] == label, truth["labels"] == label
@@ -178,87 +193,17 @@ def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 Outputs = tuple[Tensor, ...]
+# Of each image "boxes" (n, 4), left, top, right and bottom edge in pixels, "scores" (n,) and "labels" (n,).
 Found = Sequence[Mapping[str, Tensor]]
-"""Of each image "boxes" (n, 4), left, top, right and bottom edge in pixels, "scores" (n,) and "labels" (n,)."""
 Decode = Callable[[Outputs], Found]
 
-_NAMES = {"map": "map", "map_50": "map50", "map_75": "map75"}
 _DRAWN_SCORE = 0.4
-_DRAWN_SIDE = 256
-"""Pixels of the shorter side of an image in which names of about 10 pixels can be read."""
+_DRAWN_SIDE = 256  # pixels of the shorter side of an image in which names of about 10 pixels can be read
 _MARGIN = 2
 _BRIGHT = 140
-_OVERLAPS, _RECALLS = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101).tolist()
-"""COCO's, in double precision: torchmetrics' own are in single, which moves mAP by up to 0.3 points on few boxes."""
-
-
-@dataclass
-class MeanPrecision:
-    """COCO's average precision over IoU 0.5 to 0.95, 101 recalls and at most 100 boxes an image (arXiv 1405.0312).
-
-    "ignored" boxes are crowds: neither found nor missed. Boxes are in pixels of the input, as overlaps do not depend on
-    resizing.
-
-    Attributes:
-        decode: from outputs to boxes.
-        found, truth: by image, on the CPU.
-    """
-
-    labels: Sequence[str]
-    decode: Decode
-    found: list[dict[str, Tensor]] = field(default_factory=list)
-    truth: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def update(self, outputs: Outputs, targets: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add a batch of outputs and the boxes of its images."""
-        found = checked(self.decode(outputs), len(targets))
-        self.found += [{name: one[name].detach().cpu() for name in ("boxes", "scores", "labels")} for one in found]
-        for target in targets:
-            truth = {"boxes": target["boxes"].cpu(), "labels": target["labels"].cpu()}
-            if "ignored" in target:
-                truth["iscrowd"] = target["ignored"].cpu().long()
-            self.truth.append(truth)
-
-    def compute(self) -> Figures:
-        """`map`, `map50`, `map75` and `ap_<class>` of occurring classes, 0 to 1.
-
-        Raises:
-            DataError: no image has a box.
-        """
-        from torchmetrics.detection import MeanAveragePrecision  # lazy: it takes seconds
-
-        occurs = {label for truth in self.truth for label in _counted(truth)}
-        if not occurs:
-            raise DataError("mAP: no image that was evaluated has a box that counts, so that nothing can be found")
-        metric = MeanAveragePrecision(
-            backend="faster_coco_eval", class_metrics=True, iou_thresholds=_OVERLAPS, rec_thresholds=_RECALLS
-        )
-        metric.warn_on_many_detections = False
-        metric.update(self.found, self.truth)
-        seen = metric.compute()
-        figures = {name: seen[key].item() for key, name in _NAMES.items()}
-        classes, values = seen["classes"].reshape(-1).tolist(), seen["map_per_class"].reshape(-1).tolist()
-        pairs = [(label, value) for label, value in zip(classes, values, strict=True) if label in occurs]
-        return figures | {f"ap_{figure_name(self.labels[label])}": value for label, value in pairs}
-
-    def merge_state(self, other: MeanPrecision) -> None:
-        """Add what another process has seen."""
-        self.found, self.truth = self.found + other.found, self.truth + other.truth
-
-
-def _counted(truth: Mapping[str, Tensor]) -> list[int]:
-    """Labels without crowds; COCO gives a class of crowds alone the precision -1."""
-    labels = truth["labels"]
-    found: list[int] = (labels[truth["iscrowd"] == 0] if "iscrowd" in truth else labels).tolist()
-    return found
 
 
 def checked(found: Any, images: int) -> Found:
-    """Check a result of `decode`.
-
-    Raises:
-        ModelError: no boxes (n, 4), scores (n,) and labels (n,) by image.
-    """
     if not isinstance(found, (list, tuple)) or len(found) != images:
         got = f"{len(found)} images" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
         raise ModelError(f"decode returned {got} for {images} images: it must return a mapping for each")
@@ -271,11 +216,6 @@ def checked(found: Any, images: int) -> Found:
 
 
 def output_tuple(outputs: Any) -> Outputs:
-    """Tensors of outputs, in order.
-
-    Raises:
-        ModelError: there is none.
-    """
     tensors = tuple(flat_tensors(outputs))
     if not tensors:
         raise ModelError(f"the model returned {type(outputs).__name__}, which holds no tensor")
@@ -297,7 +237,7 @@ def detection(
         decode: to boxes, scores and labels by image, after non-maximum suppression.
         check: raises ModelError for wrong outputs; None = a row of each is asked for.
     """
-    metric = TaskMetric(name="map", make=partial(MeanPrecision, tuple(labels), decode), select=output_tuple)
+    metric = TaskMetric(name="map", make=partial(Detections, tuple(labels), decode), select=output_tuple)
     return Task(
         name="detection",
         metric=metric,
@@ -310,8 +250,6 @@ def detection(
 
 
 def without_smoothing(function: Callable[[Any, Any], Tensor]) -> Loss:
-    """A loss that ignores label smoothing."""
-
     def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
         return function(outputs, targets)
 
@@ -319,11 +257,6 @@ def without_smoothing(function: Callable[[Any, Any], Tensor]) -> Loss:
 
 
 def check_rows(outputs: Outputs, images: Tensor) -> None:
-    """Refuse outputs without a row by image.
-
-    Raises:
-        ModelError: names shapes.
-    """
     shapes = [tuple(tensor.shape) for tensor in outputs]
     if any(not shape or shape[0] != len(images) for shape in shapes):
         raise ModelError(f"the model returned outputs of shapes {shapes} for {len(images)} images: each needs a row")

@@ -40,10 +40,6 @@ def make_task(
         metric: `package.module:name`, or as of `task_metric`; None = the task's.
         decode: for detection, a path or a function; None = the detector's.
         detector: see `detector_head`.
-
-    Raises:
-        RecipeError: an unknown name, no import, or detection without loss or decode.
-        DataError: as `task_metric`, or one class by the task's own loss.
     """
     if name not in TASKS:
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
@@ -92,16 +88,6 @@ def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: Detector
 
 
 def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, int]) -> DetectorHead | None:
-    """Return what of a recipe's detector stays outside the network; None if it is none of torchvision's.
-
-    Args:
-        model: weights are loaded only for a box head.
-        num_classes: of the data.
-        image_size: (height, width).
-
-    Raises:
-        ModelError: as `build_model`, or this size fails.
-    """
     with torch.random.fork_rng(devices=[]):
         built = build_whole(replace(model, weights=None), num_classes=num_classes, task="detection").model
         if is_two_stage(built):
@@ -111,7 +97,6 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
 
 
 def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
-    """The object that a text names, else the object itself."""
     if not isinstance(given, str):
         return given
     if not is_import_path(given):
@@ -133,20 +118,11 @@ def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
 
 
 def own(*, loss: Loss, metric: TaskMetric, check: Callable[[Any, Tensor], None] | None = None) -> Task:
-    """Return the task of a loss and a metric.
-
-    Teachers are followed by squared difference; nothing is drawn; networks agree where the metric says the class.
-
-    Args:
-        loss: mean of a batch.
-        metric: judges.
-        check: raises ModelError; None = a row of each is asked for.
-    """
+    """The task of a loss and a metric: teachers are followed by squared difference, and nothing is drawn."""
     return Task(name="own", metric=metric, loss=loss, distance=squared_distance, check=check or _check)
 
 
 def one_or_all(outputs: Any) -> Tensor | tuple[Tensor, ...]:
-    """The only output tensor, or all in order."""
     tensors = output_tuple(outputs)
     return tensors[0] if len(tensors) == 1 else tensors
 

@@ -15,8 +15,7 @@ from compress.errors import ModelError
 from compress.support.meters import Figures, TaskMetric
 from compress.tasks.base import Confusions, Loss, Task, first_tensor, soft_distance
 
-IGNORED = 255
-"""Class of pixels that neither the loss nor the metric counts."""
+IGNORED = 255  # class of pixels that neither the loss nor the metric counts
 
 
 @dataclass
@@ -61,7 +60,6 @@ class ConfusionMatrix:
         return figures | {f"iou_{names[i]}": iou[i].item() for i in occurs.nonzero().flatten().tolist()}
 
     def merge_state(self, other: ConfusionMatrix) -> None:
-        """Add what another process has counted."""
         self.counts = self.counts + other.counts.to(self.counts.device)
 
 
@@ -81,11 +79,6 @@ def figure_name(label: str) -> str:
 
 
 def segmentation(labels: Sequence[str], *, loss: str = "cross_entropy") -> Task:
-    """The class of each pixel; `loss` is of `LOSSES`."""
-
-    def check(logits: Tensor, images: Tensor) -> None:
-        check_maps(logits, images, num_classes=len(labels))
-
     metric = TaskMetric(
         name="miou",
         make=partial(ConfusionMatrix, tuple(labels)),
@@ -97,7 +90,7 @@ def segmentation(labels: Sequence[str], *, loss: str = "cross_entropy") -> Task:
         metric=metric,
         loss=LOSSES[loss],
         distance=soft_distance,
-        check=check,
+        check=partial(check_maps, num_classes=len(labels)),
         draw=partial(draw_masks, len(labels)),
         evidence=partial(Confusions, partial(_counted, tuple(labels))),
     )
@@ -133,7 +126,6 @@ def dice(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Te
 
 
 def cross_entropy_and_dice(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean of `cross_entropy` and `dice`."""
     return (cross_entropy(logits, targets, label_smoothing=label_smoothing) + dice(logits, targets)) / 2
 
 
@@ -142,25 +134,11 @@ LOSSES: dict[str, Loss] = {
     "dice": dice,
     "cross_entropy+dice": cross_entropy_and_dice,
 }
-"""Losses of segmentation by the name in a recipe."""
 
 
 def check_maps(logits: Tensor, images: Tensor, *, num_classes: int) -> None:
-    """Refuse other than a value for each pixel and class.
-
-    Raises:
-        ModelError: names the shape.
-    """
     height, width = images.shape[-2:]
-    right = (
-        logits.ndim == 4
-        and logits.shape[1] >= num_classes
-        and (len(images), height, width)
-        == (
-            logits.shape[0],
-            *logits.shape[2:],
-        )
-    )
+    right = (len(images), height, width) == (*logits.shape[:1], *logits.shape[2:]) and logits.shape[1] >= num_classes
     if not right:
         raise ModelError(
             f"the model returned logits of shape {tuple(logits.shape)} for images of shape {tuple(images.shape)} and "
@@ -180,7 +158,6 @@ def palette(count: int) -> Tensor:
 
 
 def draw_masks(num_classes: int, images: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
-    """Classes painted over images (N, 3, H, W) uint8; `outputs` None = targets."""
     classes = targets if outputs is None else outputs[:, :num_classes].argmax(1)
     if classes is None:
         return images

@@ -11,13 +11,13 @@ from compress.support.imports import is_import_path
 TaskName = Literal["classification", "segmentation", "detection", "own"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
+# Losses by task; the first is the default.
 LOSSES_OF: dict[str, tuple[str, ...]] = {
     "classification": ("cross_entropy",),
     "segmentation": ("cross_entropy", "dice", "cross_entropy+dice"),
     "detection": ("detector",),
     "own": (),
 }
-"""Losses by task; the first is the default."""
 
 
 def lacking_parts(loss: Any, metric: Any) -> str:
@@ -40,5 +40,4 @@ def task_contradictions(task: str, loss: str | None, metric: str | None, decode:
 
 
 def allowed_names(known: Sequence[str]) -> str:
-    """Return what a loss or a metric may be, in words."""
     return f"one of: {', '.join(known)}, or package.module:function" if known else "package.module:function"

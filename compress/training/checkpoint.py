@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
-from compress.models.weights import mask_hint
+from compress.models.by_name import mask_hint
 from compress.quantization.quantizer import LOWEST
 from compress.training.best import BestWeights, WeightAverage, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors

@@ -15,7 +15,7 @@ from compress.audit.files import onnx_beside, read_engine_layers
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.rows import NodeOutput, onnx_shapes, with_rows
 from compress.cli.app import app
-from compress.records import EngineRow
+from compress.records.files import EngineRow
 
 
 @pytest.fixture(scope="module", params=["INT8 ViT", "fp16 Swin"])

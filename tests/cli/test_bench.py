@@ -23,7 +23,7 @@ from compress.errors import DataError, EngineError, EngineUnavailableError, RunE
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.pipeline.folder import open_run
 from compress.pipeline.steps.end_to_end import _evaluation_images
-from compress.plots.stacked import draw_end_to_end
+from compress.plots.results import draw_end_to_end
 from compress.plots.style import NARROW, WIDE, styled, to_png
 from compress.recipe.tree import parse_recipe
 from tests.engines.models import classifier

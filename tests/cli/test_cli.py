@@ -25,13 +25,12 @@ from typer.testing import CliRunner
 from compress import ModelSpec, __version__, build_model, load_recipe
 from compress.cli import console, doctor
 from compress.cli.app import app
-from compress.cli.console import VERBOSITY, progress
-from compress.cli.lines import LineProgress
+from compress.cli.console import VERBOSITY, LineProgress, progress
 from compress.cli.recipes import init
 from compress.errors import ModelError, RecipeError
 from compress.pipeline.folder import open_run
+from compress.plots.results import Point, draw_tradeoff
 from compress.plots.style import WIDE, settle, styled
-from compress.plots.tradeoff import Point, draw_tradeoff
 from compress.roofline_model import DEVICE_NAMES
 from compress.version import DISTRIBUTION
 from tests.hostile.disk import read_only, room_for

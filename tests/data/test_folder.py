@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from compress import DataSpec, load_data
 from compress.cli.app import app
-from compress.cli.networks import chosen_recipe, network_of
+from compress.cli.model import chosen_recipe, network_of
 from compress.data.base import BatchPlan, bounded, stratified_order
 from compress.data.decode import fitted, open_image, random_box, random_crop, rgb
 from compress.data.files import ImageInput

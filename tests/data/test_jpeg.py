@@ -12,7 +12,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from compress import DataSpec, load_data, load_recipe
 from compress.data.base import BatchPlan
-from compress.data.jpeg import check_decoder, decode_jpegs, nvjpeg
+from compress.data.decode import check_decoder, decode_jpegs, nvjpeg
 from compress.data.workers import ahead
 from compress.errors import DataError
 from compress.pipeline.folder import open_run

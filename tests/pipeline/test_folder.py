@@ -22,11 +22,10 @@ from typer.testing import CliRunner
 from compress import CompressError, DataSpec, load_data, run
 from compress.cli.app import app
 from compress.errors import ExportError, RunError
-from compress.pipeline.again import export_again, finished_run, network, variants_in
-from compress.pipeline.folder import open_run, read_state, recipe_of
-from compress.pipeline.lock import lock_folder
+from compress.pipeline.folder import lock_folder, open_run, read_state, recipe_of
+from compress.pipeline.saved import export_again, finished_run, network, variants_in
 from compress.recipe.tree import parse_recipe
-from compress.records import read_run
+from compress.records.files import read_run
 from compress.report.write import write_report
 from compress.variants import Variant
 from tests.networks import tiny

@@ -15,7 +15,7 @@ from compress import run
 from compress.errors import RecipeError, RunError
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
-from compress.records import read_run
+from compress.records.files import read_run
 from tests.exact import open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import export

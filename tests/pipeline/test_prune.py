@@ -15,7 +15,7 @@ from compress import build_model, evaluate, load_data, run
 from compress.audit.onnx import audit_sparsity
 from compress.data.memory import MemorySplit
 from compress.errors import AuditError, RecipeError
-from compress.pipeline.again import export_again
+from compress.pipeline.saved import export_again
 from compress.recipe.tree import parse_recipe
 
 TREE = {

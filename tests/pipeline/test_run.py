@@ -17,8 +17,8 @@ from compress.cli import main
 from compress.errors import DataError, ModelError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
 from compress.pipeline import default_folder
-from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
+from compress.pipeline.saved import bench_again, export_again, networks_of, variants_in
 from compress.recipe.tree import parse_recipe
 from tests.exact import WEIGHTS
 from tests.fresh import finish, start, two_places

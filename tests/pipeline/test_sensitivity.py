@@ -14,11 +14,17 @@ from compress.cli.app import app
 from compress.errors import QuantizationError, RecipeError, RunError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
-from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.quantize import ptq_step
 from compress.pipeline.steps.training import build_float
-from compress.pipeline.studies.mixed import MixedPoint, mixed_front, pick, sheet_costs, write_recipe
 from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
-from compress.pipeline.studies.sensitivity import sensitivity_run
+from compress.pipeline.studies.sensitivity import (
+    MixedPoint,
+    mixed_front,
+    pick,
+    sensitivity_run,
+    sheet_costs,
+    write_recipe,
+)
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.sensitivity import mixed_spec
 from compress.recipe.tree import parse_recipe

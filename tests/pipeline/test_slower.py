@@ -28,16 +28,13 @@ from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.latency import CpuTime, Latency
 from compress.measure.metric import PAIRED, Metric
 from compress.pipeline.run import NetworkFiles
-from compress.pipeline.steps.evaluate import bench, paired_speeds
-from compress.pipeline.steps.slower import keep_slower, layers_of, slower
-from compress.pipeline.studies.mend import measure_prices
-from compress.pipeline.studies.mixed import faster
-from compress.records.files import SLOWER
-from compress.records.rows import LayerCost, SlowRow
-from compress.records.slower import rules_text, slower_sentences
-from compress.records.summary import summary_table
-from compress.report import write_report
+from compress.pipeline.steps.evaluate import bench, keep_slower, layers_of, paired_speeds, slower
+from compress.pipeline.studies.parity import measure_prices
+from compress.pipeline.studies.sensitivity import faster
+from compress.records.files import SLOWER, LayerCost, SlowRow
+from compress.records.summary import rules_text, slower_sentences, summary_table
 from compress.report.headline import headline
+from compress.report.write import write_report
 from compress.support.progress import NoProgress
 
 MIXED = "mixed/openvino-1.onnx"
@@ -139,7 +136,7 @@ def stolen(monkeypatch):
         now = next(clock)
         return CpuTime(wall=now, busy=0.0, own=0.0, stolen=now * (os.cpu_count() or 1) / 2)
 
-    for place in ("pipeline.steps.slower", "measure.latency"):  # end to end is timed by the latter
+    for place in ("pipeline.steps.evaluate", "measure.latency"):  # end to end is timed by the latter
         monkeypatch.setattr(f"compress.{place}.cpu_time", read)
 
 

@@ -15,12 +15,13 @@ from sklearn.datasets import load_digits
 import compress
 from compress import CompressError, quantize, quantize_targets, run
 from compress.errors import DataError, QuantizationError, RecipeError, RunError
-from compress.pipeline.again import bench_again, export_again, networks_of
 from compress.pipeline.bundle import write_bundle
 from compress.pipeline.predict import predict
+from compress.pipeline.saved import bench_again, export_again, networks_of
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
-from compress.records import read_run, summary_table
+from compress.records.files import read_run
+from compress.records.summary import summary_table
 from compress.support.progress import NoProgress
 from tests.exact import WEIGHTS, open_session
 from tests.further import further
@@ -145,7 +146,7 @@ def test_a_network_is_loaded_without_its_data(finished, variant, target, monkeyp
     def no_data(*_):
         raise AssertionError("load reads no data")
 
-    monkeypatch.setattr("compress.pipeline.again.load_data", no_data)
+    monkeypatch.setattr("compress.pipeline.saved.load_data", no_data)
     model = compress.load(finished, variant=variant, target=target)
     name = f"{variant}{f'.{target}' if target else ''}.onnx"
     images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)

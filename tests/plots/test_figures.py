@@ -17,22 +17,23 @@ from torch import nn
 
 from compress import QuantSpec, insert_quantizers
 from compress.errors import QuantizationError
-from compress.plots.graph import draw_block, lay_out
 from compress.plots.layers import (
     clipped_share,
+    draw_block,
     draw_bytes,
     draw_sqnr,
     expected_sqnr_db,
     interesting,
     largest,
+    lay_out,
     sqnr_series,
     weight_groups,
     worst,
 )
+from compress.plots.results import Point, draw_tradeoff, place_labels
 from compress.plots.style import DARK, LIGHT, NARROW, WIDE, settle, styled, to_inline_svg, to_png, variant_colours
-from compress.plots.tradeoff import Point, draw_tradeoff, place_labels
 from compress.quantization.block_graph import block_graph, typical_block
-from compress.records.rows import Histogram, LayerRow
+from compress.records.files import Histogram, LayerRow
 from tests.networks import TinyResNet
 
 

@@ -11,19 +11,8 @@ from matplotlib.text import Text
 from PIL import Image
 from torch import nn
 
-from compress.plots.roofline import (
-    Block,
-    convolution_rows,
-    draw_blocks,
-    draw_ceilings,
-    draw_convolution_shares,
-    draw_convolutions,
-    draw_roofline,
-    draw_rooflines,
-    family,
-    network_blocks,
-    roofline_caption,
-)
+from analysis.roofline_layers.run import Block, convolution_rows, draw_blocks, draw_convolutions, network_blocks
+from compress.plots.roofline import draw_ceilings, draw_roofline, draw_rooflines, family, roofline_caption
 from compress.plots.style import save_figure, styled
 from compress.roofline_model import Ceiling, Ceilings, Sample, find_device, roofline_of, workload
 
@@ -166,8 +155,7 @@ def test_convolutions_by_closed_form():
             assert row.arithmetic_intensity == pytest.approx(expected)
     for row in convolution_rows("3x3 depthwise", **settings):
         assert row.arithmetic_intensity < 9  # 18 flops a value, which is read and written
-    for figure in (draw_convolutions(device), draw_convolution_shares(device)):
-        assert overlapping_texts(figure) == []
+    assert overlapping_texts(draw_convolutions(device)) == []
 
 
 def test_blocks_gather_costs_and_fields(work):

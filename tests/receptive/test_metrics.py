@@ -8,19 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
-from compress.receptive.effective import radial_distance
-from compress.receptive.metrics import (
+from analysis.erf_paper.run import gaussian_size, uniform_profile, uniform_sigma
+from compress.receptive.effective import (
     above_threshold,
     contribution_area,
     distances,
     erf_metrics,
     gaussian_fit,
-    gaussian_size,
     mass_radius,
+    radial_distance,
     radial_profile,
     second_moment,
-    uniform_profile,
-    uniform_sigma,
 )
 
 maps = st.builds(

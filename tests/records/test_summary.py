@@ -15,14 +15,33 @@ from compress import Rule
 from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.recipe.tree import parse_recipe
-from compress.records import read_run
-from compress.records.files import SLOWER, RunData, foreign_files, is_untrained
-from compress.records.rows import IntervalRow, LayerCost, MixedRow, SlowRow
-from compress.records.slower import costly, not_faster, rules_text, slower_sentences
-from compress.records.summary import SUMMARY_COLUMNS, best_variant, summary_notes, summary_table, unavailable_engines
+from compress.records.files import (
+    SLOWER,
+    IntervalRow,
+    LayerCost,
+    MixedRow,
+    RunData,
+    SlowRow,
+    is_untrained,
+    read_run,
+)
+from compress.records.summary import (
+    best_variant,
+    costly,
+    foreign_files,
+    not_faster,
+    rules_text,
+    slower_sentences,
+    summary_columns,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+)
 from compress.report.headline import headline
 from compress.support.text import in_bytes, significant
 from tests.report.sample import metric, sample_epochs, sample_layers, sample_metrics, sample_placement
+
+SUMMARY_COLUMNS = summary_columns(())
 
 
 def metrics_of(*rows):

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
+from analysis.erf_gallery.run import draw_gallery
 from compress import effective_receptive_field, receptive_field
 from compress.errors import ReceptiveFieldError
-from compress.plots.erf import draw_drift, draw_field, draw_gallery, draw_growth, table_caption
+from compress.plots.erf import draw_drift, draw_field, table_caption
 from compress.receptive import ErfOptions, erf_drift
 from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
 from tests.plots.test_roofline import overlapping_texts
@@ -106,7 +107,6 @@ def test_every_figure_is_drawn(model, images):
         draw_field(field),
         draw_field(field, images[0]),
         draw_gallery([("a", [other, field]), ("b", [other])], text="see"),
-        draw_growth([("a", [other, field])], image_side=24),
         draw_drift(erf_drift(other, field)),
     ]
     assert all(isinstance(figure, Figure) for figure in figures)

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from compress.errors import RunError
-from compress.records import read_run, summary_table
-from compress.records.rows import IntervalRow
-from compress.report import write_comparison, write_report
+from compress.records.files import IntervalRow, read_run
+from compress.records.summary import summary_table
 from compress.report.blocks import Gallery
+from compress.report.document import class_names, class_table, prediction_blocks
 from compress.report.headline import headline
-from compress.report.task_blocks import class_names, class_table, prediction_blocks
+from compress.report.write import write_comparison, write_report
 from compress.support.text import plain
 from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE
@@ -348,7 +348,7 @@ def test_equal_input_gives_equal_files(tmp_path):
         if name == "here":
             write_report(folder)
         else:
-            line = f"from compress.report import write_report; write_report({str(folder)!r})"
+            line = f"from compress.report.write import write_report; write_report({str(folder)!r})"
             subprocess.run([sys.executable, "-c", line], env=os.environ | {"PYTHONHASHSEED": "3"}, check=True)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         contents.append({path.relative_to(folder): path.read_bytes() for path in files})

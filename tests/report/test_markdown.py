@@ -14,18 +14,19 @@ from markdown_it import MarkdownIt
 from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.errors import RunError
-from compress.plots.stacked import draw_engines, role_bytes
+from compress.plots.results import draw_engines, role_bytes
 from compress.plots.style import NARROW, WIDE, styled
-from compress.records import SUMMARY_COLUMNS, EngineRow, read_run, summary_table
-from compress.records.files import ENGINES
-from compress.report import write_report
-from compress.report.blocks import Code, Document, Section, Tiles, table
-from compress.report.writers import escape, to_markdown
+from compress.records.files import ENGINES, EngineRow, read_run
+from compress.records.summary import summary_columns, summary_table
+from compress.report.blocks import Code, Document, Section, Tiles, escape, table, to_markdown
+from compress.report.write import write_report
 from compress.support.text import plain
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
 
 READER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+SUMMARY_COLUMNS = summary_columns(())
 
 
 def rendered(text: str) -> Page:

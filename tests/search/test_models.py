@@ -23,11 +23,10 @@ from compress.search.front import Attempt, Bound, Outcome, Point, after, best, c
 from compress.search.lab import Figures, build, with_formats
 from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
 from compress.search.network import distance
-from compress.search.search import NEAR, _lab, check_request, corrected, go_on
+from compress.search.search import NEAR, _lab, check_request, corrected, go_on, open_study, results
 from compress.search.space import Space, best_within, key_of, make_space, otherwise, uniform
 from compress.search.structure import analyse
 from compress.search.timing import Timed
-from compress.search.trials import open_study, results
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification
 from tests.networks import network

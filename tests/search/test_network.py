@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from compress import ModelSpec, SearchSpec, build_model
 from compress.errors import SearchError
-from compress.search.criteria import CRITERIA, channel_scores
-from compress.search.network import apply, distance, reconstruct, removed_classes
+from compress.search.network import CRITERIA, apply, channel_scores, distance, reconstruct, removed_classes
 from compress.search.space import make_space
 from compress.search.structure import analyse
 from tests.networks import network
@@ -163,7 +162,7 @@ def test_a_rebuilt_network_takes_the_weights():
     configuration = {"width conv1": "4", "block block1": "left out"}
     small = apply(STRUCTURE, configuration, scores)
     options = {"model": {"name": "tests.networks:tiny"}, "image": [3, 16, 16], "configuration": configuration}
-    made = build_model(ModelSpec(name="compress.search.rebuild:network", options=options), num_classes=10)
+    made = build_model(ModelSpec(name="compress.search.network:rebuilt", options=options), num_classes=10)
     made.load_state_dict(small.state_dict())
     torch.testing.assert_close(made.eval()(IMAGES), small(IMAGES))
 

@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from compress.errors import EngineError, SearchError
-from compress.search.trials import add_starts, failures, open_study, reclaim, results, run_trials
+from compress.search.search import add_starts, failures, open_study, reclaim, results, run_trials
 from compress.support.progress import NoProgress
 from tests.fresh import finish, start
 from tests.search.worker import SPACE, STARTS, figures, work

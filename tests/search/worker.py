@@ -3,8 +3,8 @@
 import time
 
 from compress.search.lab import Figures
+from compress.search.search import add_starts, open_study, run_trials
 from compress.search.space import Space
-from compress.search.trials import add_starts, open_study, run_trials
 from compress.support.progress import NoProgress
 
 SPACE = Space(elements={f"width {i}": ("4", "3", "2", "1") for i in range(3)})

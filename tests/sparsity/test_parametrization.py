@@ -26,7 +26,7 @@ from compress import (
 )
 from compress.errors import CheckpointError, SparsityError
 from compress.graph.modules import bake
-from compress.models.weights import load_state
+from compress.models.by_name import fit_state
 from compress.quantization.learned import freeze_scales
 from compress.sparsity.parametrization import NMMask, apply_masks, masked_layers, masks_of, nm_mask, verify_nm
 from compress.training.checkpoint import load_model, save_model
@@ -334,7 +334,7 @@ def test_files_of_sparse_and_dense_models_are_not_taken_for_each_other(tmp_path)
         load_model(model, dense_file)
     assert all(torch.equal(dense.state_dict()[key], value) for key, value in state.items())
     with pytest.raises(CheckpointError, match="of a masked network: call sparsify before loading it"):
-        load_state(dense, model.state_dict(), source="masked.pt")
+        fit_state(dense, model.state_dict(), source="masked.pt")
     squash_masks(model)
     load_model(dense, save_model(model, tmp_path / "squashed"))
     assert torch.equal(dense[3].weight, model[3].weight)

@@ -21,6 +21,7 @@ from compress.sparsity.parametrization import (
     from_groups,
     gumbel_noise,
     gumbel_softmax,
+    mask_optimizer_state,
     masked_layers,
     masks_of,
     nm_mask,
@@ -28,7 +29,6 @@ from compress.sparsity.parametrization import (
     unstructured_mask,
     verify_nm,
 )
-from compress.sparsity.schedule import mask_optimizer_state
 from compress.sparsity.spec import SparsityRule
 from tests.sparsity.nets import batch, small
 

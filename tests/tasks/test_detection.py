@@ -8,7 +8,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from compress.errors import DataError, ModelError, RecipeError
-from compress.tasks.detection import MeanPrecision, detection
+from compress.tasks.detection import Detections, detection
 from compress.tasks.load import make_task
 
 LABELS = ("red cell", "white cell", "platelet")
@@ -66,7 +66,7 @@ def reference(found, truth):
 
 
 def meter(found, truth):
-    one = MeanPrecision(LABELS, decode=lambda outputs: found)
+    one = Detections(LABELS, decode=lambda outputs: found)
     one.update((torch.zeros(len(found)),), truth)
     return one
 

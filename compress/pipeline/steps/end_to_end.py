@@ -17,10 +17,9 @@ from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.files import read_regular
 from compress.measure.end_to_end import EndToEnd, Source, measure_end_to_end
 from compress.measure.spec import BenchSpec
-from compress.pipeline.again import finished_run, networks_of
 from compress.pipeline.run import Run
-from compress.records.files import END_TO_END
-from compress.records.rows import Breakdown
+from compress.pipeline.saved import finished_run, networks_of
+from compress.records.files import END_TO_END, Breakdown
 from compress.support.limits import IMAGE_PIXELS
 from compress.support.progress import NoProgress, Progress
 
@@ -41,11 +40,6 @@ def bench_end_to_end(
 
     `files` are ONNX files, or one run folder; `images` a folder searched to any depth; None = a run's evaluation
     images, `split` if loaded. `device` resizes and normalizes.
-
-    Raises:
-        RunError: files and folders mixed, or a folder without ONNX files.
-        DataError: no images.
-        EngineError: as `measure_end_to_end`, or no engine.
     """
     networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
@@ -81,7 +75,6 @@ def bench_end_to_end(
 
 
 def end_to_end_step(run: Run) -> None:
-    """Write end_to_end.json where `bench.end_to_end` asks for it."""
     spec = run.recipe.bench
     if not spec.end_to_end or run.folder.done("end_to_end"):
         return

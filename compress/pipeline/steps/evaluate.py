@@ -1,24 +1,39 @@
-"""The steps that measure the metric of every engine, and latency of all in turn."""
+"""The steps that measure: the metric of every engine, latency of all in turn, and layers no faster than float."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
+from compress.data.base import Batch, BatchPlan
+from compress.data.preprocessing import Preprocessing
 from compress.engines import Engine
-from compress.engines.registry import target_of
-from compress.errors import EngineError, EngineUnavailableError
-from compress.files import write_json
-from compress.measure.accuracy import EngineFigures, compare_figures
+from compress.engines.onnx_file import load_onnx
+from compress.engines.registry import suits, target_of
+from compress.errors import CompressError, DataError, EngineError, EngineUnavailableError
+from compress.export.names import module_of
+from compress.files import replacing, write_json
+from compress.graph.ops import onnx_operators
+from compress.measure.accuracy import EngineFigures, compare_figures, kept_images, measure_accuracy, measure_metric
+from compress.measure.bootstrap import compare_evidence
 from compress.measure.latency import (
     Latency,
+    cpu_time,
+    disturbance,
     first_quiet,
     latency_ratio,
+    measure_engine_layers,
     measure_latency,
     paired_interval,
     random_inputs,
@@ -28,29 +43,352 @@ from compress.measure.machine import describe_machine
 from compress.measure.metric import PAIRED, Metric
 from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles, Run
-from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
-from compress.pipeline.steps.judge import evaluation_batch, judge
-from compress.pipeline.steps.slower import keep_slower, slower
 from compress.quantization.spec import Target
-from compress.records.summary import family
-from compress.support.progress import Progress
+from compress.records.files import (
+    INTERVALS,
+    PRECISION,
+    PREDICTIONS,
+    SLOWER,
+    IntervalRow,
+    LayerCost,
+    PrecisionRow,
+    PredictionRow,
+    SlowRow,
+)
+from compress.records.summary import family, not_faster
+from compress.support.meters import Meter
+from compress.support.process import core_count
+from compress.support.progress import NoProgress, Progress
 from compress.support.text import display, significant
+from compress.tasks.base import Evidence
+from compress.tasks.classification import TOP1
+from compress.tasks.detection import Detections
 from compress.variants import Variant
 
-TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms", *PAIRED)
-"""Names of the metrics that `bench` measures."""
+_ENGINES = ("openvino", "onnxruntime")  # engines that time their layers
+_RUNS = (5, 30)
+_WARMUP = 3
+_TRIES = 2
+_LAYERS = onnx_operators(lambda traits: traits.category in {"weighted", "product"})
 
-_LEAST_TURNS = 6
-"""Turns from which on order statistics bound a median at 95 %."""
+
+def slower(
+    files: Mapping[str, NetworkFiles],
+    metrics: Sequence[Metric],
+    spec: BenchSpec,
+    targets: Sequence[Target],
+    *,
+    progress: Progress | None = None,
+) -> tuple[SlowRow, ...]:
+    """Return the quantized networks no faster than float, with the layers at fault.
+
+    Files placed for another engine are left out. `metrics` are those of `bench`; `spec` has engines, threads and time.
+    """
+    rows = []
+    for row in not_faster(metrics):
+        engine = family(row.engine)
+        if engine in _ENGINES and row.variant in files and suits(engine, targets):
+            plain, quantized = (files[name].of(engine) for name in (Variant.FLOAT, row.variant))
+            rows.append(_with_layers(row, plain, quantized, spec, progress or NoProgress()))
+    return tuple(rows)
+
+
+def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, progress: Progress) -> SlowRow:
+    """Time the layers of both networks, again if the machine was busy, and return the row with the slower ones."""
+    engine, (least, most) = family(row.engine), _RUNS
+    runs = max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
+    for _ in range(_TRIES):
+        before = cpu_time()
+        try:
+            times = measure_engine_layers(
+                {"float": plain, "quantized": quantized},
+                layers_of(plain),
+                engine=engine,
+                batch_size=row.batch_size,
+                precision=precision_of(row.float_engine),
+                threads=spec.threads,
+                warmup=_WARMUP,
+                runs=runs,
+                follow=True,
+                progress=progress,
+            )
+        except EngineError:  # an engine of a version that does not time its layers
+            return row
+        unquiet = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+        if not unquiet:
+            break
+    row = replace(row, target=target_of(engine) or "", unquiet=unquiet)
+    if unquiet:
+        return row
+    float_ms, quantized_ms = times["float"].ms, times["quantized"].ms
+    costs = [
+        LayerCost(layer=layer, float_ms=float_ms[layer], quantized_ms=quantized_ms[layer])
+        for layer in float_ms
+        if quantized_ms[layer] > float_ms[layer]
+    ]
+    costs.sort(key=lambda cost: -cost.lost_ms)
+    return replace(row, layers=tuple(costs), rest_ms=times["quantized"].rest_ms, float_rest_ms=times["float"].rest_ms)
+
+
+def precision_of(label: str) -> str | None:
+    return "f32" if family(label) == "openvino" and "f32" in label else None
+
+
+def layers_of(path: Path) -> list[str]:
+    nodes = (node for node in load_onnx(path).graph.node if node.op_type in _LAYERS)
+    return [module for module in dict.fromkeys(module_of(node.name) for node in nodes) if module]
+
+
+def keep_slower(
+    folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
+) -> Sequence[SlowRow]:
+    before = SLOWER.read(folder) or ()
+    kept = [
+        row
+        for row in before
+        if row.variant not in files or family(row.engine) not in spec.engines or row.batch_size not in spec.batch_sizes
+    ]
+    kept += rows
+    if kept or before:
+        SLOWER.write(folder, kept)
+    return kept
+
+
+IMAGES = 4
+_LONGEST_SIDE = 480
+_QUALITY = 85
+_FOLDER = "predictions"
+TRUTH = "truth"
+
+
+@dataclass
+class Answers:
+    """The kept answers of one network on one engine.
+
+    Attributes:
+        evidence: each image's part of the metric, or None.
+        outputs: batches of one.
+    """
+
+    evidence: Evidence | None
+    wanted: tuple[int, ...] = ()
+    outputs: list[Any] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    count: int = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        if self.evidence is not None:
+            self.evidence.update(outputs, targets)
+        for i in range(len(targets)):
+            if self.count + i in self.wanted:
+                self.outputs.append(_row(outputs, i))
+                self.targets.append(targets[i : i + 1])
+        self.count += len(targets)
+
+
+def answers_of(run: Run) -> Answers:
+    count = len(run.data.val)
+    wanted = sorted({round(i * (count - 1) / max(1, IMAGES - 1)) for i in range(min(IMAGES, count))})
+    return Answers(evidence=None if run.task.evidence is None else run.task.evidence(), wanted=tuple(wanted))
+
+
+def _row(outputs: Any, index: int) -> object:
+    if isinstance(outputs, Mapping):
+        return {name: value[index : index + 1] for name, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return tuple(value[index : index + 1] for value in outputs)
+    return outputs[index : index + 1]
+
+
+def keep_comparisons(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
+    """Write intervals.json, precision.json and images; failures become notes."""
+    for work in (_keep_intervals, _keep_precision, _keep_images):
+        try:
+            work(run, seen)
+        except (CompressError, ValueError, TypeError, RuntimeError, IndexError) as error:  # of a user's own decoding
+            what = work.__name__.removeprefix("_keep_")
+            run.notes.append(f"the report has no {what} ({type(error).__name__}: {error})")
+
+
+def _keep_intervals(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
+    metric, rows = run.task.metric, []
+    for (variant, label), one in seen.items():
+        float_label = "torch" if label.startswith("torch") else label
+        reference = seen.get((Variant.FLOAT, float_label))
+        if one.evidence is None or reference is None or reference.evidence is None:
+            continue
+        found = compare_evidence(reference.evidence, one.evidence)
+        shown = {
+            name: metric.shown(getattr(found, name))
+            for name in ("value", "low", "high", "difference", "difference_low", "difference_high")
+        }
+        rows.append(
+            IntervalRow(
+                variant=variant,
+                engine=label,
+                metric=metric.name,
+                unit=metric.unit,
+                images=found.images,
+                measurable=found.measurable,
+                **shown,
+            )
+        )
+    if rows:
+        INTERVALS.write(run.folder.path, rows)
+
+
+def _keep_precision(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
+    rows = [
+        PrecisionRow(variant=variant, engine=label, label=name, precision=precision)
+        for (variant, label), one in _first_engines(seen).items()
+        if isinstance(one.evidence, Detections)
+        for name, precision in one.evidence.curves()
+    ]
+    if rows:
+        PRECISION.write(run.folder.path, rows)
+
+
+def _first_engines(seen: Mapping[tuple[Variant, str], Answers]) -> dict[tuple[Variant, str], Answers]:
+    chosen: dict[Variant, str] = {}
+    for variant, label in seen:
+        if variant not in chosen or (chosen[variant].startswith("torch") and not label.startswith("torch")):
+            chosen[variant] = label
+    return {(variant, label): seen[variant, label] for variant, label in chosen.items()}
+
+
+def _keep_images(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
+    chosen = _first_engines(seen)
+    if not chosen:
+        return
+    first = next(iter(chosen.values()))
+    if first.count != len(run.data.val):  # images that cannot be read shift those after them
+        raise DataError(f"{first.count} of {len(run.data.val)} images could be read")
+    draw = _classified(run, first.targets[0]) if run.task.draw is None else run.task.draw
+    if draw is None:
+        return
+    rows: list[PredictionRow] = []
+    for place, index in enumerate(first.wanted):
+        images = run.data.val.load([index], epoch=None, device=torch.device("cpu"))[0]
+        pixels = run.data.val.preprocessing.pixels(images)
+        if pixels.shape[1] not in (1, 3):
+            return
+        shown: list[tuple[str, str, Any]] = [(TRUTH, "", None)]
+        shown += [(variant, label, one.outputs[place]) for (variant, label), one in chosen.items()]
+        for variant, label, outputs in shown:
+            drawn = draw(pixels, outputs, first.targets[place] if outputs is None else None)
+            picture, text = drawn if isinstance(drawn, tuple) else (drawn, "")
+            name = f"{_FOLDER}/{place}-{variant}.jpg"
+            _save(picture[0], run.folder / name)
+            rows.append(PredictionRow(image=index, variant=variant, engine=label, file=name, text=text))
+    PREDICTIONS.write(run.folder.path, rows)
+
+
+def _classified(run: Run, target: Any) -> Callable[[Tensor, Any, Any], tuple[Tensor, str]] | None:
+    """Return a drawing of classes as text; None without one class for each image."""
+    if run.task.name != "classification" or torch.as_tensor(target).numel() != 1:
+        return None
+    labels: Sequence[str] = run.data.val.labels
+
+    def draw(pixels: Tensor, outputs: Any, targets: Any) -> tuple[Tensor, str]:
+        if outputs is None:
+            return pixels, str(labels[int(targets[0])])
+        share, label = torch.as_tensor(outputs)[0].float().softmax(0).max(0)
+        name = labels[int(label)] if int(label) < len(labels) else str(int(label))
+        return pixels, f"{name} {100 * share.item():.0f} %"
+
+    return draw
+
+
+def _save(pixels: Tensor, path: Path) -> None:
+    """Write an image (C, H, W) uint8 as JPEG, longer side at most 480 pixels."""
+    image = Image.fromarray(pixels.expand(3, -1, -1).movedim(0, -1).contiguous().cpu().numpy())
+    scale = _LONGEST_SIDE / max(image.size)
+    if scale < 1:
+        image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
+    with replacing(path) as temporary:
+        image.save(temporary, format="JPEG", quality=_QUALITY)
+
+
+_CLASSIFICATION_BATCH = 32
+
+
+def evaluation_batch(run: Run) -> int:
+    return _CLASSIFICATION_BATCH if run.task.name == "classification" else run.recipe.data.batch_size
+
+
+def judge(
+    run: Run,
+    engine: Engine,
+    *,
+    preprocessing: Preprocessing | None = None,
+    limit: int | None = None,
+    answers: Answers | None = None,
+) -> EngineFigures:
+    """Measure the task's metric on an engine.
+
+    `preprocessing` is compared with the file's; `limit` None = all; `answers` keeps outputs for the report.
+    """
+    batches = _Evaluation(run, limit)
+    metric = run.task.metric
+    if metric is TOP1:
+        seen = measure_accuracy(engine, batches, preprocessing=preprocessing, keep_logits=True, progress=run.progress)
+        logits = torch.from_numpy(seen.logits)
+        if answers is not None:
+            answers.update(logits, torch.cat(batches.targets))
+        values = {"top1": seen.top1, "top5": seen.top5}
+        return EngineFigures(label=seen.label, values=values, images=seen.images, outputs=(logits,), notes=seen.notes)
+    probe = {tensor.name: torch.zeros(1, *tensor.shape[1:]) for tensor in engine.outputs}
+    if answers is not None:
+        metric = replace(metric, make=lambda: _Both(run.task.metric.make(), answers))
+    return measure_metric(
+        engine,
+        batches,
+        metric,
+        preprocessing=preprocessing,
+        keep=kept_images(probe),
+        progress=run.progress,
+    )
+
+
+class _Both:
+    def __init__(self, meter: Meter, answers: Answers) -> None:
+        self.meter, self.answers = meter, answers
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.meter.update(outputs, targets)
+        self.answers.update(outputs, targets)
+
+    def compute(self) -> object:
+        return self.meter.compute()
+
+
+class _Evaluation:
+    """The evaluation split in batches, iterable repeatedly."""
+
+    def __init__(self, run: Run, limit: int | None) -> None:
+        self.split = run.data.val
+        self.plan = BatchPlan(batch_size=evaluation_batch(run), limit=limit)
+        self.targets: list[Any] = []
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.targets.clear()
+        for images, targets in self.split.batches(self.plan):
+            self.targets.append(targets)
+            yield images, targets
+
+
+TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms", *PAIRED)
+
+_LEAST_TURNS = 6  # turns from which on order statistics bound a median at 95 %
 PROBE_IMAGES = 8
-POOR_PARITY_DB = 20.0
-"""Signal to noise of logits under which the first differing layer is looked for."""
-ADDS_UP_DB = 10.0
-"""Loss within one layer that rounding explains."""
+POOR_PARITY_DB = 20.0  # signal to noise of logits under which the first differing layer is looked for
+ADDS_UP_DB = 10.0  # loss within one layer that rounding explains
 
 
 def evaluate_step(run: Run) -> None:
-    """Measure each network on each engine, and its distance to fake quantization."""
     if run.folder.done("evaluate"):
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
@@ -79,7 +417,6 @@ def _evaluate_torch(
     metrics: list[Metric],
     answers: dict[tuple[Variant, str], Answers],
 ) -> EngineFigures:
-    """Measure the network in torch, the reference of its engines."""
     with run.in_torch(variant, target) as engine:
         label = engine.info.label
         seen = judge(run, engine, answers=answers.setdefault((variant, label), answers_of(run)))
@@ -89,7 +426,6 @@ def _evaluate_torch(
 
 
 def _say(run: Run, variant: Variant, label: str, seen: EngineFigures) -> None:
-    """Note the metric of a network on an engine."""
     metric = run.task.metric
     value = metric.text(seen.values[metric.name])
     run.progress.note(f"{metric.title}: {variant.label} on {display(label)} {value} of {seen.images} images")
@@ -128,7 +464,6 @@ def _evaluate_engine(
 
 
 def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], precision: str | None = None) -> str:
-    """Return a sentence on the first layer in which an engine differs from its file, if its logits are far off."""
     try:
         found = first_difference(path, engine, images, precision=precision)
     except EngineError as error:
@@ -165,7 +500,6 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]
 
 
 def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
-    """Warn of files written for one engine and measured on another."""
     spec, suits = run.recipe.quantization, target_of(engine)
     if spec is None or not variant.is_quantized or suits is None or suits in spec.targets:
         return ""
@@ -176,7 +510,6 @@ def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
 
 
 def _of_those_before(found: LayerDifference) -> str:
-    """Tell whether a layer is at fault, or rounding that adds up."""
     if found.before_db == float("inf"):
         return "nothing differs before it"
     if found.before_db - found.sqnr_db < ADDS_UP_DB:
@@ -201,7 +534,6 @@ def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Me
 
 
 def bench_step(run: Run) -> None:
-    """Measure latency and throughput of every network on every engine."""
     if run.folder.done("bench"):
         return
     files = {str(variant): run.files(variant) for variant in run.variants}
@@ -215,7 +547,6 @@ def bench_step(run: Run) -> None:
 def bench(
     files: Mapping[str, NetworkFiles], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress
 ) -> list[Metric]:
-    """Measure latency, all variants in turn at each batch size."""
     metrics: list[Metric] = []
     for batch_size in spec.batch_sizes:
         with ExitStack() as stack:
@@ -319,7 +650,6 @@ def paired_speeds(engines: Mapping[str, tuple[str, Engine]], timed: Sequence[Lat
 
 
 def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: Sequence[int]) -> list[Metric]:
-    """Return times by the GPU's clock, with and without copies."""
     metrics = []
     for label, (variant, engine) in engines.items():
         seen = engine.gpu_times(random_inputs(engine, label, batch_size, sides))

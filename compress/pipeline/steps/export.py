@@ -28,18 +28,16 @@ from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
 from compress.quantization.spec import QuantSpec, Target
-from compress.records.files import LAYERS, OPERATIONS
-from compress.records.rows import LayerRow, OperationRow
+from compress.records.files import LAYERS, OPERATIONS, LayerRow, OperationRow
 from compress.support.text import in_bytes
 from compress.variants import Variant
 
+# What writes a file for a phone's engine beside the ONNX file, and its suffix.
 PHONES: dict[str, tuple[Callable[..., Path], str]] = {
     "litert": (export_litert, ".tflite"),
     "executorch": (export_executorch, ".pte"),
 }
-"""What writes a file for a phone's engine beside the ONNX file, and its suffix."""
-SQNR_IMAGES = 64
-"""Evaluation images that layer outputs are compared on."""
+SQNR_IMAGES = 64  # evaluation images that layer outputs are compared on
 
 
 def export_step(run: Run) -> None:
@@ -131,7 +129,6 @@ def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
 
 
 def _layer_rows(run: Run) -> list[LayerRow]:
-    """Return a row for each weighted layer, with losses of the last quantized network."""
     last = (run.networks.get((variant, None)) for variant in (Variant.QAT, Variant.PTQ))
     quantized = next((model for model in last if isinstance(model, fx.GraphModule)), None)
     try:
@@ -204,7 +201,6 @@ def write_into_own_graph(
 
 
 def _another_form(export: ExportSpec) -> str:
-    """Return why the recipe needs an exported file; "" if not."""
     if export.precision != "fp32":
         return f"export.precision is {export.precision}, and the types of a file's own graph stay as they are"
     if export.channel_scales != "weight":
@@ -213,7 +209,6 @@ def _another_form(export: ExportSpec) -> str:
 
 
 def _unfit(file: Path) -> str:
-    """Return why a run cannot measure this interface; "" if it can."""
     graph = load_source(file).proto.graph
     if not all(open_batch(value) for value in graph.input):
         return "it states the size of its batch, and a run measures several"

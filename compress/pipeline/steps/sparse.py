@@ -13,25 +13,21 @@ from compress.data.base import BatchPlan
 from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json
-from compress.models.weights import read_state_dict
+from compress.models.by_name import read_state_dict
 from compress.pipeline.run import Run, layer_weight, stem
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline_model import sparse_bound
-from compress.sparsity.channel_pruning import prune_channels
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
-from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
-from compress.sparsity.schedule import MaskSchedule
-from compress.sparsity.sparsifier import mask_options, sparsify
+from compress.sparsity.parametrization import MaskSchedule, apply_masks, masked_layers, squash_masks
+from compress.sparsity.sparsifier import mask_options, prune_channels, sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training.checkpoint import load_model, save_model
 from compress.training.freezing import recalibrate_batchnorm
 from compress.variants import Variant
 
-GPU = "a100"
-"""Device of the report's bound: the first kind with 2:4 tensor cores."""
+GPU = "a100"  # device of the report's bound: the first kind with 2:4 tensor cores
 
-RECALIBRATION_IMAGES = 1024
-"""Training images for BatchNorm if no training follows."""
+RECALIBRATION_IMAGES = 1024  # training images for BatchNorm if no training follows
 
 _MASK = ".parametrizations.weight.0.mask"
 
@@ -71,7 +67,6 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
 
 
 def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, pattern: Pattern) -> None:
-    """Mask the network, or take a stopped run's masks."""
     path = run.path("masked.safetensors")
     if not run.folder.done("mask"):
         report = sparsify(
@@ -96,7 +91,6 @@ def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, patt
 
 
 def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Pattern) -> str:
-    """Return a sentence on the pattern's largest speedup."""
     if str(pattern) != "2:4":
         return f"no engine is faster for {pattern}"
     precision = "fp16" if run.recipe.quantization is None else "int8"
@@ -156,11 +150,6 @@ def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def check_pattern(run: Run) -> None:
-    """Refuse an exported file that breaks the n:m pattern.
-
-    Raises:
-        AuditError: names the operation and the number of groups.
-    """
     pattern = check_sparsity_spec(run.sparsity)
     if pattern.kind != "nm":
         return

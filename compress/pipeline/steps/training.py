@@ -67,7 +67,6 @@ def train(
 
 
 def _reference(run: Run) -> float | None:
-    """Return the float network's metric."""
     value: float | None = run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
     return value
 
@@ -82,7 +81,6 @@ def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
 
 
 def facts_of(report: TrainReport, metric: TaskMetric) -> dict[str, float]:
-    """A training's figures for `state.json`."""
     figures = {metric.name: report.final.values[metric.name]}
     return {**figures, "images_per_s": report.images_per_s, "seconds": report.seconds}
 
@@ -99,17 +97,12 @@ def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -
 
 
 def build_float(recipe: Recipe) -> BuiltModel:
-    """Build the recipe's model, from the seed or with its weights."""
     torch.manual_seed(recipe.train.seed)
     return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data), task=recipe.task)
 
 
 def check_start(start: Path | None, recipe: Recipe, data: DataSet) -> None:
-    """Refuse a run whose float network is not that of `recipe` on `data`.
-
-    Raises:
-        RunError: it is another network, or not trained to its end.
-    """
+    """Refuse a run whose float network is not that of `recipe` on `data`."""
     if start is None:
         return
     step, there = Variant.FLOAT.step, read_state(start)

@@ -31,8 +31,7 @@ from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import Recipe, parse_recipe
 from compress.support.progress import NoProgress, Progress, tracked
 
-LEAST_AGREEMENT = 0.98
-"""Share of images that must get the float network's class."""
+LEAST_AGREEMENT = 0.98  # share of images that must get the float network's class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +76,8 @@ class FormResult:
     """The result of a form on one compute capability.
 
     Attributes:
-        unknown_sizes: activations of unknown bytes, not counted.
         least_ms: bound for the batch; None without a device.
         agreement, sqnr_db: against the float network in ONNX Runtime; None = cannot run.
-        error: why there is no engine; "" = there is one.
     """
 
     form: str
@@ -102,9 +99,7 @@ class Explorer:
     """A network and its images.
 
     Attributes:
-        recipe: before overrides.
         images: (N, 3, H, W).
-        options: capabilities are taken one by one.
         device: of bounds, or None.
     """
 
@@ -126,11 +121,6 @@ class Explorer:
         return self._run(export_onnx(self.model, self.example, self.folder / "reference.onnx"))
 
     def explore(self, forms: Sequence[Form] = FORMS) -> tuple[FormResult, ...]:
-        """Try every form on every compute capability.
-
-        Raises:
-            RecipeError: a bad override, or no compute capability.
-        """
         if not self.options.sms:
             raise RecipeError("exploring needs the compute capabilities to build for, such as 89,120")
         forms = [form for form in forms if self.device is not None or not form.where_it_pays]
@@ -194,7 +184,6 @@ class Explorer:
             out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it has everything
 
     def _unprofitable(self, recipe: Recipe) -> list[Rule]:
-        """Return rules that leave layers float in which INT8 cannot pay."""
         audit = self._build(self._export(recipe, "all INT8"), self.options.sms[0])
         choices = int8_choices(audit, device=str(self.device), batch_size=self.batch_size)
         nodes = {layer.name: layer.onnx_nodes for layer in audit.weighted}
@@ -210,22 +199,13 @@ class Explorer:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return a recipe with overrides.
-
-    Raises:
-        RecipeError: one that it does not take.
-    """
     return parse_recipe(yaml.safe_load(recipe.to_yaml()), overrides, source="explore")
 
 
 def best(
     results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT, int8: bool = False
 ) -> Mapping[int, FormResult]:
-    """Return, for each compute capability, the near enough form that moves the fewest bytes.
-
-    Raises:
-        AuditError: no form is near enough.
-    """
+    """Return, for each compute capability, the near enough form that moves the fewest bytes."""
     fit = [r for r in results if not r.error and r.agreement is not None and r.agreement >= least_agreement]
     fit = [r for r in fit if not int8 or r.int8_share >= 0.5]
     if not fit:

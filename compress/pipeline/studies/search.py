@@ -1,9 +1,9 @@
-"""The command `search`."""
+"""The command `search`: a front, and its points trained and timed beside float."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,25 +11,128 @@ import torch
 from torch import nn
 
 from compress.data.load import load_data
+from compress.engines import build_engine
 from compress.errors import RunError, SearchError
-from compress.files import write_json
+from compress.export.onnx import export_onnx
+from compress.files import write_json, write_text
+from compress.measure.latency import time_files
 from compress.measure.machine import describe_machine
+from compress.models.spec import ModelSpec
+from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
+from compress.pipeline.steps.evaluate import judge
 from compress.pipeline.steps.training import build_float, float_step
-from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
-from compress.search.front import Attempt, Bound, Front, Outcome, after, best, order
+from compress.search.front import Attempt, Bound, Front, Outcome, Point, after, best, order
+from compress.search.lab import quantization_of, sparsity_spec, time_ratio
 from compress.search.search import check_request, search
-from compress.search.space import make_space
+from compress.search.space import make_space, sparse_layers
 from compress.search.structure import analyse
 from compress.search.timing import channel_block
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored
-from compress.training.checkpoint import load_model
+from compress.training.checkpoint import load_model, save_model
+from compress.training.spec import TrainSpec
 from compress.variants import Variant
+
+REBUILD = "compress.search.network:rebuilt"
+_RUNS, _SECONDS = 200, 3.0
+
+
+def attempt(run: Run, front: Front, point: Point, name: str, reference: Path) -> Attempt:
+    folder = run.path(name)
+    recipe, command = point_recipe(run, front, point, run.path(f"{name}.safetensors"))
+    write_text(run.path(f"{name}.yaml"), recipe.to_yaml())
+    run_recipe(recipe, command, folder, resume=folder.exists(), device=str(run.device), progress=run.progress)
+    variants = [variant for variant in Variant if (folder / variant.onnx_file).is_file() and _wanted(command, variant)]
+    files = {str(variant): folder / variant.onnx_file for variant in variants}
+    scores, times, unquiet = measure_files(run, front, {"reference": reference, **files})
+    metric = run.task.metric
+    best = min(files, key=lambda key: (metric.drop(scores["reference"], scores[key]), times[key][1]))
+    return Attempt(
+        label=point.label,
+        folder=name,
+        variant=best,
+        file=f"{name}/{files[best].name}",
+        ms=times[best][0],
+        ratio=times[best][1],
+        score=scores[best],
+        drop=metric.drop(scores["reference"], scores[best]),
+        unquiet=unquiet,
+    )
+
+
+def point_recipe(run: Run, front: Front, point: Point, weights: Path) -> tuple[Recipe, str]:
+    network = front.network(point)
+    save_model(network, weights, {"step": "search", "recipe": run.recipe.digest()})
+    recipe, lab, spec = run.recipe, front.lab, front.lab.spec
+    quantization = quantization_of(lab, network, point.configuration)
+    present = {path for path, _ in network.named_modules()}
+    sparse = [layer for layer in sparse_layers(lab.structure, point.configuration) if layer in present]
+    tuning = {f.name: getattr(recipe.finetune, f.name) for f in fields(TrainSpec)}
+    made = replace(
+        recipe,
+        model=_model(run, point, weights),
+        train=TrainSpec(**tuning),
+        quantization=quantization,
+        sparsity=sparsity_spec(sparse) if sparse else None,
+        bench=replace(recipe.bench, engines=(lab.engine,), batch_sizes=(spec.batch_size,), threads=spec.threads),
+        teacher=recipe.teacher or replace(recipe.model, weights=str(run.path(Variant.FLOAT.weights_file))),
+    )
+    if sparse:
+        return made, "prune"
+    return made, "train" if quantization is None else "ptq" if recipe.qat is None else "qat"
+
+
+def _model(run: Run, point: Point, weights: Path) -> ModelSpec:
+    whole = {key: value for key, value in asdict(run.recipe.model).items() if key != "weights"}
+    options: dict[str, Any] = {
+        "model": whole,
+        "image": list(run.data.val.preprocessing.input_shape),
+        "configuration": dict(point.configuration),
+        "task": run.recipe.task,
+    }
+    return ModelSpec(name=REBUILD, weights=str(weights), num_classes=run.recipe.model.num_classes, options=options)
+
+
+def _wanted(command: str, variant: Variant) -> bool:
+    """Whether a run's network is what its point asked for: quantized, sparse, both or neither."""
+    if command == "train":
+        return variant is Variant.FLOAT
+    return variant.is_quantized and (variant.is_sparse or command != "prune")
+
+
+def measure_files(
+    run: Run, front: Front, files: Mapping[str, Path], *, images: int | None = None
+) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
+    """Return each file's metric, (ms, time over `reference`'s), and why these do not compare.
+
+    `files` include `reference`, with open batch size. `images`: None = all.
+    """
+    spec, engine = front.lab.spec, front.lab.engine
+    scores = {}
+    for name, path in files.items():
+        with build_engine(path, engine, threads=spec.threads, precision=spec.precision) as built:
+            scores[name] = judge(run, built, limit=images).values[run.task.metric.name]
+    timed = time_files(
+        files,
+        engine,
+        batch_size=spec.batch_size,
+        threads=spec.threads,
+        precisions=dict.fromkeys(files, spec.precision),
+        runs=_RUNS,
+        seconds=_SECONDS,
+    )
+    times = {name: (row.p50_ms, time_ratio(row, timed["reference"])) for name, row in timed.items()}
+    return scores, times, next((row.unquiet for row in timed.values() if row.unquiet), "")
+
+
+def export_open(run: Run, network: nn.Module, path: Path) -> Path:
+    return export_onnx(network.cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
+
 
 STEP = "search"
 _SCORED = 8  # points of the front whose metric is measured before fine-tuning
@@ -53,10 +156,6 @@ def search_run(
     `latency`: largest share of float's latency, or `max_drop`: most points lost. `storage`: of trials, for several
     workers;
     None = a file in the folder. `device`: None = a GPU where there is one.
-
-    Raises:
-        SearchError: an impossible request, or no network keeps the bound.
-        CompressError: as its steps do.
     """
     if latency is None and max_drop is None:
         raise SearchError("search takes a bound: --latency 0.5 (of the float network's) or --max-drop 1.0 (points)")
@@ -103,12 +202,6 @@ def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
 def search_worker(
     out: Path, *, engine: str, storage: str | None = None, device: str | None = None, progress: Progress | None = None
 ) -> Front:
-    """Take part in a search begun in `out`.
-
-    Raises:
-        RunError: no float network yet.
-        SearchError: no trials yet, or another engine.
-    """
     recipe = recipe_from_anywhere(out)
     check_request(engine, spec=recipe.search)
     state = read_state(out)
@@ -163,7 +256,6 @@ def _search(
 
 
 def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
-    """Return the metric of float and of points before fine-tuning."""
     rows = [point for point in front.front if point.configuration]
     step = max(1, -(-len(rows) // _SCORED))
     files = {"reference": reference}

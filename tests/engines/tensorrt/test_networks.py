@@ -23,7 +23,7 @@ from compress.audit.files import parse_build_log
 from compress.audit.onnx import audit_sparsity
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
-from compress.recipe.files import recipe_names
+from compress.recipe.tree import recipe_names
 from compress.sparsity.parametrization import nm_mask
 from tests.further import further
 from tests.networks import TinyResNet

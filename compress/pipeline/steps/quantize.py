@@ -1,7 +1,8 @@
-"""Quantization after training, and its report."""
+"""Quantization after training and its report, and training of a quantized network."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,15 +14,20 @@ from torch import Tensor, fx, nn
 from compress.data.base import BatchPlan, Split
 from compress.errors import CalibrationError, RunError
 from compress.files import read_json, write_json, write_text
-from compress.pipeline.run import Run, stem
-from compress.pipeline.steps.training import save_variant
+from compress.pipeline.folder import TARGETS_STEP
+from compress.pipeline.run import Run, stem, weight_quantizer
+from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.block_graph import typical_block
+from compress.quantization.calibration.calibrate import calibrate
+from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.improve import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
-from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
+from compress.quantization.quantizer import LOWEST
+from compress.quantization.report import CalibrationReport, QuantizationReport, placement_of, quantization_report_of
 from compress.quantization.spec import QuantSpec, Rule, Target
 from compress.records.files import BLOCK
+from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training.checkpoint import load_model, save_model
 from compress.variants import Variant
 
@@ -82,8 +88,6 @@ def _weights(run: Run, variant: Variant, target: Target | None) -> Path:
 
 
 def save_further(run: Run, variant: Variant) -> None:
-    """Write weights for further targets, on the main process."""
-
     def work() -> None:
         facts = {"step": variant.step, "recipe": run.recipe.digest()}
         for (made, target), model in run.networks.items():
@@ -111,17 +115,14 @@ def _report(run: Run, variant: Variant, target: Target | None, model: fx.GraphMo
 
 
 def _back_file(variant: Variant) -> str:
-    """Return the name of the file of methods taken back."""
     return f"{variant}.taken_back.json"
 
 
 def _measured_file(variant: Variant, target: Target | None) -> str:
-    """Return the name of the file of layers decided by calibration."""
     return f"{stem(variant, target)}.measured.json"
 
 
 def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[Rule]:
-    """Return a finished step's rules for these layers."""
     path = run.path(_measured_file(variant, target))
     try:
         found = read_json(path) if path.is_file() else {}
@@ -160,7 +161,6 @@ class CalibrationImages:
 
 
 def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
-    """Return the calibration images, of the training split."""
     plan = BatchPlan(
         batch_size=run.recipe.data.batch_size,
         limit=min(spec.calibration_images, len(run.data.train)),
@@ -171,7 +171,6 @@ def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
 
 
 def _clipping_note(seen: CalibrationReport) -> list[str]:
-    """Warn if ranges leave out many values."""
     cut = {name: share for name, share in seen.clipped.items() if share > _MANY_CLIPPED}
     if not cut:
         return []
@@ -183,7 +182,6 @@ def _clipping_note(seen: CalibrationReport) -> list[str]:
 
 
 def _dead_note(seen: CalibrationReport) -> list[str]:
-    """Warn of tensors that are zero for all images."""
     if not seen.dead:
         return []
     return [
@@ -193,7 +191,6 @@ def _dead_note(seen: CalibrationReport) -> list[str]:
 
 
 def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, seen: CalibrationReport) -> None:
-    """Write the table of decisions, one block as a graph, and the histograms."""
     write_text(run.path("placement.csv"), report.placement.to_csv())
     if (block := typical_block(model)) is not None:
         BLOCK.write(run.folder.path, block)
@@ -219,3 +216,80 @@ def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Ten
     padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)
     width = edges[1] - edges[0]
     return padded, torch.arange(len(padded) + 1, dtype=edges.dtype) * width * group
+
+
+def qat_step(
+    run: Run,
+    float_model: nn.Module,
+    ptq_model: fx.GraphModule,
+    variant: Variant = Variant.QAT,
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+) -> fx.GraphModule:
+    """Train a calibrated network; `ptq_model` is not changed.
+
+    `float_model`: teacher, for distillation. `masks`: boolean masks of weights that stay zero, by layer path.
+    """
+    spec = run.qat
+    qmodel = copy.deepcopy(ptq_model)
+    if run.folder.done(variant.step):
+        load_model(qmodel, run.path(variant.weights_file))
+        further_step(run, variant, qmodel.eval())
+        return qmodel
+    if masks:
+        apply_masks(qmodel, masks)
+    if spec.normalize_weights:
+        normalize_weights(qmodel)
+    if spec.scales == "learned":
+        learn_scales(qmodel)
+    before = run.recipe.train.epochs + (run.recipe.finetune.epochs if variant.is_sparse else 0)
+    report = train(run, qmodel.train(), spec, variant, teacher=float_model, first_epoch=before)
+    freeze_scales(qmodel)
+    bake_weights(qmodel)
+    if masks:
+        squash_masks(qmodel)
+    save_variant(run, variant, qmodel, **facts_of(report, run.task.metric))
+    further_step(run, variant, qmodel.eval())
+    return qmodel
+
+
+def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
+    """Keep the trained network, and make it for further targets: its weights, activations calibrated anew."""
+    run.networks[variant, None] = trained
+    before, step = variant.trained_from, f"{variant.step}.{TARGETS_STEP}"
+    found = {t: copy.deepcopy(model) for (made, t), model in run.networks.items() if made is before and t is not None}
+    if not found:
+        return
+    run.networks |= {(variant, target): model for target, model in found.items()}
+    if run.folder.done(step):
+        for target, model in found.items():
+            load_model(model, run.path(f"{stem(variant, target)}.safetensors"))
+        return
+    for model in found.values():
+        take_weights(model, trained)
+    first, *others = found.values()
+    spec = run.quantization
+    images, together = calibration_images(run, spec), run.processes.world_size > 1
+    calibrate(first, images, also=others, all_reduce=together, progress=run.progress)
+    for model in found.values():
+        take_weight_ranges(model, trained)
+    save_further(run, variant)
+    run.notes.append(
+        f"{variant}: training followed the placement for {spec.targets[0]}; the files for "
+        f"{', '.join(found)} have its weights, and ranges of activations measured anew"
+    )
+    run.processes.on_main(lambda: run.finish(step))
+
+
+def take_weights(model: nn.Module, trained: fx.GraphModule) -> None:
+    """Copy weights and statistics, without ranges; in place."""
+    state = {name: value for name, value in trained.state_dict().items() if not name.endswith(("amax", LOWEST))}
+    model.load_state_dict(state, strict=False)
+
+
+def take_weight_ranges(model: nn.Module, trained: fx.GraphModule) -> None:
+    """Copy the weight ranges of layers that both networks quantize alike; in place."""
+    formats = {site.path: site.format for site in placement_of(trained).weights}
+    for site in placement_of(model).weights:
+        if formats.get(site.path) == site.format:
+            weight_quantizer(model, site.path).set_amax(weight_quantizer(trained, site.path).amax)

@@ -1,45 +1,292 @@
-"""Accuracy against latency, with labels that do not overlap; the spread of latency; the front of a search."""
+"""Figures of what a run measured: training, precision, accuracy against latency, stages, bytes; a front."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from compress.measure.end_to_end import STAGES, EndToEnd, Stage
 from compress.measure.metric import Judged
 from compress.plots.style import (
     LIGHT,
     MARKERS,
     Format,
     bare,
+    byte_ticks,
     compact,
     label,
+    name_rows,
     new_figure,
     nice_limits,
     settle,
     tip,
     variant_colours,
 )
+from compress.records.files import EngineRow, PrecisionRow
 from compress.records.summary import SummaryRow
-from compress.support.text import significant
+from compress.support.meters import shown
+from compress.support.text import display, finite, in_bytes, plain, significant
+from compress.training.log import EpochRow
 from compress.variants import Variant
 
+TOP1 = Judged()
+
+Phases = Sequence[tuple[str, str, Sequence[EpochRow]]]  # (name, palette colour, epochs) in the order in which they ran
+
+
+def phases(
+    train: Sequence[EpochRow],
+    qat: Sequence[EpochRow],
+    sparse: Sequence[EpochRow] = (),
+    sparse_qat: Sequence[EpochRow] = (),
+) -> list[tuple[str, str, Sequence[EpochRow]]]:
+    every = (
+        ("float training", "grey", train),
+        ("fine-tuning after pruning", "green", sparse),
+        ("QAT", "blue", qat),
+        ("sparse QAT", "purple", sparse_qat),
+    )
+    return [(name, colour, rows) for name, colour, rows in every if rows]
+
+
+def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figure:
+    figure = new_figure(form, 5.4 if form.narrow else 3.1)
+    loss, score = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
+    start = 0
+    for name, colour, rows in parts:
+        training, evaluation = f"{name}, training images", f"{name}, evaluation"
+        _curve(loss, start, [(row.epoch, row.train_loss) for row in rows], training, colour=colour, dashed=True)
+        _curve(loss, start, [(row.epoch, row.val_loss) for row in rows], evaluation, colour=colour)
+        if judged == TOP1:
+            seen = [(row.epoch, _shown(row.train_top1, judged)) for row in rows]
+            _curve(score, start, seen, training, colour=colour, dashed=True)
+        values = [(row.epoch, _shown(row.figure(judged.name), judged)) for row in rows]
+        _curve(score, start, values, evaluation, colour=colour)
+        _last(score, start, values, [_shown(row.train_top1, judged) for row in rows])
+        if start:
+            for axes in (loss, score):
+                axes.axvline(start + 0.5, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (2, 2)))
+        start += rows[-1].epoch
+        score.plot([], [], color=LIGHT[colour], linewidth=3, label=name)
+    score.plot([], [], color=LIGHT["muted"], label="evaluation", marker="o", markersize=3.5)
+    score.plot([], [], color=LIGHT["muted"], linestyle=(0, (3, 2)), label="training images")
+    _limits(loss, score, parts, start, judged)
+    loss.set_title("Loss")
+    title = "Top-1" if judged == TOP1 else judged.title
+    score.set_title(f"{title}, {judged.unit}" if judged.unit else title)
+    handles, labels = score.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 if form.narrow else 4, handlelength=1.8)
+    return figure
+
+
+_TIPS = 80  # points of a curve up to which each shows its value under the pointer
+
+Values = Sequence[tuple[int, float | None]]  # (epoch, value); None = not measured after this epoch
+
+
+def _shown(value: float | None, judged: Judged) -> float | None:
+    return None if value is None else shown(value, judged.unit)
+
+
+def _curve(axes: Axes, start: int, values: Values, name: str, *, colour: str, dashed: bool = False) -> None:
+    points = [(start + epoch, value) for epoch, value in values if finite(value)]
+    if not points:
+        return
+    style = {"linestyle": (0, (3, 2)), "linewidth": 1.2} if dashed else {"linewidth": 1.8}
+    marker = "" if (dashed and len(points) > 1) or len(points) > 40 else "o"
+    fill = LIGHT["paper" if dashed else colour]
+    if len(points) <= _TIPS:
+        for epoch, value in points:
+            (mark,) = axes.plot([epoch], [value], "o", markersize=7, alpha=0, zorder=4)
+            tip(mark, f"{name}, epoch {epoch - start}: {value:.4g}")
+    epochs, values = zip(*points, strict=True)
+    axes.plot(
+        epochs,
+        values,
+        color=LIGHT[colour],
+        marker=marker,
+        markersize=4 if dashed else 3.5,
+        markerfacecolor=fill,
+        **style,
+    )
+
+
+def _last(axes: Axes, start: int, values: Values, training: Sequence[float | None]) -> None:
+    known = [(i, epoch, value) for i, (epoch, value) in enumerate(values) if finite(value)]
+    if known:
+        i, epoch, value = known[-1]
+        above = value >= (training[i] or 0.0)  # away from the other curve
+        axes.annotate(
+            f"{value:.2f}",
+            (start + epoch, value),
+            (0, 6 if above else -6),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if above else "top",
+            fontsize=8,
+        )
+
+
+def _limits(loss: Axes, score: Axes, parts: Phases, epochs: int, judged: Judged) -> None:
+    rows = [row for _, _, phase in parts for row in phase]
+    seen = [_shown(v, judged) for row in rows for v in (row.train_top1, row.figure(judged.name))]
+    if values := [value for value in seen if finite(value)]:
+        low, high = nice_limits(values, least_span=2.0)
+        score.set_ylim(low if min(values) < 0 else max(0.0, low), high)
+    losses = [v for row in rows for v in (row.train_loss, row.val_loss) if finite(v)]
+    loss.set_ylim(min([0.0, *losses]), 1.1 * max([0.0, *losses]) or 1.0)
+    for axes in (loss, score):
+        axes.set_xlim(0.5, epochs + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+        axes.set_xlabel("epoch")
+        bare(axes)
+
+
+MOST_CLASSES = 6  # panels of a figure
+
+
+def draw_precision(rows: Sequence[PrecisionRow], form: Format) -> Figure:
+    classes = list(dict.fromkeys(row.label for row in rows))
+    variants = tuple(dict.fromkeys(row.variant for row in rows))
+    colours = variant_colours(variants)
+    columns = 1 if form.narrow else min(3, len(classes))
+    lines = -(-len(classes) // columns)
+    figure = new_figure(form, 2.4 * lines + 0.5)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    for axes, name in zip(grid.ravel(), classes, strict=False):
+        for row in (r for r in rows if r.label == name):
+            recall = np.linspace(0, 100, len(row.precision))
+            mean = 100 * float(np.mean(row.precision))
+            (line,) = axes.plot(recall, 100 * np.asarray(row.precision), color=colours[row.variant], linewidth=1.6)
+            tip(line, f"{label(row.variant)}, {plain(name)}: AP50 {mean:.1f} %")
+        axes.set_title(plain(name))
+        axes.set_xlim(0, 100)
+        axes.set_ylim(0, 102)
+        axes.set_yticks(range(0, 101, 25))
+        bare(axes)
+    for axes in grid.ravel()[len(classes) :]:
+        axes.set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("recall, %")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("precision, %")
+    for variant in variants:
+        grid[0, 0].plot([], [], color=colours[variant], linewidth=3, label=label(variant))
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(variants), handlelength=1.2)
+    return figure
+
+
+_SHOWN: dict[Stage, tuple[str, str]] = {
+    "decode": ("decoding", "purple"),
+    "preprocess": ("resizing and normalizing", "amber"),
+    "engine": ("the engine", "blue"),
+    "postprocess": ("softmax and top 5", "green"),
+}
+_READABLE = 0.08  # share of the longest bar from which a stage has room for its share in words
+
+
+def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
+    figure = new_figure(form, 0.5 * len(results) + (2.1 if form.narrow else 1.5))
+    axes = figure.subplots()
+    longest = max(result.total_ms / result.batch_size for result in results)
+    drawn: set[Stage] = set()
+    for y, result in enumerate(results):
+        left = 0.0
+        for stage in (stage for stage in STAGES if stage in result.stage_ms):
+            title, colour = _SHOWN[stage]
+            width = result.stage_ms[stage] / result.batch_size
+            named = None if stage in drawn else title
+            bars = axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=named)
+            tip(bars[0], f"{result.label}, {title}: {width:.3g} ms an image")
+            if width >= _READABLE * longest * (2 if form.narrow else 1):
+                shade = LIGHT["ink"] if stage == "preprocess" else LIGHT["paper"]
+                text = f"{result.share(stage):.0%}"
+                axes.text(left + width / 2, y, text, ha="center", va="center", fontsize=8, color=shade)
+            drawn.add(stage)
+            left += width
+        axes.text(left + 0.015 * longest, y, f"{left:.3g} ms", va="center", fontsize=8)
+    name_rows(axes, [_name(result, form) for result in results], end=(1.35 if form.narrow else 1.15) * longest)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_xlabel("ms an image" if form.narrow else "ms an image, to its classes; median of each stage")
+    figure.legend(loc="outside lower left", ncols=2 if form.narrow else 4, handlelength=1.0)
+    return figure
+
+
+def _name(result: EndToEnd, form: Format) -> str:
+    variant, colon, engine = result.label.partition(": ")
+    name = f"{display(variant)}, {display(engine)}" if colon else display(result.label)
+    return f"{label(name, 20 if form.narrow else 34)}\nbatch {result.batch_size}"
+
+
+_ROLES = {
+    "weighted": ("convolutions and products", "blue"),
+    "pool": ("pools", "sky"),
+    "add": ("sums that did not fuse", "alarm"),
+    "requantize": ("requantizing", "amber"),
+    "quantize": ("quantizing the input", "purple"),
+    "reformat": ("changing layout or type", "green"),
+    "float": ("other kernels", "grey"),
+}
+
+
+def role_bytes(engine: EngineRow) -> dict[str, float]:
+    sums: dict[str, float] = dict.fromkeys(_ROLES, 0.0)
+    for layer in engine.layers:
+        sums[layer.role if layer.role in sums else "float"] += layer.activation_bytes
+    return {role: moved for role, moved in sums.items() if moved}
+
+
+def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
+    figure = new_figure(form, 0.5 * len(engines) + (2.2 if form.narrow else 1.5))
+    axes = figure.subplots()
+    longest = max(max(e.activation_bytes, e.fp16_bytes) for e in engines)
+    seen: set[str] = set()
+    for y, engine in enumerate(engines):
+        left = 0.0
+        for role, moved in role_bytes(engine).items():
+            title, colour = _ROLES[role]
+            named = None if role in seen else title
+            bars = axes.barh(y, moved, left=left, height=0.55, color=LIGHT[colour], label=named)
+            tip(bars[0], f"{label(engine.variant)}, {label(engine.engine)}, {title}: {in_bytes(moved)}")
+            seen.add(role)
+            left += moved
+        axes.text(
+            left + longest * 0.015,
+            y,
+            in_bytes(left) + (" and more" if engine.unknown_sizes else ""),
+            va="center",
+            fontsize=8,
+        )
+        axes.plot(
+            [engine.fp16_bytes] * 2,
+            [y - 0.36, y + 0.36],
+            color=LIGHT["ink"],
+            linewidth=1.6,
+            label=None if y else "the same network in fp16 (estimate)",
+        )
+    name_rows(axes, [f"{label(e.variant, 34)}\n{label(e.engine, 34)}" for e in engines], end=longest * 1.2)
+    byte_ticks(axes, 4)
+    axes.set_xlabel("activations moved for one image")
+    figure.legend(loc="outside lower left", ncols=1 if form.narrow else 3, handlelength=1.0)
+    return figure
+
+
 _Place = tuple[float, float]
-Box = tuple[float, float, float, float]
-"""x0, y0, x1, y1 with x0 <= x1 and y0 <= y1."""
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 with x0 <= x1 and y0 <= y1
 
 _RINGS = (4.0, 9.0, 16.0, 26.0, 40.0, 60.0, 85.0)
 _ANGLES = 16
 _SWEEPS = 3
-_CLEARLY = 3.0
-"""By how much a label is nearer to its own point than to any other."""
+_CLEARLY = 3.0  # by how much a label is nearer to its own point than to any other
 
 
 def place_labels(
@@ -68,7 +315,8 @@ def place_labels(
     for _ in range(_SWEEPS):
         before = list(boxes)
         for i in order:
-            others = taken + [_grown(box, gap) for j, box in enumerate(boxes) if box is not None and j != i]
+            placed = [box for j, box in enumerate(boxes) if box is not None and j != i]
+            others = taken + [(x0 - gap, y0 - gap, x1 + gap, y1 + gap) for x0, y0, x1, y1 in placed]
             candidates = _candidates(anchors[i], sizes[i], point_radius)
             rivals = [anchor for j, anchor in enumerate(anchors) if j != i]
             boxes[i] = min(candidates, key=lambda box: _cost(box, anchors[i], others, bounds, rivals))
@@ -78,7 +326,6 @@ def place_labels(
 
 
 def overlap(a: Box, b: Box) -> float:
-    """Area that two boxes share."""
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
@@ -110,14 +357,8 @@ def _around(point: _Place, radius: float) -> Box:
     return (point[0] - radius, point[1] - radius, point[0] + radius, point[1] + radius)
 
 
-def _grown(box: Box, gap: float) -> Box:
-    return (box[0] - gap, box[1] - gap, box[2] + gap, box[3] + gap)
-
-
-TOP1 = Judged()
 _LOG_FROM = 6.0  # largest over smallest latency beyond which a linear axis hides the fast end
-ALL_RIGHT = 100.4
-"""Top of the accuracy axis, in percent: room for a label above 100 and for nothing else."""
+ALL_RIGHT = 100.4  # top of the accuracy axis, in percent: room for a label above 100 and for nothing else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +397,6 @@ def tradeoff_points(
 
 
 def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP1) -> Figure:
-    """p50 to the right, the metric upwards; colour = variant, shape = engine."""
     figure = new_figure(form, 4.4 if not form.narrow else 4.2)
     axes = figure.subplots()
     _scale(axes, points, judged)
@@ -304,10 +544,6 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
     bare(axes, grid="x")
 
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
-_RADIUS = {"front": 5.5, "chosen": 8.0}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mark:
     """A point of the figure.
@@ -328,60 +564,19 @@ _NAMES = {"front": "front", "chosen": "chosen", "trial": "other trials", "baseli
 
 
 def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: str) -> Figure:
-    """The front as a figure."""
     figure = new_figure(form, 3.4)
     axes = figure.subplots()
     for kind, colour in _COLOURS.items():
         own = [mark for mark in marks if mark.kind == kind]
-        if own:
-            size = 60 if kind == "chosen" else 24
-            axes.scatter([m.x for m in own], [m.y for m in own], s=size, color=LIGHT[colour], label=_NAMES[kind])
+        size = 7.7 if kind == "chosen" else 4.9
+        for i, mark in enumerate(own):
+            (point,) = axes.plot(
+                mark.x, mark.y, "o", markersize=size, color=LIGHT[colour], label=_NAMES[kind] if not i else None
+            )
+            tip(point, mark.text)
     steps = sorted((m.x, m.y) for m in marks if m.kind in {"front", "chosen"})
     axes.plot([x for x, _ in steps], [y for _, y in steps], color=LIGHT["blue"], linewidth=1, zorder=1)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.legend()
     return figure
-
-
-def front_svg(marks: Sequence[Mark], *, width: float, label: str, x_label: str, y_label: str) -> str:
-    """The front as <svg>, each mark with a title; `width` is in pixels, `label` the text alternative."""
-    height = 0.62 * width
-    right = max([mark.x for mark in marks] + [0.1]) * 1.06
-    top = max([mark.y for mark in marks] + [1e-6]) * 1.06
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        across, up = (width - _LEFT - _RIGHT) * x / right, (height - _TOP - _BOTTOM) * y / top
-        return round(_LEFT + across, 1), round(height - _BOTTOM - up, 1)
-
-    parts = []
-    for i in range(6):
-        x, y = at(right * i / 5, top * i / 5)
-        parts.append(_line(x, _TOP, x, height - _BOTTOM) + _text(x, height - _BOTTOM + 16, f"{right * i / 5:.2f}"))
-        parts.append(_line(_LEFT, y, width - _RIGHT, y) + _text(_LEFT - 6, y + 4, f"{top * i / 5:.2g}", anchor="end"))
-    parts.append(_text(width / 2, height - 6, x_label))
-    parts.append(f'<g transform="rotate(-90 12 {height / 2:.0f})">{_text(12, height / 2, y_label)}</g>')
-    steps = " ".join("{},{}".format(*at(m.x, m.y)) for m in _sorted(marks) if m.kind in {"front", "chosen"})
-    parts.append(f'<polyline points="{steps}" fill="none" stroke="var(--blue)"/>')
-    for mark in sorted(marks, key=lambda m: list(_COLOURS).index(m.kind), reverse=True):
-        x, y = at(mark.x, mark.y)
-        title = html.escape(mark.text)
-        parts.append(
-            f'<circle cx="{x}" cy="{y}" r="{_RADIUS.get(mark.kind, 4.0)}" fill="var(--{_COLOURS[mark.kind]})" '
-            f'tabindex="0"><title>{title}</title></circle>'
-        )
-    box = f"0 0 {width:.0f} {height:.0f}"
-    return f'<svg viewBox="{box}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
-
-
-def _sorted(marks: Sequence[Mark]) -> list[Mark]:
-    return sorted(marks, key=lambda mark: mark.x)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1}" y1="{y1:.1f}" x2="{x2}" y2="{y2:.1f}" stroke="var(--grid)"/>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
-    words = html.escape(text)
-    return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="var(--muted)">{words}</text>'

@@ -1,4 +1,4 @@
-"""Engines against the recipe's requirements."""
+"""Engine files for the recipe's GPUs, and engines against the recipe's requirements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,77 @@ from compress.audit.engine import EngineAudit, audit_listing, folded_names, unme
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx, sparse_nodes
 from compress.engines import build_engine
-from compress.errors import AuditError, EngineError
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, commands_markdown
+from compress.engines.tensorrt.library import BUILDERS
+from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
+from compress.errors import AuditError, EngineError, EngineUnavailableError
+from compress.files import write_text
+from compress.measure.spec import BenchSpec
 from compress.pipeline.run import Run
-from compress.records.files import BUILT_ENGINES, ENGINES
-from compress.records.rows import EngineRow
+from compress.records.files import BUILT_ENGINES, ENGINES, BuiltRow, EngineRow
+from compress.support.progress import Progress
 from compress.variants import Variant
 
 
+def build_step(run: Run, variants: Sequence[str]) -> None:
+    """Build `<variant>.<engine>.sm<...>.engine`, write engines.json and build.md.
+
+    TensorRT and TensorRT-RTX only; why a library cannot build is noted.
+    """
+    spec = run.recipe.bench
+    names = [name for name in spec.engines if name in BUILDERS]
+    if not names or run.folder.done("engines"):
+        return
+    files = {variant: run.files(Variant(variant)).of(names[0]) for variant in variants}  # one target for both libraries
+    options = engine_options(spec)
+    commands = [(file.name, build_commands(read_onnx(file), options)) for file in files.values()]
+    write_text(run.path("build.md"), commands_markdown(commands))
+    rows: list[BuiltRow] = []
+    for name in names:
+        options = engine_options(spec, name)
+        for variant, path in files.items():
+            built = build_or_reason(path, name, options, run.progress)
+            rows.append(_row(variant, name, run.folder.without_path(built) if isinstance(built, str) else built))
+    BUILT_ENGINES.write(run.folder.path, rows)
+    refused = [row for row in rows if row.status != "built" and BUILDERS[row.engine].portable]
+    run.notes.extend(f"{row.variant}, {row.engine}: {row.reason}" for row in refused)
+    run.notes.extend(f"{row.variant}, {row.engine}: {note}" for row in rows for note in row.notes)
+    run.finish("engines", built=sum(row.status == "built" for row in rows))
+
+
+def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:
+    largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
+    return TensorRTOptions(
+        sms=spec.sm if BUILDERS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
+    )
+
+
+def build_or_reason(path: Path, engine: str, options: TensorRTOptions, progress: Progress) -> BuiltEngine | str:
+    try:
+        return build_tensorrt(path, engine, options=options, progress=progress)
+    except (EngineError, EngineUnavailableError) as error:
+        return str(error)
+
+
+def _row(variant: str, engine: str, built: BuiltEngine | str) -> BuiltRow:
+    if isinstance(built, str):
+        return BuiltRow(variant=variant, engine=engine, status="unavailable", reason=built)
+    metadata = built.metadata
+    return BuiltRow(
+        variant=variant,
+        engine=engine,
+        status="built",
+        file=built.path.name,
+        version=metadata.version,
+        sms=tuple(metadata.sms),
+        bytes=metadata.engine_bytes,
+        seconds=metadata.build_seconds,
+        notes=tuple(metadata.notes),
+    )
+
+
 def audit_step(run: Run, variants: Sequence[str]) -> None:
-    """Audit engine files and engines that report their layers; write engine_audit.json."""
     if run.folder.done("engine_audit"):
         return
     rows = _file_rows(run) + _runtime_rows(run, variants)
@@ -27,11 +89,6 @@ def audit_step(run: Run, variants: Sequence[str]) -> None:
 
 
 def check_required(run: Run) -> None:
-    """Fail if an engine does not meet `export.require`.
-
-    Raises:
-        AuditError: names the engine and the difference.
-    """
     require = run.recipe.export.require
     if require is None:
         return
@@ -75,12 +132,10 @@ def _unmet(run: Run, variant: Variant, audit: EngineAudit, onnx: Path) -> list[s
     return list(unmet_by_audit(audit, require, _int8_nodes(onnx)))
 
 
-_TELLING = ("openvino", "cuda")
-"""Engines that report their layers without a file of them."""
+_TELLING = ("openvino", "cuda")  # engines that report their layers without a file of them
 
 
 def _runtime_rows(run: Run, variants: Sequence[str]) -> list[EngineRow]:
-    """Yield an engine's own account of quantized networks, where INT8 is required."""
     recipe = run.recipe
     if recipe.export.require != "int8":
         return []

@@ -1,4 +1,4 @@
-"""The command `sensitivity`."""
+"""The commands `search` and `sensitivity`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,132 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
-from compress.cli.options import DeviceOption, FromOption, JsonOption, RecipeOption, ResumeOption, SetOption
+from compress.cli.options import DeviceOption, FromOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.report import show_finished_steps
-from compress.errors import RecipeError
+from compress.errors import RecipeError, SearchError
 from compress.measure.latency import NOT_MEASURED
 from compress.pipeline import default_folder
-from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
-from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
+from compress.pipeline.studies.search import search_run, search_worker
+from compress.pipeline.studies.sensitivity import (
+    Measured,
+    MixedPoint,
+    check_costs,
+    mixed_front,
+    pick,
+    plain,
+    sensitivity_run,
+    write_recipe,
+)
 from compress.quantization.sensitivity.sensitivity import Sensitivity
 from compress.recipe.tree import load_recipe
+from compress.search.front import Front, Outcome, pareto
 from compress.support.limits import COUNT
 from compress.support.meters import metric_title, score_text, shown
 from compress.support.text import MISSING, scored
+
+
+def search(
+    recipe: RecipeOption,
+    engine: Annotated[str, typer.Option(help="openvino, onnxruntime, cuda, ...: everything is measured on it.")] = (
+        "openvino"
+    ),
+    latency: Annotated[
+        float | None, typer.Option(help="The most accurate network in this share of the float network's latency.")
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="The fastest network that loses at most these points of the metric.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, max=COUNT, help="Configurations built and measured.")] = None,
+    hours: Annotated[float | None, typer.Option(help="No trial but the first three begins after so long.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Trials of several workers: a URL that Optuna knows, or a file they all reach.")
+    ] = None,
+    worker: Annotated[
+        bool, typer.Option("--worker", metavar="", help="Take part in the trials of the search that --out holds.")
+    ] = False,
+    set_: SetOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    effort = {"search.trials": trials, "search.hours": hours}
+    changes = [f"{key}={value}" for key, value in effort.items() if value is not None]
+    parsed = load_recipe(recipe, [*(set_ or ()), *changes])
+    folder = out or default_folder(recipe, "search", resume=resume or worker, recipe=parsed)
+    if worker:
+        if latency is not None or max_drop is not None:
+            raise SearchError("--worker takes part in trials alone: the search that it joins has the bound")
+        with progress() as bars:
+            front = search_worker(folder, engine=engine, storage=storage, device=device, progress=bars)
+        _show_worker(folder, front, as_json=as_json)
+        return
+    if resume:
+        show_finished_steps(folder)
+    with progress() as bars:
+        outcome = search_run(
+            parsed,
+            folder,
+            engine=engine,
+            latency=latency,
+            max_drop=max_drop,
+            storage=storage,
+            resume=resume,
+            device=device,
+            progress=bars,
+        )
+    _show_search(folder, outcome, as_json=as_json)
+
+
+def _show_search(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "folder": str(folder),
+                "report": str(folder / "report.html"),
+                "advice": outcome.advice,
+                "chosen": asdict(outcome.chosen) if outcome.chosen else None,
+                "front": [asdict(point) for point in outcome.front.front],
+            }
+        )
+        return
+    metric = outcome.metric
+    columns = ("network", "time", "ms", "error", metric.title)
+    rows = [
+        (
+            point.label,
+            point.figures.ratio_text(),
+            f"{point.figures.ms:.3f}",
+            f"{point.figures.distance:.3g}",
+            metric.text(outcome.scores[point.label]) if point.label in outcome.scores else "",
+        )
+        for point in outcome.front.front
+    ]
+    print_table("front, before fine-tuning", columns, rows, numbers=columns[1:])
+    columns = ("fine-tuned", "time", "ms", metric.title, f"{metric.amount} lost".strip())
+    tuned = [
+        (
+            f"{made.folder} ({made.label}){' chosen' if made is outcome.chosen else ''}",
+            made.ratio_text(),
+            f"{made.ms:.3f}",
+            metric.text(made.score),
+            scored(made.drop, metric.unit),
+        )
+        for made in outcome.attempts
+    ]
+    print_table(outcome.bound.words, columns, tuned, numbers=columns[1:])
+    OUT.print(outcome.advice, highlight=False, soft_wrap=True)
+    OUT.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _show_worker(folder: Path, front: Front, *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {"folder": str(folder), "points": len(front.points), "front": [p.label for p in pareto(front.points)]}
+        )
+        return
+    OUT.print(f"{folder}: the trials have ended; the search has {len(front.points)} points", highlight=False)
+
 
 BudgetOption = Annotated[float | None, typer.Option(help="Choose a format for each layer: least noise in this time.")]
 DropOption = Annotated[
@@ -55,7 +169,6 @@ def sensitivity(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure layers; with a budget, choose a format for each."""
     _check_choice(budget_ms, max_drop)
     mixed = budget_ms is not None or max_drop is not None
     if write is not None and not mixed:
@@ -145,7 +258,7 @@ def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint, report: Sen
             f"{point.predicted_ms:.3f}",
             "n/a" if point.latency_ms is None else NOT_MEASURED if point.unquiet else f"{point.latency_ms:.3f}",
             _score(point.score, report.unit),
-            _percent(point.agreement),
+            "n/a" if point.agreement is None else f"{100 * point.agreement:.2f}",
             f"{point.sqnr_db:.1f}",
         )
         for point in points
@@ -155,7 +268,3 @@ def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint, report: Sen
 
 def _score(value: float | None, unit: str) -> str:
     return MISSING if value is None else scored(shown(value, unit), unit)
-
-
-def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{100 * share:.2f}"

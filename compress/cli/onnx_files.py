@@ -1,4 +1,4 @@
-"""The command `ptq --onnx`: quantizes an ONNX file without its source network, and prints the result."""
+"""ONNX files without their source: `ptq --onnx` quantizes one, `cast` writes one in half precision."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from operator import length_hint
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.markup import escape
 
 from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, decibels, print_json, print_next, print_table, progress
-from compress.cli.onnx_data import batches_of
+from compress.cli.onnx_data import (
+    ChannelsOption,
+    DataOption,
+    ImagesOption,
+    LayoutOption,
+    MeanOption,
+    OpsOption,
+    SizeOption,
+    StdOption,
+    batches_of,
+    form_of,
+)
+from compress.cli.options import JsonOption
 from compress.data.files import ImageInput
 from compress.errors import RecipeError, first_few
 from compress.files import write_json, write_text
 from compress.measure.file_check import FileCheck, check_onnx
+from compress.onnx_ptq.cast import cast_onnx
 from compress.onnx_ptq.dequantize import dequantize_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.quantization.placement.decisions import Decision
@@ -37,7 +51,6 @@ def quantize_file(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Quantize a file, compare it with float, and print both."""
     if out is not None and out.suffix in {".onnx", ".tflite", ".engine"} and not out.is_dir():
         raise RecipeError(
             f"--out is {out}, a file's name; --out names a folder, in which {onnx.stem}.int8.onnx is written"
@@ -109,7 +122,6 @@ def _show(onnx: Path, done: QuantizedFile, check: FileCheck, folder: Path, *, ev
 
 
 def print_float(decisions: Iterable[Decision], *, every: bool) -> None:
-    """Print what stays float: the reasons with their counts, or every row."""
     rows = list(decisions)
     if every:
         print_table("stays float", ("operation", "rule", "reason"), [(row.layer, row.rule, row.reason) for row in rows])
@@ -121,3 +133,46 @@ def print_float(decisions: Iterable[Decision], *, every: bool) -> None:
         OUT.print(f"stays float: {len(rows)} operations, by reason (--all lists each):")
     for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
         OUT.print(f"  {len(names):4} {reason}: {first_few(names)}", markup=False, highlight=False, soft_wrap=True)
+
+
+_IMAGES = 32
+
+
+def cast(
+    file: Annotated[Path, typer.Argument(help="An ONNX file, float or quantized.")],
+    precision: Annotated[str, typer.Option("--precision", help="fp16 or bf16.")] = "fp16",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="New file; default beside the old one.")] = None,
+    half_io: Annotated[
+        bool, typer.Option("--half-io", metavar="", help="Inputs and outputs in half precision too.")
+    ] = False,
+    data: DataOption = None,
+    size: SizeOption = None,
+    mean: MeanOption = None,
+    std: StdOption = None,
+    layout: LayoutOption = "NCHW",
+    channels: ChannelsOption = "RGB",
+    images: ImagesOption = None,
+    ops: OpsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    batches = None
+    if data is not None:
+        batches = batches_of(data, form_of(file, size, mean, std, layout, channels), images or _IMAGES)
+    done = cast_onnx(file, out, precision=precision, batches=batches, keep_io_types=not half_io, ops=ops or ())
+    casting = done.casting
+    if as_json:
+        document = {"file": str(done.path), "precision": precision, "images": done.images, "sqnr_db": done.sqnr_db}
+        counts = {"nodes": casting.nodes, "products": casting.products, "casts": casting.casts}
+        kept = [asdict(row) for row in casting.kept]
+        print_json({**document, **counts, "float32": kept, "notes": list(done.notes)})
+        return
+    for note in done.notes:
+        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
+    products = sum(row.product for row in casting.kept)
+    OUT.print(
+        f"{casting.products} of {casting.products + products} products and {casting.nodes} operations in all are "
+        f"{precision}; {len(casting.kept)} stay float32; {casting.casts} Casts"
+    )
+    if done.sqnr_db is not None:
+        OUT.print(f"against float32: {done.sqnr_db:.1f} dB as the file says, ranges of {done.images} images")
+    OUT.print(str(done.path), highlight=False, soft_wrap=True)
