@@ -50,7 +50,7 @@ _COMMANDS = {
         recipe=True,
     ),
     "export": Entry(
-        "compress.cli.export:export", "Export a network of a finished run to ONNX, in another precision or opset."
+        "compress.cli.report:export", "Export a network of a finished run to ONNX, in another precision or opset."
     ),
     "cast": Entry(
         "compress.cli.onnx_files:cast",
@@ -90,11 +90,11 @@ _COMMANDS = {
         recipe=True,
     ),
     "bundle": Entry(
-        "compress.cli.export:bundle",
+        "compress.cli.report:bundle",
         "A run's file as a model repository of Triton Inference Server or of OpenVINO Model Server.",
     ),
     "predict": Entry(
-        "compress.cli.export:predict",
+        "compress.cli.report:predict",
         "Classes, masks or boxes of images, by a run's file on an engine.",
     ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),

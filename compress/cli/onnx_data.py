@@ -136,8 +136,8 @@ def form_of(
 
 
 def _form_in(file: Path, layout: Layout) -> ImageInput:
+    from compress.data.base import Preprocessing  # lazy: they import torch
     from compress.data.files import ImageInput  # lazy: these import torch
-    from compress.data.preprocessing import Preprocessing  # lazy: they import torch
     from compress.engines.onnx_file import read_onnx  # lazy: they import torch
     from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch
 

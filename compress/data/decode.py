@@ -22,9 +22,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.base import uniform
+from compress.data.base import Preprocessing, uniform
 from compress.data.memory import to_device
-from compress.data.preprocessing import Preprocessing
 from compress.data.workers import Place
 from compress.errors import DataError
 from compress.files import read_regular

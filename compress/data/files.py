@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.data.base import MEAN, STD
 from compress.data.decode import fitted, read_image
 from compress.data.folder import pictures_in
-from compress.data.preprocessing import MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
 from compress.support.imports import any_failure

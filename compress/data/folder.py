@@ -10,10 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, file_parts, seed_of_changes
+from compress.data.base import (
+    MEAN,
+    STD,
+    Batch,
+    BatchPlan,
+    DataSet,
+    Preprocessing,
+    Split,
+    bounded,
+    file_parts,
+    seed_of_changes,
+)
 from compress.data.decode import Decoded, Decoder, Reader, check_decoder, collate, decode_packed, pack, prepare
 from compress.data.memory import to_device
-from compress.data.preprocessing import MEAN, STD, Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few

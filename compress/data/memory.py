@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, bounded, hash_seed, stratified_order, uniform
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import (
+    Batch,
+    BatchPlan,
+    DataSet,
+    Preprocessing,
+    Split,
+    bounded,
+    hash_seed,
+    stratified_order,
+    uniform,
+)
 from compress.data.spec import NORMALIZATION, DataSpec
 from compress.errors import DataError
 from compress.files import expand_user, read_regular

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.base import Batch, BatchPlan, DataSet, Preprocessing, Split, hash_seed
 from compress.data.memory import to_device
-from compress.data.preprocessing import Preprocessing
 from compress.data.spec import IMAGENET, DataSpec
 from compress.errors import DataError
 from compress.graph.inputs import split_batch

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compress.data.base import Batch, DataSet, hash_seed, random_bits, uniform
+from compress.data.base import Batch, DataSet, Preprocessing, hash_seed, random_bits, uniform
 from compress.data.memory import DRAWS, Drawn, DrawnSplit, Movement, affine_grid, to_device
-from compress.data.preprocessing import Preprocessing
 from compress.data.spec import NORMALIZATION, DataSpec
 
 EXTENT = 1.3

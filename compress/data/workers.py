@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from compress.data.base import Batch, BatchPlan, Split, seed_of_changes
+from compress.data.base import MEAN, STD, Batch, BatchPlan, Preprocessing, Split, seed_of_changes
 from compress.data.memory import to_device
-from compress.data.preprocessing import MEAN, STD, Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 from compress.support.process import core_count

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.errors import CompressWarning, ExportError
 from compress.export.casting import Ranges, cast_model
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names

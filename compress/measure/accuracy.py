@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, logits_output

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from compress.data.base import Preprocessing
 from compress.data.decode import (
     centre_window,
     decode_jpegs,
@@ -25,7 +26,6 @@ from compress.data.decode import (
     refusal,
     resize_tensor,
 )
-from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compress.data.base import Batch, DataSet, Split
+from compress.data.base import Batch, DataSet, Preprocessing, Split
 from compress.data.load import class_count, load_data
-from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.engines import Engine
 from compress.engines.onnx_file import read_onnx

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.errors import RecipeError
 from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.training.spec import MIXES, TrainSpec

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import compress
 from compress import DataSpec, load_data, load_recipe, run
 from compress.cli.app import app
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.pipeline.folder import open_run

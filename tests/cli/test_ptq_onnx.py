@@ -13,8 +13,8 @@ from torchvision import transforms
 
 import compress
 from compress.cli.onnx_data import form_of
+from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, ImageInput, unlabelled
-from compress.data.preprocessing import Preprocessing
 from tests.exact import open_session
 from tests.onnx_ptq.files import model_of, weights
 

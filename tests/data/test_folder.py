@@ -23,11 +23,10 @@ from typer.testing import CliRunner
 from compress import DataSpec, load_data
 from compress.cli.app import app
 from compress.cli.model import chosen_recipe, network_of
-from compress.data.base import BatchPlan, bounded, stratified_order
+from compress.data.base import BatchPlan, Preprocessing, bounded, stratified_order
 from compress.data.decode import fitted, open_image, random_box, random_crop, rgb
 from compress.data.files import ImageInput
 from compress.data.load import class_count
-from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
 from compress.pipeline.predict import read_picture

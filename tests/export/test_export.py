@@ -19,7 +19,7 @@ from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
 import compress
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, export_onnx, insert_quantizers, quantize
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
 from compress.export import names
 from compress.export.openvino import batches_kept

@@ -18,8 +18,8 @@ from PIL import Image
 from sklearn.metrics import top_k_accuracy_score
 
 from compress import build_engine, export_onnx, measure_accuracy
+from compress.data.base import Preprocessing
 from compress.data.decode import resize_tensor
-from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, EngineError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.measure.accuracy import target_ranks

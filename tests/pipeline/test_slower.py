@@ -23,7 +23,7 @@ from compress import (
     load_recipe,
     quantize_targets,
 )
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Preprocessing
 from compress.measure.end_to_end import measure_end_to_end
 from compress.measure.latency import CpuTime, Latency
 from compress.measure.metric import PAIRED, Metric

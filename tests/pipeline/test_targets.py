@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 import compress
 from compress import CompressError, quantize, quantize_targets, run
 from compress.errors import DataError, QuantizationError, RecipeError, RunError
-from compress.pipeline.bundle import write_bundle
-from compress.pipeline.predict import predict
+from compress.pipeline.predict import predict, write_bundle
 from compress.pipeline.saved import bench_again, export_again, networks_of
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe

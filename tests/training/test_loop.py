@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import compress
 from compress import Callback, CompressError, QATSpec, TrainSpec, evaluate, fit
-from compress.data.base import BatchPlan, DataSet, Split
+from compress.data.base import BatchPlan, DataSet, Preprocessing, Split
 from compress.data.memory import MemorySplit
-from compress.data.preprocessing import Preprocessing
 from compress.errors import CheckpointError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
 from compress.tasks.base import first_tensor

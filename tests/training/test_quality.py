@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from compress import TrainSpec, evaluate, fit
-from compress.data.base import DataSet
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import DataSet, Preprocessing
 from compress.errors import RecipeError
 from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress

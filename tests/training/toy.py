@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from compress.data.base import DataSet, Split, hash_seed
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import DataSet, Preprocessing, Split, hash_seed
 
 CLASSES = 4
 

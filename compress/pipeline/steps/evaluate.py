@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from compress.data.base import Batch, BatchPlan
-from compress.data.preprocessing import Preprocessing
+from compress.data.base import Batch, BatchPlan, Preprocessing
 from compress.engines import Engine
 from compress.engines.onnx_file import load_onnx
 from compress.engines.registry import suits, target_of
