@@ -60,7 +60,7 @@ def parity_of_run(folder: Path) -> Results:
     """Export a run's last quantized network and compare each engine."""
     known = [name for name in variants_in(folder) if name.is_quantized]
     if not known:
-        raise RunError(f"{folder} holds no quantized network; ptq and qat make them")
+        raise RunError(f"{folder} holds no quantized network (there is: none); ptq and qat make them")
     run = finished_run(folder)
     found = {engine: network(run, *run.key(known[-1], target_of(engine))) for engine in _ENGINES}
     return _compare(found, run.example, run.data.val)
