@@ -31,12 +31,14 @@ TREE = {
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory):
+def searched(tmp_path_factory, whole_figures):
     folder = tmp_path_factory.mktemp("search")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     try:
-        yield search_run(parse_recipe(TREE, source="here"), folder / "run", engine="openvino", max_drop=100.0)
+        with whole_figures():
+            found = search_run(parse_recipe(TREE, source="here"), folder / "run", engine="openvino", max_drop=100.0)
+        yield found
     finally:
         patch.undo()
 
