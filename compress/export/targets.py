@@ -184,7 +184,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         clips_apart(proto)
         repeat_pairs(proto)
         types = {one.data_type for one in proto.graph.initializer} | {attribute(n, "to", 0) for n in proto.graph.node}
-        half = TensorProto.FLOAT16 in types  # the engine leaves biases of such files as they are
+        half = types & {TensorProto.FLOAT16, TensorProto.BFLOAT16}  # the engine leaves biases of such files as they are
         integer_biases(proto, WEIGHTED_OPS if half else ("Gemm", "MatMul"))
     if target == "litert":
         integer_biases(proto, WEIGHTED_OPS)

@@ -579,13 +579,20 @@ def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
 
 
+def change_of(expected: NDArray[Any], found: NDArray[Any]) -> tuple[float, float]:
+    """(Largest difference, largest finite magnitude expected) of two results; equal infinities do not differ."""
+    a, b = expected.astype(np.float64), found.astype(np.float64)
+    largest = float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+    with np.errstate(invalid="ignore"):
+        return float(np.abs(np.where(a == b, 0.0, a - b)).max(initial=0.0)) if a.shape == b.shape else np.inf, largest
+
+
 def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:
     for name, expected in before.result().items():
         a, b = (np.asarray(value) for value in (expected, after[name]))
         if a.dtype.kind != "f" or a.size == 0:
             continue
-        largest = float(np.abs(a.astype(np.float64)).max())
-        change = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) if a.shape == b.shape else np.inf
+        change, largest = change_of(a, b)
         limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
         if not change <= limit * largest + _ROUNDING:
             raise QuantizationError(

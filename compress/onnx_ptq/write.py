@@ -102,14 +102,16 @@ class _Writer:
 
     def activation(self, site: ActivationSite, reading: Reading, amax: Tensor) -> None:
         """Insert a pair after each tensor of a site; they share one scale."""
-        first = site.edges[0][0]
-        scale = self._scale(scale_from_amax(amax, site.format), first, site.name, of_weight=False)
-        scales, points = self._free(added_tensor(first, "scale"), added_tensor(first, "zero_point"))
-        self._constant(scales, scale)
-        zero = torch.as_tensor(zero_of(scale.float(), site.format)).to(site.format.dtype)
-        self._constant(points, zero, site.format)
+        made: dict[torch.dtype, tuple[str, str]] = {}  # a scale has the type of its tensor
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
-            result, nodes = self._pair(tensor, scale, scales, points, site.format)
+            scale = self._scale(scale_from_amax(amax, site.format), tensor, site.name, of_weight=False)
+            if scale.dtype not in made:
+                scales, points = self._free(added_tensor(tensor, "scale"), added_tensor(tensor, "zero_point"))
+                self._constant(scales, scale)
+                zero = torch.as_tensor(zero_of(scale.float(), site.format)).to(site.format.dtype)
+                self._constant(points, zero, site.format)
+                made[scale.dtype] = scales, points
+            result, nodes = self._pair(tensor, scale, *made[scale.dtype], site.format)
             self.after.setdefault(tensor, []).extend(nodes)
             for consumer in (consumer for source, consumer in site.edges if source == tensor):
                 for node in reading.nodes[consumer]:

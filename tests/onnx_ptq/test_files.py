@@ -472,3 +472,33 @@ def test_attention_and_rms_norm_as_operators(tmp_path, opset, masked):
         assert compress.check_onnx(file, done, data[0], target=target).written_db > 25
     again = compress.from_onnx(file)
     torch.testing.assert_close(again(x[0], *mask), model(x[0], *mask), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
+def test_parts_of_two_types_share_a_range_and_results_may_be_infinite(target, tmp_path):
+    r = np.random.default_rng(0)
+    weights = {"w0": (8, 3, 3, 3), "w1": (8, 3, 3, 3), "w2": (4, 16, 3, 3)}
+    arrays = {name: (r.standard_normal(shape) / 5).astype(np.float32) for name, shape in weights.items()}
+    arrays |= {"w0": arrays["w0"].astype(np.float16), "mask": np.float32([[[[-np.inf] * 5 + [0] * 5]]])}
+    nodes = [
+        helper.make_node("Cast", ["x"], ["h"], "to_half", to=TensorProto.FLOAT16),
+        helper.make_node("Conv", ["h", "w0"], ["a"], "in_half"),
+        helper.make_node("Cast", ["a"], ["f"], "to_float", to=TensorProto.FLOAT),
+        helper.make_node("Conv", ["x", "w1"], ["b"], "in_float"),
+        helper.make_node("Concat", ["f", "b"], ["c"], "join", axis=1),
+        helper.make_node("Conv", ["c", "w2"], ["d"], "last"),
+        helper.make_node("Add", ["d", "mask"], ["y"], "masked"),
+    ]
+    ends = [helper.make_tensor_value_info(n, 1, ["N", c, s, s]) for n, c, s in (("x", 3, 14), ("y", 4, 10))]
+    inits = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], inits)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "f.onnx")
+    x = r.standard_normal((2, 3, 14, 14)).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", compress.CompressWarning)  # on ONNX Runtime: what consumes infinity stays float
+        path = compress.quantize_onnx(tmp_path / "f.onnx", [x], spec=compress.QuantSpec(target=target))
+    wanted, got = (open_session(p).run(None, {"x": x})[0] for p in (tmp_path / "f.onnx", path))
+    assert np.array_equal(np.isinf(wanted), np.isinf(got)) and np.isinf(wanted).any()
+    left = np.isfinite(wanted)
+    assert np.abs(wanted[left] - got[left]).max() < 0.05 * np.abs(wanted[left]).max()
+    compress.from_onnx(tmp_path / "f.onnx")  # compares the results

@@ -17,7 +17,7 @@ from compress.engines.base import Arrays, library_errors
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN
-from compress.onnx_ptq.canonical import canonical
+from compress.onnx_ptq.canonical import canonical, change_of
 from compress.onnx_ptq.index import Index, Shapes, Types, inferred
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import open_batch
@@ -159,13 +159,11 @@ def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> Non
     expected = FloatSession(source, names).run(feed)
     inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]
     with library_errors(ModelError, f"{source.path} as a torch network does not run: "), torch.no_grad():
-        got = flat_tensors(network(*(x.float() if x.dtype == torch.float16 else x for x in inputs)))
+        got = flat_tensors(network(*(x.float() if x.is_floating_point() else x for x in inputs)))
     limit = 20 * _CHANGED if any(expected[name].dtype == np.float16 for name in names) else _CHANGED
     for name, value in zip(names, got, strict=True):
-        wanted = np.asarray(expected[name], np.float64)
-        found = value.double().numpy()
-        change = float(np.abs(wanted - found).max(initial=0.0)) if wanted.shape == found.shape else np.inf
-        if not change <= limit * float(np.abs(wanted).max(initial=0.0)) + 1e-6:
+        change, largest = change_of(np.asarray(expected[name]), value.double().numpy())
+        if not change <= limit * largest + 1e-6:
             raise ModelError(
                 f"{source.path} as a torch network differs from the file on ONNX Runtime: output {name!r} by "
                 f"{change:.3g}, more than {limit:g} of its largest value. Calibration alone (ptq --onnx) does not need "
