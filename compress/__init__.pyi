@@ -70,10 +70,10 @@ from compress.sparsity.sparsifier import prune_channels as prune_channels
 from compress.sparsity.sparsifier import sparsify as sparsify
 from compress.sparsity.spec import SparsitySpec as SparsitySpec
 from compress.training.evaluate import evaluate as evaluate
-from compress.training.fitting import fit as fit
-from compress.training.freezing import recalibrate_batchnorm as recalibrate_batchnorm
-from compress.training.loggers import Callback as Callback
+from compress.training.log import Callback as Callback
+from compress.training.loop import fit as fit
 from compress.training.loops.cycle import QuantizationCycle as QuantizationCycle
+from compress.training.optim import recalibrate_batchnorm as recalibrate_batchnorm
 from compress.training.passes import record_step as record_step
 from compress.training.spec import QATSpec as QATSpec
 from compress.training.spec import TrainSpec as TrainSpec

@@ -29,7 +29,7 @@ from compress.cli.onnx_data import (
 from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
 from compress.measure.latency import NOT_MEASURED
-from compress.measure.layer_parity import LayerParity
+from compress.measure.parity import LayerParity
 from compress.pipeline.studies.parity import (
     MendReport,
     Results,

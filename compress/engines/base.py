@@ -27,14 +27,7 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Availability of an engine on this machine.
-
-    Attributes:
-        version: of its library; "" if that is missing.
-        devices: such as ("CPU",).
-        reason: why it is not available; "" if it is.
-        install: what makes it available; "" if it is.
-    """
+    """Availability of an engine on this machine; `reason` and `install` say why it is not and what makes it so."""
 
     name: str
     available: bool
@@ -53,15 +46,10 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     def with_batch(self, batch_size: int) -> TensorInfo:
-        """Return the tensor with another first dimension."""
         return replace(self, shape=(batch_size, *self.shape[1:]))
 
     def with_sides(self, sides: Sequence[int]) -> TensorInfo:
-        """Return the tensor with open dimensions after the batch filled in, in their order.
-
-        Raises:
-            EngineError: the tensor holds images of another size, and has no open dimension.
-        """
+        """Return the tensor with open dimensions after the batch filled in, in their order."""
         fixed = len(self.shape) == 4 and -1 not in self.shape[1:]
         if fixed and len(sides) == 2 and tuple(sides) not in (self.shape[2:], self.shape[1:3]):  # NCHW, NHWC
             raise EngineError(
@@ -78,9 +66,7 @@ class EngineInfo:
 
     Attributes:
         label: name of the row in tables, such as `openvino (f32)`.
-        device: such as `CPU`.
-        float_precision: type of the part that is not quantized (`f32`, `bf16`, `f16`), as the engine reports it; else
-            "unknown".
+        float_precision: type of the part that is not quantized, as the engine reports it; else "unknown".
         path: the model file; None for a module in memory.
     """
 
@@ -95,12 +81,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options that an engine is built with.
+    """Options that an engine is built with; None is the file's batch and the library's own choice.
 
     Attributes:
-        batch_size: first dimension of every input; None leaves it as the file has it.
-        threads: CPU threads of one run; None = the library's own choice.
-        precision: of the part that is not quantized (`f32`, `bf16`, `f16`); None = the library's own choice.
+        precision: of the part that is not quantized (`f32`, `bf16`, `f16`).
         options: of this engine, by name.
     """
 
@@ -121,9 +105,7 @@ class RuntimeLayer:
     """One layer that an engine runs, as the engine reports it.
 
     Attributes:
-        kind: such as `Convolution`.
         precision: type in which it computes, such as `u8`, `bf16` or `f32`.
-        kernel: implementation chosen; "" if the engine does not report it.
         original_names: nodes of the ONNX file that were fused into it, in no order.
     """
 
@@ -167,13 +149,7 @@ def short_type(dtype: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTimes:
-    """Times of one batch by the GPU's own clock, in ms, one number for each run.
-
-    Attributes:
-        copy_in_ms, copy_out_ms: between pinned memory and the GPU.
-        compute_ms: the network alone.
-        total_ms: all three in one stream, measured as one.
-    """
+    """Times of one batch by the GPU's own clock, in ms, one number for each run; copies are of pinned memory."""
 
     batch_size: int
     copy_in_ms: tuple[float, ...]
@@ -183,7 +159,7 @@ class GpuTimes:
 
     @property
     def images_per_s(self) -> float:
-        """Batch over the median time without transfers."""
+        """From the median time without transfers."""
         return self.batch_size / float(np.median(self.compute_ms)) * 1e3
 
 
@@ -196,10 +172,10 @@ class Engine(ABC):
         (16, 4)
     """
 
+    # True if `run_tensors` works.
     takes_tensors: ClassVar[bool] = False
-    """True if `run_tensors` works."""
+    # True if `layer_runs_ms` returns the times of every run; it is called once, after the last.
     remembers_runs: ClassVar[bool] = False
-    """True if `layer_runs_ms` returns the times of every run; it is called once, after the last."""
 
     info: EngineInfo
     inputs: tuple[TensorInfo, ...]
@@ -275,13 +251,7 @@ class Engine(ABC):
 
 
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
-    """Refuse inputs that an engine does not take; return them contiguous, in the engine's order.
-
-    In `expected` a dimension of -1 takes any size from 1.
-
-    Raises:
-        EngineError: a name is missing or unknown, or an array is of another type or shape.
-    """
+    """Refuse inputs that do not fit; return them contiguous, in the engine's order. -1 takes any size from 1."""
     names = [tensor.name for tensor in expected]
     for name in inputs:
         if name not in names:
@@ -296,16 +266,17 @@ def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[T
             raise EngineError(f"{label}: input {tensor.name!r} is a {type(array).__name__}; give a numpy array")
         if array.dtype.name != tensor.dtype:
             raise EngineError(f"{label}: input {tensor.name!r} is {array.dtype.name}; the engine takes {tensor.dtype}")
-        if not _fits(array.shape, tensor.shape):
-            raise EngineError(
-                f"{label}: input {tensor.name!r} has shape {array.shape}; the engine takes {shape_text(tensor.shape)}"
-            )
+        check_shape(tensor, array.shape, label=label)
         checked[tensor.name] = np.ascontiguousarray(array)
     return checked
 
 
-def _fits(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(got) == len(wanted) and all(g == w or (w == -1 and g >= 1) for g, w in zip(got, wanted, strict=True))
+def check_shape(tensor: TensorInfo, shape: tuple[int, ...], *, label: str) -> None:
+    alike = len(shape) == len(tensor.shape)
+    if not alike or any(n != m and (m != -1 or n < 1) for n, m in zip(shape, tensor.shape, strict=True)):
+        raise EngineError(
+            f"{label}: input {tensor.name!r} has shape {shape}; the engine takes {shape_text(tensor.shape)}"
+        )
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -314,11 +285,6 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: str) -> tuple[TensorInfo, ...]:
-    """Return `inputs` with their first dimension fixed to `batch_size`; None leaves them unchanged.
-
-    Raises:
-        EngineError: an input has no dimensions, or is fixed to another size already.
-    """
     if batch_size is None:
         return tuple(inputs)
     for tensor in inputs:
@@ -331,11 +297,7 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
 
 
 def import_library(module: str, install: str) -> ModuleType:
-    """Import an engine's library on first use, without telemetry.
-
-    Raises:
-        EngineUnavailableError: it is not installed, or cannot be imported.
-    """
+    """Import an engine's library on first use, without telemetry."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     silenced = module == "openvino" and "openvino" not in sys.modules and "openvino_telemetry" not in sys.modules
     if silenced:  # OpenVINO reports each import, without asking, where this package is there
@@ -352,7 +314,6 @@ def import_library(module: str, install: str) -> ModuleType:
 
 
 def library_errors(error: type[CompressError], before: str, after: str = "") -> AbstractContextManager[None]:
-    """Raise `error` for any failure of a library in the context, its reason between two texts."""
     return any_failure(lambda found: error(f"{before}{reason(found)}{after}"))
 
 

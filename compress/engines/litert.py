@@ -32,12 +32,11 @@ from compress.export.litert import INSTALL, convert, schema
 
 NAME = "litert"
 _PACKAGE = "ai-edge-litert"
+# Batch sizes whose interpreters are kept; an ONNX file with an open batch has one for each.
 _SIZES = 4
-"""Batch sizes whose interpreters are kept; an ONNX file with an open batch has one for each."""
 
 
 def availability() -> Availability:
-    """Report if LiteRT is installed."""
     try:
         _library()
     except EngineUnavailableError as error:
@@ -46,12 +45,6 @@ def availability() -> Availability:
 
 
 def load(path: Path | str, build: BuildOptions) -> LiteRTEngine:
-    """Load a .tflite file, or turn an ONNX file into one.
-
-    Raises:
-        EngineUnavailableError: LiteRT is not here.
-        EngineError: it does not take the file or the precision.
-    """
     library = _library()
     if build.precision not in (None, "f32"):
         raise EngineError(f"litert: precision is {build.precision!r}; it runs what is not quantized in f32")
@@ -89,7 +82,6 @@ class LiteRTEngine(Engine):
             self._interpreter(tuple(tensor.shape for tensor in self.inputs))  # refuses what cannot be run
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`."""
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
         interpreter = self._interpreter(tuple(array.shape for array in checked.values()))
         places = {tensor["name"]: tensor["index"] for tensor in interpreter.get_input_details()}
@@ -100,7 +92,7 @@ class LiteRTEngine(Engine):
             return {t["name"]: interpreter.get_tensor(t["index"]) for t in interpreter.get_output_details()}
 
     def operators(self) -> list[Operator]:
-        """Return the operators of the file for one image, in their order, each with its tensors and its kernel."""
+        """The operators of the file for one image, in their order."""
         shapes = tuple(tuple(max(1, n) for n in tensor.shape) for tensor in self.inputs)
         self._interpreter(shapes)
         apart = self._loaded(self._interpreters[shapes][0], experimental_disable_delegate_node_fusion=True)
@@ -131,7 +123,6 @@ class LiteRTEngine(Engine):
         return found
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `LiteRT` for its own, slower kernels."""
         return tuple(
             RuntimeLayer(
                 name=op.outputs[0].name,
@@ -145,7 +136,6 @@ class LiteRTEngine(Engine):
         )
 
     def close(self) -> None:
-        """Free the interpreters."""
         self._interpreters.clear()
 
     def _interpreter(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
@@ -180,7 +170,6 @@ def _version() -> str:
 
 
 def _read(path: Path) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], Mapping[str, str]]:
-    """Return the inputs, outputs and metadata of a .tflite file."""
     with library_errors(EngineError, f"{path}: not a LiteRT file, or a truncated one (", "); export it again"):
         fb = schema()
         model = fb.ModelT.InitFromObj(fb.Model.GetRootAs(path.read_bytes(), 0))

@@ -1,12 +1,15 @@
-"""Reads the interface of an ONNX file before an engine's library does: inputs, outputs, float types, metadata."""
+"""ONNX files before an engine's library reads them: their interface, and signed tensors made unsigned."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from compress.engines.base import TensorInfo, library_errors
 from compress.errors import EngineError
@@ -24,9 +27,7 @@ class OnnxFile:
         batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
         output_batch_names: symbol of the first dimension of each output; "" if it has none.
         float_types: types of floating-point weights and activations: `f32`, `f16`, `bf16`, `f64`.
-        opset: of the standard operators; 0 if the file names none.
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
-        metadata: entries of `metadata_props`.
         weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 
@@ -42,16 +43,11 @@ class OnnxFile:
     weight_files: tuple[Path, ...] = ()
 
 
+# Endings of files that TensorRT and TensorRT-RTX have built.
 ENGINE_SUFFIXES = (".engine", ".plan")
-"""Endings of files that TensorRT and TensorRT-RTX have built."""
 
 
 def existing_file(path: Path | str) -> Path:
-    """Return `path` if it is a file.
-
-    Raises:
-        EngineError: it does not exist, or is a folder.
-    """
     path = Path(path)
     if not path.is_file():
         there = "is a folder, not a model file" if path.is_dir() else "is no regular file"
@@ -60,11 +56,6 @@ def existing_file(path: Path | str) -> Path:
 
 
 def load_onnx(path: Path | str, *, weights: bool = False) -> onnx.ModelProto:
-    """Load an `onnx.ModelProto`.
-
-    Raises:
-        EngineError: the file is missing, truncated, or not an ONNX model.
-    """
     path = existing_file(path)
     if path.suffix in ENGINE_SUFFIXES:
         raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
@@ -73,16 +64,11 @@ def load_onnx(path: Path | str, *, weights: bool = False) -> onnx.ModelProto:
 
 
 def read_onnx(path: Path | str) -> OnnxFile:
-    """Read the interface of an ONNX file; weights in other files are not read.
-
-    Raises:
-        EngineError: the file is missing, truncated, or not an ONNX model.
-    """
+    """Read the interface of an ONNX file; weights in other files are not read."""
     return read_interface(Path(path), load_onnx(path))
 
 
 def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
-    """Read the interface of a loaded model; EngineError if it is not an ONNX model, or a truncated one."""
     graph = model.graph
     if not (model.ir_version and model.opset_import and graph.output):
         raise EngineError(
@@ -121,7 +107,6 @@ def _tensor(value: onnx.ValueInfoProto) -> TensorInfo:
 
 
 def _onnx() -> ModuleType:
-    """Return the library; the one place of this package that imports it."""
     import onnx  # lazy: engines are listed, and torch modules timed, without it
 
     return onnx
@@ -132,8 +117,8 @@ def _batch_name(value: onnx.ValueInfoProto) -> str:
     return str(dims[0].dim_param) if dims else ""
 
 
+# onnx.TensorProto.DataType of the floating-point types.
 _FLOATS = {1: "f32", 10: "f16", 11: "f64", 16: "bf16"}
-"""onnx.TensorProto.DataType of the floating-point types."""
 
 
 def _float_types(graph: onnx.GraphProto) -> Iterator[str]:
@@ -145,8 +130,8 @@ def _float_types(graph: onnx.GraphProto) -> Iterator[str]:
     return (_FLOATS[number] for number in numbers if number in _FLOATS)
 
 
+# onnx.TensorProto.DataType of the types that QuantizeLinear writes; the four FP8 types count as one.
 _QUANTIZED = {2: "u8", 3: "i8", 17: "fp8", 18: "fp8", 19: "fp8", 20: "fp8"}
-"""onnx.TensorProto.DataType of the types that QuantizeLinear writes; the four FP8 types count as one."""
 
 
 def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
@@ -156,3 +141,106 @@ def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
             kinds[node.output[0]] = next((a.t.data_type for a in node.attribute if a.name == "value"), 0)
     points = [node.input[2] for node in graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
     return (_QUANTIZED[kinds[name]] for name in points if kinds.get(name) in _QUANTIZED)
+
+
+SHIFT = 128
+# Operations that OpenVINO computes in 8 bits without a zero point only, or wrongly with one.
+_SYMMETRIC = ("MatMul", "Gemm", "ConvTranspose")
+_UINT8, _INT8 = 2, 3  # of onnx.TensorProto, which is not imported before a file is read
+_SUFFIX = "_unsigned"
+
+
+def joins_signed(model: onnx.ModelProto) -> bool:
+    kinds = {node.op_type for node in model.graph.node}
+    return "Concat" in kinds and bool(_signed(model.graph))
+
+
+def to_unsigned(model: onnx.ModelProto) -> None:
+    """Change QuantizeLinear and DequantizeLinear pairs that convolutions read from int8 to uint8, in place.
+
+    Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products and of
+    transposed convolutions are unchanged.
+    """
+    # OpenVINO 2026.4.1 (x86, AVX-512) computes convolutions of concatenated signed tensors wrongly, and matrix
+    # products of concatenated unsigned ones
+    graph = model.graph
+    points = {tensor.name: tensor for tensor in graph.initializer}
+    made: set[str] = set()
+    for node, readers in _signed(graph):
+        for attribute in node.attribute:
+            if attribute.name == "output_dtype":
+                attribute.i = _UINT8
+        for one in (node, *readers):
+            one.input[2] = _unsigned(graph, points[one.input[2]], made)
+
+
+def weights_to_unsigned(model: onnx.ModelProto) -> None:
+    """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.HasField("t"):
+                attribute.t.name = node.output[0]  # it may have none
+                tensors[node.output[0]] = attribute.t
+    made: set[str] = set()
+    for node in graph.node:
+        weight = tensors.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if weight is None or weight.data_type != _INT8 or len(weight.dims) < 2:
+            continue
+        _, scale, *point = node.input
+        if {scale, *point} - tensors.keys():
+            continue
+        zero = tensors[point[0]] if point else _zeros_like(tensors[scale])
+        node.input[:] = [_unsigned(graph, weight, made), scale, _unsigned(graph, zero, made)]
+
+
+def _unsigned(graph: onnx.GraphProto, tensor: onnx.TensorProto, made: set[str]) -> str:
+    """The name of the unsigned form of an int8 tensor, which is added to the graph where it is not in `made`."""
+    name = tensor.name + _SUFFIX
+    if name not in made:
+        signed = np.frombuffer(tensor.raw_data, np.int8) if tensor.raw_data else np.array(tensor.int32_data)
+        shifted = (signed.astype(np.int16) + SHIFT).astype(np.uint8)
+        graph.initializer.add(name=name, data_type=_UINT8, dims=tensor.dims, raw_data=shifted.tobytes())
+        made.add(name)
+    return name
+
+
+def _zeros_like(scale: onnx.TensorProto) -> onnx.TensorProto:
+    zeros = type(scale)(name=f"{scale.name}_zero_point", data_type=_INT8, dims=scale.dims)
+    zeros.raw_data = bytes(math.prod(scale.dims))
+    return zeros
+
+
+def _signed(graph: onnx.GraphProto) -> list[tuple[onnx.NodeProto, list[onnx.NodeProto]]]:
+    signed = {tensor.name for tensor in graph.initializer if tensor.data_type == _INT8}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    outputs = {output.name for output in graph.output}
+
+    def by(node: onnx.NodeProto, kind: str) -> bool:
+        return node.op_type == kind and len(node.input) == 3 and node.input[2] in signed
+
+    found = []
+    for node in graph.node:
+        read = readers.get(node.output[0], []) if by(node, "QuantizeLinear") else []
+        if read and node.output[0] not in outputs and all(by(one, "DequantizeLinear") for one in read):
+            weighted = _weighted(read, readers)
+            if "Conv" in weighted and not weighted.intersection(_SYMMETRIC):
+                found.append((node, read))
+    return found
+
+
+def _weighted(nodes: list[onnx.NodeProto], readers: dict[str, list[onnx.NodeProto]]) -> set[str]:
+    kinds, seen, waiting = set(), set[str](), list(nodes)
+    while waiting:
+        for name in waiting.pop().output:
+            for reader in readers.get(name, []) if name not in seen else []:
+                if reader.op_type in ("Conv", *_SYMMETRIC):
+                    kinds.add(reader.op_type)
+                elif reader.op_type != "QuantizeLinear":
+                    waiting.append(reader)
+            seen.add(name)
+    return kinds

@@ -25,27 +25,21 @@ from compress.engines.base import (
     library_errors,
     with_batch,
 )
-from compress.engines.onnx_file import OnnxFile, load_onnx, read_onnx
-from compress.engines.unsigned import weights_to_unsigned
+from compress.engines.onnx_file import OnnxFile, load_onnx, read_onnx, weights_to_unsigned
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.files import parse_json
 from compress.support.process import sums_bytes_in_16_bits
 
 _KERNEL, _END = "_kernel_time", "model_run"
 _TYPES = {"float": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8", "int8": "i8", "int32": "i32"}
+# What ONNX Runtime adds to a node's name where it makes the node anew, to move channels last for example.
 _COPY = re.compile(r"_token_\d+$")
-"""What ONNX Runtime adds to a node's name where it makes the node anew, to move channels last for example."""
 
+# Each node of the optimized graph, and its time in a run in ms, by name in the order of execution.
 Profile = Mapping[str, tuple[RuntimeLayer, float]]
-"""Each node of the optimized graph, and its time in a run in ms, by name in the order of execution."""
 
 
 def read_profile(text: str) -> list[Profile]:
-    """Return the nodes of each run in a profile's JSON.
-
-    Raises:
-        EngineError: it is no list of events.
-    """
     try:
         events = parse_json(text)
     except ValueError as error:
@@ -56,7 +50,6 @@ def read_profile(text: str) -> list[Profile]:
 
 
 def _runs(events: list[Mapping[str, Any]]) -> Iterator[Profile]:
-    """Yield the nodes of each run; a run's own event follows them."""
     nodes: dict[str, tuple[RuntimeLayer, float]] = {}
     for event in events:
         name = str(event.get("name", ""))
@@ -80,7 +73,7 @@ def _layer(name: str, facts: Mapping[str, Any]) -> RuntimeLayer:
 
 
 def _types(shapes: Any) -> tuple[str, ...]:
-    """Return the types of a node's tensors: each is a mapping of its type to its shape."""
+    """Each tensor is a mapping of its type to its shape."""
     return tuple(_TYPES.get(key, key) for shape in shapes or () for key in shape)
 
 
@@ -95,18 +88,17 @@ OPTIONS = {
 }
 _INSTALL = "pip install onnxruntime"
 _ERRORS_ONLY = 3
+# Optimizers that quantize biases with the product of two scales, which may underflow in float16. Measured on one
+# ResNet-50: 6 dB of signal to noise with it, 29 without; that underflow is the cause is likely, not proven.
 _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
-"""Optimizers that quantize biases with the product of two scales, which may underflow in float16. Measured on one
-ResNet-50: 6 dB of signal to noise with it, 29 without; that underflow is the cause is likely, not proven."""
 
+# First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
+# does not change that name in its own nodes (`output_dtype INT8 does not match y_zero_point type UINT8`), unless an
+# option makes it leave INT8 alone.
 _TYPED_OPSET = 21
-"""First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
-does not change that name in its own nodes (`output_dtype INT8 does not match y_zero_point type UINT8`), unless an
-option makes it leave INT8 alone."""
 
 
 def availability() -> Availability:
-    """Report if ONNX Runtime is installed, and its execution providers."""
     try:
         ort = import_library(NAME, _INSTALL)
     except EngineUnavailableError as error:
@@ -117,12 +109,6 @@ def availability() -> Availability:
 
 
 def load(path: Path | str, build: BuildOptions) -> ONNXRuntimeEngine:
-    """Make a session of an ONNX file with all graph optimizations.
-
-    Raises:
-        EngineUnavailableError: ONNX Runtime or the requested provider is not here.
-        EngineError: it cannot take the file, did not use the provider, or the file has another precision.
-    """
     ort = import_library(NAME, _INSTALL)
     provider = build.options.get("provider", CPU)
     allowed = ort.get_available_providers()
@@ -140,7 +126,7 @@ class ONNXRuntimeEngine(Engine):
     remembers_runs = True
 
     def __init__(self, ort: Any, file: OnnxFile, provider: str, build: BuildOptions) -> None:
-        precision = _float_precision(file, provider)
+        precision = "f32" if provider == CPU and file.float_types <= {"f32"} else "unknown"
         if build.precision not in (None, precision):
             raise EngineError(
                 f"onnxruntime: precision {build.precision!r} was asked of {file.path}, which runs in {precision!r}: "
@@ -181,7 +167,6 @@ class ONNXRuntimeEngine(Engine):
         )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`."""
         if self._session is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         checked, self._ran = check_inputs(inputs, self.inputs, label=self.info.label), True
@@ -190,19 +175,16 @@ class ONNXRuntimeEngine(Engine):
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`; each node has the type of its first input."""
         return tuple(layer for layer, _ in self._profiled()[-1].values())
 
     def layer_times_ms(self) -> dict[str, float]:
-        """See `Engine.layer_times_ms`; later runs are not timed."""
         return self.layer_runs_ms()[-1]
 
     def layer_runs_ms(self) -> list[dict[str, float]]:
-        """See `Engine.layer_runs_ms`; later runs are not timed: a session writes its profile once."""
+        """Later runs are not timed: a session writes its profile once."""
         return [{name: ms for name, (_, ms) in run.items() if ms} for run in self._profiled()]
 
     def _profiled(self) -> list[Profile]:
-        """Return the profiles of the runs until now; without one, that of a run on zeros."""
         if self._folder is None or self._session is None:
             raise EngineError(
                 f"{self.info.label} does not report its layers: it was not built to time them; give build_engine "
@@ -215,14 +197,13 @@ class ONNXRuntimeEngine(Engine):
         return self._profiles
 
     def close(self) -> None:
-        """Free the session."""
         self._session = None
         if self._folder is not None:
             self._folder.cleanup()
 
 
 def _form(file: OnnxFile) -> str | bytes:
-    """Return the file's path; its bytes with unsigned weights where sums of products of u8 and i8 saturate.
+    """The file's path; its bytes with unsigned weights where sums of products of u8 and i8 saturate.
 
     ONNX Runtime's own option for that, `x64quantprecision`, does not load files in which a weight is read twice (1.31).
     """
@@ -273,7 +254,6 @@ def _yes(options: Mapping[str, str], name: str, default: str) -> bool:
 
 
 def _label(device: str, file: OnnxFile) -> str:
-    """Return the name of the row, which says that products of FP8 are computed in float."""
     words = [device] if device else []
     if "fp8" in file.quantized_types:
         words.append("FP8 computed in float")
@@ -287,8 +267,3 @@ def _outputs(file: OnnxFile, batch_size: int | None) -> tuple[TensorInfo, ...]:
         tensor.with_batch(batch_size) if name in file.batch_names else tensor
         for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
     )
-
-
-def _float_precision(file: OnnxFile, provider: str) -> str:
-    """Return `f32` if nothing else is possible, else "unknown"."""
-    return "f32" if provider == CPU and file.float_types <= {"f32"} else "unknown"

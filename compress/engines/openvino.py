@@ -27,8 +27,7 @@ from compress.engines.base import (
     reason,
     with_batch,
 )
-from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
-from compress.engines.unsigned import joins_signed, to_unsigned
+from compress.engines.onnx_file import OnnxFile, existing_file, joins_signed, load_onnx, read_onnx, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import bare_extremes, extremes_apart
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
@@ -40,12 +39,11 @@ OPTIONS = {
 }
 PRECISIONS = ("f32", "bf16", "f16")
 _INSTALL = "pip install openvino"
+# Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15.
 _EXACT = 64
-"""Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15."""
 
 
 def availability() -> Availability:
-    """Report if OpenVINO is installed, and the devices that it finds."""
     try:
         ov = import_library(NAME, _INSTALL)
         with keep_signal_stack():
@@ -62,12 +60,6 @@ def availability() -> Availability:
 
 
 def load(path: Path | str, build: BuildOptions) -> OpenVINOEngine:
-    """Compile an ONNX file, or an OpenVINO `.xml` file, for one synchronous request at a time.
-
-    Raises:
-        EngineUnavailableError: OpenVINO or the requested device is not here.
-        EngineError: OpenVINO cannot take the file or an option, or runs in another precision.
-    """
     if build.precision is not None and build.precision not in PRECISIONS:
         raise EngineError(
             f"openvino: precision is {build.precision!r}{near_misses(build.precision, PRECISIONS)} "
@@ -119,7 +111,6 @@ class OpenVINOEngine(Engine):
         )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`."""
         if self._request is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
@@ -128,13 +119,14 @@ class OpenVINOEngine(Engine):
         return {tensor.name: np.asarray(results[tensor.name]) for tensor in self.outputs}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`."""
         if self._compiled is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         rows = [
             (op.get_friendly_name(), _texts(op.get_rt_info())) for op in self._compiled.get_runtime_model().get_ops()
         ]
-        rows = sorted((row for row in rows if row[1].get("layerType") != "Const"), key=_execution_order)
+        rows = sorted(
+            (row for row in rows if row[1].get("layerType") != "Const"), key=lambda row: int(row[1].get("execOrder", 0))
+        )
         return tuple(
             RuntimeLayer(
                 name=name,
@@ -148,7 +140,6 @@ class OpenVINOEngine(Engine):
         )
 
     def layer_times_ms(self) -> dict[str, float]:
-        """See `Engine.layer_times_ms`."""
         if self._request is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         if "PERF_COUNT" not in self.info.options:
@@ -157,7 +148,6 @@ class OpenVINOEngine(Engine):
         return {row.node_name: row.real_time.total_seconds() * 1e3 for row in rows if row.real_time}
 
     def close(self) -> None:
-        """Free the compiled model."""
         self._request = self._compiled = None
 
 
@@ -173,7 +163,6 @@ def _options(build: BuildOptions) -> dict[str, str]:
 
 
 def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
-    """Return the model, and the interface of its file; None for an `.xml` file."""
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
     with library_errors(EngineError, f"openvino cannot read {path}: "):
@@ -198,7 +187,6 @@ def _may_saturate(path: Path) -> bool:
 
 
 def _tensors(ports: Any, declared: tuple[TensorInfo, ...] | None, *, where: str) -> tuple[TensorInfo, ...]:
-    """Return inputs or outputs in the file's order and under its names."""
     if declared is None:
         return tuple(_tensor(port, port.get_any_name()) for port in ports)
     by_name = {name: port for port in ports for name in port.get_names()}
@@ -220,10 +208,6 @@ def _float_precision(compiled: Any) -> str:
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value.astype(str)) if hasattr(value, "astype") else str(value) for key, value in facts.items()}
-
-
-def _execution_order(row: tuple[str, dict[str, str]]) -> int:
-    return int(row[1].get("execOrder", 0))
 
 
 def _split(text: str) -> tuple[str, ...]:

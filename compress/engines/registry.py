@@ -26,7 +26,6 @@ class EngineEntry:
     """One engine.
 
     Attributes:
-        availability: never raises.
         load: makes an engine from a file; None for an engine that runs modules in memory.
         options: meaning of each option that `build_engine` passes on, by name.
         instead: for an engine without `load`: the reason, and how to use it.
@@ -124,11 +123,6 @@ def build_engine(
 
 
 def require_engine(engine: str) -> None:
-    """Refuse an engine that does not work on this machine, for work that ends with it.
-
-    Raises:
-        EngineUnavailableError: says why, and what to install.
-    """
     found = ENGINES[engine].availability()
     if not found.available:
         raise EngineUnavailableError("; ".join(filter(None, (f"{engine}: {found.reason}", found.install))))

@@ -22,6 +22,7 @@ from compress.engines.base import (
     library_errors,
     reason,
 )
+from compress.engines.gpu import array_of
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
 from compress.graph.inputs import named_tensors
@@ -32,7 +33,6 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", to
 
 
 def availability() -> Availability:
-    """Report the devices that torch finds."""
     gpus = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
     return Availability(name=NAME, available=True, version=torch.__version__, devices=("cpu", *gpus))
 
@@ -94,14 +94,14 @@ class TorchEngine(Engine):
         )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`."""
+        """Run once, with the array of `input`."""
         if self._module is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         (array,) = check_inputs(inputs, self.inputs, label=self.info.label).values()
         with _threads(self._threads), _precision(self._device, self._precision), torch.inference_mode():
             with library_errors(EngineError, f"{self.info.label} failed to run the module: "):
                 output = self._module(torch.from_numpy(array).to(self._device))
-            return {name: _array(tensor) for name, tensor in _named(output)}
+            return {name: array_of(tensor) for name, tensor in _named(output)}
 
     def close(self) -> None:
         """Free the copy of the module."""
@@ -119,7 +119,6 @@ def _checked_device(name: str) -> torch.device:
 
 
 def _float_precision(module: nn.Module, device: torch.device, precision: str | None) -> str:
-    """Return the type of the products, TF32 if torch's settings allow it."""
     if precision is not None:
         return precision
     kinds = {tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()}
@@ -134,12 +133,6 @@ def _named(output: Any) -> list[tuple[str, Tensor]]:
         raise EngineError(f"torch: the module returned {type(output).__name__}; it must return tensors")
     names = output_names([key for key, _ in found])
     return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
-
-
-def _array(tensor: Tensor) -> NDArray[np.generic]:
-    tensor = tensor.detach().cpu()
-    array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
 
 
 @contextmanager
@@ -157,7 +150,6 @@ def _threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def _precision(device: torch.device, precision: str | None) -> Iterator[None]:
-    """Autocast to a half type; for `f32`, disable autocast and TF32."""
     if precision is None:
         yield
         return

@@ -10,19 +10,12 @@ from torch import Tensor
 
 from compress.kernels.memory_format import along_axis, unpack
 
+# Largest pooling window whose argmax fits a uint8; 255 itself means that no gradient passes.
 LARGEST_WINDOW = 255
-"""Largest pooling window whose argmax fits a uint8; 255 itself means that no gradient passes."""
 
 
 class IntegerGrid(NamedTuple):
-    """The integers that a tensor is quantized to.
-
-    Attributes:
-        amax: () or (C,), the largest magnitudes kept; the scale is amax / high.
-        low: smallest integer.
-        high: largest integer: odd, at most 255.
-        axis: channel axis of per-channel ranges; None = one range.
-    """
+    """Integers from `low` to `high` (odd, at most 255); a step of `amax`, () or (C,) along `axis`, is amax / high."""
 
     amax: Tensor
     low: int
@@ -57,7 +50,6 @@ class Window(NamedTuple):
     ceil_mode: bool = False
 
     def out_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(OH, OW) of the pool of an image of (H, W)."""
         found = []
         for n, k, s, p in zip(size, self.kernel, self.stride, self.padding, strict=True):
             windows = (n + 2 * p - k + (s - 1 if self.ceil_mode else 0)) // s + 1
@@ -81,10 +73,7 @@ def rounding_threshold(low: int) -> float:
 def activated_torch(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor]:
-    """(the activation of `y` plus bias and residual, a boolean mask of where it passes its gradient); shaped as `y`.
-
-    Computed in float32, or in float64 for float64.
-    """
+    """(the activation of `y` plus bias and residual, a mask of where it passes its gradient); float32 or float64."""
     work = y if y.dtype == torch.float64 else y.float()
     if bias is not None:
         work = work + along_axis(bias.to(work.dtype), y, epilogue.bias_dim)
@@ -114,7 +103,7 @@ def forward_torch(
 def backward_torch(
     grad: Tensor, mask: Tensor, dtype: torch.dtype, bias_dim: int, wants_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(`grad` where `mask` is set, its sum over all axes but `bias_dim` if wanted); the mask is boolean or packed."""
+    """(`grad` where `mask`, boolean or packed, is set, its sum over all axes but `bias_dim` if wanted)."""
     passed = torch.where(mask if mask.dtype == torch.bool else unpack(mask, grad), grad, 0.0).to(dtype)
     if not wants_bias:
         return passed, None
@@ -123,5 +112,4 @@ def backward_torch(
 
 
 def max_pool(x: Tensor, window: Window) -> Tensor:
-    """Max pooling by torch."""
     return torch.nn.functional.max_pool2d(x, window.kernel, window.stride, window.padding, ceil_mode=window.ceil_mode)

@@ -14,7 +14,15 @@ from compress.kernels.epilogue import Epilogue, Window, activated_torch, backwar
 from compress.kernels.memory_format import BITS_PER_BYTE, along_axis, dense, is_channels_last, like, pack
 from compress.kernels.triton import activation as triton_activation
 from compress.kernels.triton import pool
-from compress.kernels.triton.fake_quantize import Plan, fits, forward_compiled, plan_of
+from compress.kernels.triton.fake_quantize import (
+    LEAST_RANGE,
+    LearnedPlan,
+    Plan,
+    fits,
+    forward_compiled,
+    learned_plan_of,
+    plan_of,
+)
 from compress.kernels.triton.launch import (
     Kernels,
     refuse_second_derivative,
@@ -22,7 +30,6 @@ from compress.kernels.triton.launch import (
     use_triton_compiled,
     use_triton_eager,
 )
-from compress.kernels.triton.learned_quantize import LEAST_RANGE, LearnedPlan, learned_plan_of
 
 
 def fused_quantize(
@@ -36,24 +43,16 @@ def fused_quantize(
     kernels: Kernels | None = None,
     recompute_mask: bool = False,
 ) -> Tensor:
-    """Compute the fake quantization of activation(y + bias + residual), in float32 (float64 for float64).
+    """Fake quantization of activation(y + bias + residual), in float32 (float64 for float64), laid out as `y`.
 
     The gradient passes straight through the quantizer; ReLU's is 0 at 0; `amax` has none.
 
     - `y`: any shape, floating point: the result of a layer without its bias.
     - `amax`: () or (C,): the largest magnitudes kept.
     - `bias`: (C,), C the size of `y` along `epilogue.bias_dim`.
-    - `residual`: shape of `y`.
     - `dtype`: of the result; None = that of `y`.
     - `kernels`: None = Triton on a GPU, where layout and type fit.
-    - `recompute_mask`: `y` is kept for backward anyway, so a compiled graph keeps a boolean mask instead of bits, which
-      the compiler computes again from `y`.
-
-    Returns:
-        Shape and memory format of `y`.
-
-    Raises:
-        QuantizationError: a second derivative is asked of Triton kernels.
+    - `recompute_mask`: `y` is kept for backward anyway, so a compiled graph computes the mask again from it.
     """
     dtype = dtype or y.dtype
     y = dense(y)
@@ -116,16 +115,7 @@ class _FusedQuantize(torch.autograd.Function):
 def masked_gradients(
     grad: Tensor, mask: Tensor, plan: Plan | None, dtype: torch.dtype, bias_dim: int, wants_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(`grad` where the mask is set, its sum for the bias if wanted), by Triton's kernel if there is a plan.
-
-    - `grad`: laid out as the forward pass's `y`.
-    - `mask`: packed bits, or booleans.
-    - `plan`: of the forward pass; None = torch's operations.
-    - `wants_bias`: the sum is in float32, or in float64 for float64.
-
-    Raises:
-        QuantizationError: a second derivative is asked of Triton kernels.
-    """
+    """(`grad` where the mask is set, its sum for the bias if wanted), by Triton's kernel if there is a plan."""
     if plan is None:
         return backward_torch(grad, mask, dtype, bias_dim, wants_bias)
     refuse_second_derivative(grad)
@@ -133,7 +123,6 @@ def masked_gradients(
 
 
 def in_type(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a gradient in the type of its tensor; None if there is none of either."""
     if grad is None or dtype is None:
         return None
     return grad if grad.dtype == dtype else grad.to(dtype)
@@ -148,22 +137,19 @@ def pooled_quantize(
     bias: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> Tensor:
-    """Max pooling of `fused_quantize`; one kernel, also in a compiled graph, on a GPU where layout and type fit.
-
-    - `y`: (N, C, H, W), the result of a convolution without its bias; the bias is (C,), the range ().
-    """
+    """Max pooling of `fused_quantize` for (N, C, H, W); one kernel on a GPU where layout and type fit."""
     if use_triton(y, kernels) and pool.fits(y) and epilogue.axis is None:
         return pool.pooled_quantize(y, amax, epilogue, window, bias, y.dtype)
     return max_pool(fused_quantize(y, amax, epilogue, bias=bias, kernels=kernels), window)
 
 
+# Torch's functions by the names that the kernels use.
 SMOOTH_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
     "hardswish": F.hardswish,
 }
-"""Torch's functions by the names that the kernels use."""
 
 
 def smooth_quantize(
@@ -175,10 +161,9 @@ def smooth_quantize(
     bias: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> Tensor:
-    """Compute the fake quantization of activation(y + bias), in float32 (float64 for float64).
+    """Fake quantization of activation(y + bias), a key of `SMOOTH_ACTIVATIONS`; else as `fused_quantize`.
 
-    In half precision GELU uses Abramowitz and Stegun, formula 7.1.26 (error at most 7.5e-8). Arguments and errors are
-    those of `fused_quantize`; the bounds of `epilogue` are infinite, and `activation` is a key of `SMOOTH_ACTIVATIONS`.
+    In half precision GELU uses Abramowitz and Stegun, formula 7.1.26 (error at most 7.5e-8).
     """
     if use_triton(y, kernels):
         y = dense(y)
@@ -194,7 +179,7 @@ def smooth_quantize(
 
 
 def smooth_fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
-    """Whether the kernels take a dense `y`: as `fits`, with one range, and a multiple of eight elements."""
+    """As `fits`, with one range, and a multiple of eight elements."""
     return epilogue.axis is None and y.numel() > 0 and y.numel() % BITS_PER_BYTE == 0 and fits(y, epilogue, bias)
 
 
@@ -208,13 +193,9 @@ def learned_quantize(
     residual: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> Tensor:
-    """Compute the fake quantization of activation(y + bias + residual) with a learned range, in float32 or float64.
+    """`fused_quantize` with a learned range, whose gradient is LSQ's (arXiv 1902.08153, equation 3), times `factor`.
 
-    The gradient of the range is LSQ's (Esser et al., arXiv 1902.08153, equation 3), for `amax` in place of the step.
-    `y` may be a weight; other arguments and errors are those of `fused_quantize`.
-
-    - `amax`: () or (C,): the range; below `LEAST_RANGE` it counts as that, with its whole gradient.
-    - `factor`: of the range's gradient.
+    `amax`, () or (C,), counts as `LEAST_RANGE` where it is below, with its whole gradient. `y` may be a weight.
     """
     y = dense(y)
     plan = learned_plan_of(y, bias, residual, amax, epilogue) if use_triton_eager(y, kernels) else None

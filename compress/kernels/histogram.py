@@ -16,7 +16,6 @@ from compress.kernels.triton.launch import BoundedCache
 
 @functools.cache
 def available(device: int) -> bool:
-    """Whether kernels can be compiled for the GPU of this index, and know what began with compute capability 8.0."""
     try:
         compiler(), _driver()
     except OSError:
@@ -26,11 +25,6 @@ def available(device: int) -> bool:
 
 @functools.cache
 def compiler() -> ctypes.CDLL:
-    """NVRTC.
-
-    Raises:
-        OSError: there is none, or torch was built without CUDA.
-    """
     name = f"libnvrtc.so.{(torch.version.cuda or 'none').partition('.')[0]}"
     try:
         return ctypes.CDLL(name)
@@ -48,10 +42,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def compile_cuda(source: str, capability: tuple[int, int], **macros: int) -> bytes:
-    """Return machine code.
-
-    - `source`: CUDA C++ 17 without headers; products and sums are joined only where it says so.
-    - `capability`: such as (9, 0).
+    """Machine code of CUDA C++ 17 without headers; products and sums are joined only where it says so.
 
     Raises:
         OSError: there is no compiler.
@@ -78,12 +69,7 @@ def compile_cuda(source: str, capability: tuple[int, int], **macros: int) -> byt
 
 
 class Kernel:
-    """A function of compiled code on the current device, on a grid that fills it.
-
-    Args:
-        name: of an `extern "C"` function.
-        together: its blocks wait for each other, so all must run at the same time.
-    """
+    """A function of compiled code on a grid that fills the current device; if `together`, blocks wait for others."""
 
     def __init__(self, code: bytes, name: str, *, threads: int, together: bool = False) -> None:
         module, self._function, blocks = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
@@ -96,7 +82,6 @@ class Kernel:
         self._together = together
 
     def __call__(self, device: int, values: Tensor, tables: Sequence[Tensor]) -> None:
-        """Run on the current stream of `device`, which is the current one."""
         sizes = ctypes.c_uint64(values.numel())
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, *tables)]
         addresses = [ctypes.addressof(argument) for argument in (pointers[0], sizes, *pointers[1:])]
@@ -118,8 +103,8 @@ def _call(name: str, *arguments: object) -> None:
 
 SOURCE = Path(__file__).with_name("histogram.cu")
 
+# Types that the kernels read, and how they call them.
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Types that the kernels read, and how they call them."""
 
 _SHAPE = {"THREADS": 1024, "BLOCKS": 1, "UNROLL": 4}
 _MOST_BINS = 12_000  # fewer than 48 KiB of counts: what every block may have
@@ -136,12 +121,7 @@ def takes(values: Tensor, bins: int = 1) -> bool:
 
 
 def collect_amax(values: Tensor, amax: Tensor) -> None:
-    """Raise `amax` to the largest magnitude; NaN if there is one.
-
-    Args:
-        values: that `takes` is true of.
-        amax: (1,) float32, at least 0 or NaN; changed in place.
-    """
+    """Raise `amax`, (1,) float32, in place to the largest magnitude of values that `takes`; NaN if there is one."""
     _run("largest", values, [amax], 1, 1)
 
 
@@ -160,7 +140,6 @@ class Watch:
         self._sizes = (counts.shape[1], start)
 
     def collect(self, values: Tensor) -> None:
-        """Take values, that `takes` is true of, into the histogram."""
         _run("watch", values, self._tables, *self._sizes)
 
 

@@ -38,7 +38,7 @@ def inner_size(y: Tensor, axis: int) -> int:
 
 
 def along_axis(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """`values` in a shape that broadcasts against `x`: (C,) along axis 1 becomes (1, C, 1, ...); None = unchanged."""
+    """Broadcasts against `x`: (C,) along axis 1 becomes (1, C, 1, ...); None = unchanged."""
     if axis is None:
         return values
     return values.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
@@ -75,7 +75,6 @@ def pack(bits: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, like: Tensor) -> Tensor:
-    """The booleans that `pack` packed, in the shape and memory format of `like`."""
     flat = ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[: like.numel()].bool()
     shape = memory_order(like).shape
     if is_channels_last(like):

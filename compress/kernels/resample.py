@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import Kernels, launch, use_triton_eager
+from compress.kernels.triton.launch import Kernels, launch, tl, triton, use_triton_eager
 
 _BLOCK = 256  # pixels of a program
 _NUMBERS = tl.constexpr(11)  # of an image: a window's nine, its rows and its columns
@@ -110,13 +109,9 @@ class Window(NamedTuple):
 def resample(
     images: Sequence[Tensor], windows: Sequence[Window], size: tuple[int, int], *, kernels: Kernels | None = None
 ) -> Tensor:
-    """Cut the windows out of images and resize them: bilinear with antialiasing, rounded once.
+    """Cut the windows out of images (3, H, W) uint8 and resize them, bilinear with antialiasing: (n, 3, height, width).
 
-    - `images`: n of shape (3, H, W) uint8, contiguous, each of its own size, on one device.
-    - `kernels`: None = Triton on a GPU.
-
-    Returns:
-        (n, 3, height, width) uint8. On a GPU it is computed on the current stream: keep `images` until it is done.
+    On a GPU it is computed on the current stream: keep `images` until it is done.
     """
     if use_triton_eager(images[0], kernels):
         return _by_triton(images, [tuple(window) for window in windows], size)
@@ -132,7 +127,7 @@ def _resample_one(image: Tensor, w: Window, size: tuple[int, int]) -> Tensor:
 
 
 def _weights(length: int, resized: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the share (count, length) of each of `length` pixels in output pixels `first`, `first` + 1, ..."""
+    """The share (count, length) of each of `length` pixels in output pixels `first`, `first` + 1, ..."""
     step = length / resized
     centres = (torch.arange(first, first + count, device=device) + 0.5) * step
     apart = torch.arange(length, device=device) + 0.5 - centres[:, None]

@@ -1,4 +1,4 @@
-"""Measures accuracy, and the metric of any task, on an engine."""
+"""Measures accuracy, and the metric of any task, on an engine; intervals by a paired bootstrap over images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import betaincinv
 from torch import Tensor
 
 from compress.data.base import Preprocessing
@@ -20,10 +21,10 @@ from compress.graph.inputs import flat_tensors, split_batch
 from compress.measure.parity import Parity, compare_batches
 from compress.support.meters import Figures, TaskMetric, task_metric
 from compress.support.progress import NoProgress, Progress
+from compress.tasks.base import Evidence, Hits, everything
 
 
 def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
-    """A remark if a model's file names no preprocessing (DataError: it names another)."""
     if preprocessing is None:
         return []
     text = engine.metadata.get(PREPROCESSING_KEY)
@@ -39,7 +40,6 @@ def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> 
 
 
 def as_array(part: Any) -> NDArray[np.generic]:
-    """A tensor on any device, or an array, as numpy array."""
     array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
     return array
 
@@ -47,11 +47,7 @@ def as_array(part: Any) -> NDArray[np.generic]:
 def limited(
     batches: Iterable[Any], limit: int | None, read: Callable[[Any], tuple[list[NDArray[np.generic]], Any]]
 ) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
-    """Yield the input arrays and the targets that `read` takes out of each batch, `limit` images in all.
-
-    Raises:
-        DataError: a batch has another number of targets than of images.
-    """
+    """Yield the input arrays and the targets that `read` takes out of each batch, `limit` images in all."""
     left = limit
     for batch in batches:
         if left is not None and left <= 0:
@@ -68,11 +64,7 @@ def limited(
 def padded_run(
     engine: Engine, arrays: list[NDArray[np.generic]], size: int, names: Sequence[str] = ()
 ) -> dict[str, NDArray[np.generic]]:
-    """Run at most `size` images (-1 = any number), filled up with zeros; return the outputs `names` (() = all) of them.
-
-    Raises:
-        EngineError: the first dimension of an output is not that of the images.
-    """
+    """Run at most `size` images (-1 = any number), filled up with zeros; return their outputs `names` (() = all)."""
     count = len(arrays[0])
     if size != -1 and count < size:
         arrays = [np.concatenate([a, np.zeros((size - count, *a.shape[1:]), a.dtype)]) for a in arrays]
@@ -88,7 +80,7 @@ def padded_run(
 
 
 def chunks(images: NDArray[np.generic], size: int) -> Iterator[NDArray[np.generic]]:
-    """Yield pieces of at most `size` images; one piece if `size` is -1."""
+    """Pieces of at most `size` images; one piece if `size` is -1."""
     step = len(images) if size == -1 else size
     return (images[i : i + step] for i in range(0, len(images), step))
 
@@ -102,11 +94,9 @@ _TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAccuracy:
-    """Accuracy of a model on an engine.
+    """Accuracy of a model on an engine; shares of images whose target is the highest logit, or among 5, 0 to 1.
 
     Attributes:
-        top1: share of images whose highest logit (the first of equal ones) is the target's, 0 to 1.
-        top5: share of images whose target is among the 5 highest logits, 0 to 1.
         logits: (images, classes) float32 in the order of the images; None unless `keep_logits`.
     """
 
@@ -289,7 +279,7 @@ def measure_metric(
         >>> found.images, list(found.values)
         (16, ['error'])
     """
-    chosen = task_metric(metric, select=_only)
+    chosen = task_metric(metric, select=lambda outputs: next(iter(outputs.values())) if len(outputs) == 1 else outputs)
     notes = preprocessing_notes(engine, preprocessing)
     meter, kept, count = chosen.make(), [], 0
     task = f"{chosen.title}: {engine.info.label}"
@@ -314,12 +304,7 @@ def measure_metric(
 
 
 def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskMetric) -> Parity:
-    """Compare the kept outputs of two measurements over the same batches (EngineError: none, or shapes differ)."""
     return compare_batches(reference.outputs, seen.outputs, classes=metric.classes)
-
-
-def _only(outputs: Any) -> object:  # what the metric of the user's takes
-    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
 def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
@@ -335,7 +320,6 @@ def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
 
 
 def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> dict[str, Tensor]:
-    """The outputs of a batch by name; results that are not finite are refused."""
     if len(arrays) != len(engine.inputs):
         names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
         raise EngineError(f"{engine.info.label} takes the inputs {names}, and a batch has {len(arrays)}")
@@ -357,3 +341,94 @@ def kept_images(outputs: Any, *, budget: int = 200_000_000) -> int:
     tensors = flat_tensors(outputs)
     each = sum(tensor.nbytes for tensor in tensors) / max(1, len(tensors[0]))
     return max(1, int(budget / max(1.0, each)))
+
+
+RESAMPLES = 1000
+LEVEL = 0.95
+_AT_ONCE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A metric and its difference from a reference, as shares with the ends of their intervals."""
+
+    value: float
+    low: float
+    high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    images: int
+
+    @property
+    def measurable(self) -> bool:
+        """True if the interval of the difference leaves out zero."""
+        return self.difference_low > 0 or self.difference_high < 0
+
+
+def compare_evidence(
+    reference: Evidence, seen: Evidence, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+) -> Comparison:
+    """Compare a network with a reference on the same images.
+
+    Percentile bootstrap (Efron and Tibshirani, 1993, chapters 6 and 13), with replacement; `level` is the share of the
+    resamples inside an interval. Shares of right answers use exact bounds where few images differ (Clopper and Pearson,
+    1934; the sign test).
+    """
+    images = len(seen)
+    if not images or len(reference) != images:
+        raise DataError(f"{len(reference)} and {images} images cannot be compared in pairs")
+    generator = np.random.default_rng(seed)
+    draws = []
+    for first in range(0, resamples, _AT_ONCE):
+        count = min(_AT_ONCE, resamples - first)
+        weights = generator.multinomial(images, np.full(images, 1 / images), size=count)
+        draws.append((seen.values(weights), reference.values(weights)))
+    values, references = (np.concatenate(part) for part in zip(*draws, strict=True))
+    percents = [50 * (1 - level), 50 * (1 + level)]
+    low, high = np.percentile(values, percents)
+    difference_low, difference_high = np.percentile(values - references, percents)
+    value, before = (float(one.values(everything(one))[0]) for one in (seen, reference))
+    ends, difference_ends = (float(low), float(high)), (float(difference_low), float(difference_high))
+    if isinstance(seen, Hits) and isinstance(reference, Hits):
+        ends = share_interval(int(seen.right().sum()), images, level=level)
+        difference_ends = _difference_of_hits(reference, seen, difference_ends, level)
+    else:  # where no resample differs, an image which does is not among them
+        unseen = share_interval(0, images, level=level)[1]
+        if difference_ends[0] == difference_ends[1]:
+            difference_ends = (difference_ends[0] - unseen, difference_ends[1] + unseen)
+        if ends[0] == ends[1] and 0 <= value <= 1:
+            ends = max(value - unseen, 0.0), min(value + unseen, 1.0)
+    return Comparison(
+        value=value,
+        low=ends[0],
+        high=ends[1],
+        difference=value - before,
+        difference_low=difference_ends[0],
+        difference_high=difference_ends[1],
+        images=images,
+    )
+
+
+def share_interval(found: int, images: int, *, level: float = LEVEL) -> tuple[float, float]:
+    """The exact ends of the interval of a share of which `found` of `images` were seen (Clopper and Pearson).
+
+    >>> low, high = share_interval(0, 45)
+    >>> f"{low:.4f} to {high:.4f}"
+    '0.0000 to 0.0787'
+    """
+    tail = (1 - level) / 2
+    low = float(betaincinv(found, images - found + 1, tail)) if found else 0.0
+    high = float(betaincinv(found + 1, images - found, 1 - tail)) if found < images else 1.0
+    return low, high
+
+
+def _difference_of_hits(reference: Hits, seen: Hits, drawn: tuple[float, float], level: float) -> tuple[float, float]:
+    """The interval of a difference of two shares of right answers; `drawn` is the bootstrap's."""
+    right, before = seen.right(), reference.right()
+    gained, lost, images = int((right & ~before).sum()), int((before & ~right).sum()), len(right)
+    differ = gained + lost
+    if 2 * 0.5**differ > 1 - level:  # the sign test could not tell them apart, were all of these on one side
+        return -share_interval(lost, images, level=level)[1], share_interval(gained, images, level=level)[1]
+    signs = [(2 * end - 1) * differ / images for end in share_interval(gained, differ, level=level)]
+    return min(drawn[0], signs[0]), max(drawn[1], signs[1])

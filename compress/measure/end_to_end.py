@@ -39,10 +39,10 @@ STAGES: tuple[Stage, ...] = ("decode", "preprocess", "engine", "postprocess")
 TOP = 5
 _QUIET = NoProgress()
 
+# Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding.
 Source = bytes | NDArray[np.uint8]
-"""Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding."""
+# An image as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU.
 Ready = bytes | Image.Image | Tensor
-"""An image as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,9 @@ class EndToEnd:
 
     @property
     def total_ms(self) -> float:
-        """Sum of the stages."""
         return sum(self.stage_ms.values())
 
     def share(self, stage: Stage) -> float:
-        """The share of a stage in the sum, 0 to 1; 0 for a stage that is missing."""
         return self.stage_ms.get(stage, 0.0) / self.total_ms if self.total_ms else 0.0
 
 
@@ -86,24 +84,14 @@ def measure_end_to_end(
     seconds: float = 3.0,
     progress: Progress = _QUIET,
 ) -> tuple[EndToEnd, ...]:
-    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same images; a result for each.
+    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same images.
 
-    Args:
-        engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
-        images: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
-        batch_size: images of one run.
-        preprocessing: None = that of each engine's own file.
-        device: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
-        max_pixels: of the largest image that is decoded.
-        warmup: runs of each that are not timed, before the first round.
-        runs: timed runs of each, at most.
-        seconds: time for each, at most, on average; the first round is always finished.
-        progress: listener, advanced by every round.
-
-    Raises:
-        DataError: there are no images, one cannot be read, or encoded and decoded ones are mixed.
-        EngineError: there is no engine, a batch or number does not fit, the preprocessing is unknown, or the device is
-            not here.
+    - `engines`: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
+    - `images`: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
+    - `preprocessing`: None = that of each engine's own file.
+    - `device`: that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
+    - `max_pixels`: of the largest image that is decoded.
+    - `seconds`: time for each, at most, on average; the first round is always finished.
     """
     check_numbers("measure_end_to_end", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
     _check(engines, images, device, max_pixels)
@@ -148,7 +136,6 @@ def _check(engines: Mapping[str, Engine], images: Sequence[Source], device: str,
 def _prepared(
     engine: Engine, label: str, batch_size: int, given: Preprocessing | None
 ) -> tuple[Preprocessing, TensorInfo]:
-    """The preprocessing and input of an engine, checked against each other."""
     if len(engine.inputs) != 1:
         raise EngineError(f"{label} takes {len(engine.inputs)} inputs; images are made for one")
     text = engine.metadata.get(PREPROCESSING_KEY)
@@ -242,7 +229,6 @@ def _engine_call(
 
 
 def decode(images: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
-    """Decode JPEG or PNG files to RGB images (DataError: Pillow cannot read one)."""
     return [
         read_image(io.BytesIO(content), name=f"image {index}", max_pixels=max_pixels)
         for index, content in enumerate(images, start=first)

@@ -1,18 +1,19 @@
-"""Compares a quantized file with its float file, as it is written and on its target's engine."""
+"""Sizes of an ONNX file, and a quantized file against its float file, as written and on its target's engine."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compress.engines.base import Arrays
-from compress.engines.onnx_file import read_onnx
+from compress.engines.onnx_file import existing_file, load_onnx, read_onnx
 from compress.engines.registry import ENGINES, build_engine
 from compress.errors import CompressError
 from compress.export.casting import widened
@@ -22,14 +23,13 @@ from compress.onnx_ptq.passes import images_of, open_batch
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
+# Largest number of images that are compared.
 IMAGES = 8
-"""Largest number of images that are compared."""
+# Signal to noise below which a quantized file is called far from float: a third of the signal is noise.
 LOW_DB = 10.0
-"""Signal to noise below which a quantized file is called far from float: a third of the signal is noise."""
+# An engine that stays below the first, and that far below the file itself, computes something else: differences of
+# rounding, single steps, are smaller.
 FAULT_DB, FAULT_LOSS_DB = 25.0, 6.0
-"""An engine that stays below the first, and that far below the file itself, computes something else: differences
-of rounding, single steps, are smaller.
-"""
 _TRY = "Try a fixed batch, or keep layers in float (quantization.rules)"
 _COMPILE_IN_SECONDS = ("openvino", "onnxruntime")
 
@@ -98,14 +98,13 @@ def check_onnx(
 
 
 def _run(path: Path | str, engine: str, feed: Arrays, **options: Any) -> Arrays:
-    """Run a file as it is, in float32 where the engine chooses."""
     precision = "f32" if engine == "openvino" else None
     with build_engine(path, engine, precision=precision, **options) as built:
         return built.run(feed)
 
 
 def _as_written(path: Path | str, feed: Arrays, names: list[str], own: Mapping[str, str]) -> Arrays:
-    """Run a file as it says; one in bfloat16, which ONNX Runtime does not take, with results that are rounded to it."""
+    """One in bfloat16, which ONNX Runtime does not take, is run with results that are rounded to it."""
     if "bf16" not in read_onnx(path).float_types:
         return _run(path, "onnxruntime", feed, fuse="no", **own)
     source = load_source(path, quantized=True)
@@ -136,3 +135,63 @@ def _warning(written: float | None, on_engine: float | None, engine: str) -> str
             "FILE --data DATA --mend-sqnr 20` finds the layers that cost it, and the smallest change that helps"
         )
     return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of an ONNX model on disk, with external data, and of its initializers and constants, largest type first."""
+
+    file_bytes: int
+    weight_bytes: int
+    by_type: dict[str, int] = field(default_factory=dict)
+
+
+def model_sizes(path: Path | str) -> Sizes:
+    path, model = Path(path), load_onnx(path)
+    by_type: dict[str, int] = {}
+    external: set[Path] = set()
+    for tensor in _tensors(model):
+        name, size = _type_and_bytes(tensor)
+        by_type[name] = by_type.get(name, 0) + size
+        external |= {path.parent / entry.value for entry in tensor.external_data if entry.key == "location"}
+    files = [path, *(existing_file(file) for file in sorted(external))]
+    return Sizes(
+        file_bytes=sum(file.stat().st_size for file in files),
+        weight_bytes=sum(by_type.values()),
+        by_type=dict(sorted(by_type.items(), key=lambda item: -item[1])),
+    )
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    yield from _of_graph(model.graph)
+    for function in model.functions:
+        yield from _of_nodes(function.node)
+
+
+def _of_graph(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _of_nodes(graph.node)
+
+
+def _of_nodes(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.HasField("t"):
+                yield attribute.t
+            for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _of_graph(graph)
+
+
+def _type_and_bytes(tensor: Any) -> tuple[str, int]:
+    name = tensor.DataType.Name(tensor.data_type).lower()
+    if name == "string":
+        return name, sum(map(len, tensor.string_data))
+    name = {"float": "float32", "double": "float64"}.get(name, name)
+    return name, math.ceil(math.prod(tensor.dims) * _bits(name) / 8)
+
+
+def _bits(name: str) -> int:
+    found = re.search(r"\d+", name)
+    return int(found.group()) if found else 8  # bool, the only name without a number, takes a byte

@@ -23,30 +23,26 @@ from compress.export.names import find_module
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 
+# Most share of the processors that other processes may take from this one.
 OTHERS = 0.15
-"""Most share of the processors that other processes may take from this one."""
+# Most share of the time that a hypervisor may keep for other machines.
 STEAL = 0.05
-"""Most share of the time that a hypervisor may keep for other machines."""
+# Most ratio of the ends of a paired interval.
 SPREAD = 1.5
-"""Most ratio of the ends of a paired interval."""
+# Most ratio of mean and median: above it, single runs were interrupted for long.
 TAIL = 1.5
-"""Most ratio of mean and median: above it, single runs were interrupted for long."""
 
 _TICK, _SHORT, _TOO_SHORT = 0.01, 0.2, 0.05
 """Seconds: a step of the processors' counters, and periods whose counts are off by two steps, or say nothing."""
 
 BUSY = "the machine was busy"
+# What stands in the place of a factor between times that are not to be compared.
 NOT_MEASURED = f"not measured: {BUSY}"
-"""What stands in the place of a factor between times that are not to be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTime:
-    """Seconds since some start, summed over processors.
-
-    Attributes:
-        own: that this process and its finished children computed.
-    """
+    """Seconds since some start, summed over processors; `own` is of this process and its finished children."""
 
     wall: float
     busy: float
@@ -55,7 +51,6 @@ class CpuTime:
 
 
 def cpu_time() -> CpuTime | None:
-    """Read the processors' counters; None where the system has no /proc/stat."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
         user, nice, system, _idle, _iowait, irq, softirq, stolen = (int(f) / os.sysconf("SC_CLK_TCK") for f in fields)
@@ -103,8 +98,7 @@ def paired_interval(turns: Sequence[float], reference: Sequence[float]) -> tuple
 def judge(turns: Mapping[str, Sequence[float]], means: Mapping[str, float], disturbed: str = "") -> dict[str, str]:
     """Why the times of a label are not to be compared with those of the others; "" = they are.
 
-    `turns` are the medians of each turn, equally many for all labels, `means` those of all runs, ms; `disturbed` is
-    what `disturbance` returns.
+    `turns` are the medians of each turn, equally many for all labels, `means` those of all runs, ms.
     """
     if disturbed:
         return dict.fromkeys(turns, disturbed)
@@ -133,7 +127,6 @@ class Latency:
 
     Attributes:
         p50_ms, p90_ms, p99_ms: quantiles over all timed runs (Hyndman and Fan, 1996, type 7).
-        runs: number of timed runs; the same for all variants of one measurement.
         float_precision: type in which the part that is not quantized ran.
         turns_ms: median of each turn, in the order of the rounds.
         unquiet: why the times are not to be compared; "" = they are.
@@ -218,14 +211,7 @@ def time_files(
     precisions: Mapping[str, str | None] | None = None,
     **timing: Any,
 ) -> dict[str, Latency]:
-    """Time ONNX files (by label) in turn on an engine, a second time if the machine was busy.
-
-    Precisions of the part that is not quantized, and threads, are the engine's choice unless given; `timing` are
-    further arguments of `measure_latency`.
-
-    Raises:
-        EngineError: a file that the engine cannot take, or as `measure_latency`.
-    """
+    """Time ONNX files (by label) in turn on an engine, a second time if the machine was busy."""
     with ExitStack() as stack:
         engines = {}
         for label, path in files.items():
@@ -238,11 +224,7 @@ def time_files(
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:
-    """The median, over the rounds of a measurement, of the time of `value` over that of `reference`.
-
-    Raises:
-        EngineError: they do not come from one measurement.
-    """
+    """The median, over the rounds of a measurement, of the time of `value` over that of `reference`."""
     if len(value.turns_ms) != len(reference.turns_ms) or value.batch_size != reference.batch_size:
         raise EngineError(
             f"{value.label} ({len(value.turns_ms)} turns, batch {value.batch_size}) and {reference.label} "
@@ -253,7 +235,6 @@ def latency_ratio(value: Latency, reference: Latency) -> float:
 
 
 def check_numbers(where: str, *, batch_size: int, warmup: int, runs: int, seconds: float) -> None:
-    """Refuse (EngineError) numbers that nothing can be timed with; the message begins with `where`."""
     for name, value, least in (("batch_size", batch_size, 1), ("warmup", warmup, 0), ("runs", runs, 1)):
         if value < least:
             raise EngineError(f"{where}: {name} is {value}: it must be {least} or more")
@@ -292,11 +273,6 @@ def _inputs(
 def random_inputs(
     engine: Engine, label: str, batch_size: int, sides: Sequence[int] = ()
 ) -> dict[str, NDArray[np.generic]]:
-    """Seeded random arrays for an engine's inputs; `sides` are for dimensions that are open after the batch.
-
-    Raises:
-        EngineError: an input leaves more dimensions open; the message begins with `label`.
-    """
     return {tensor.name: _random(tensor, label, batch_size, sides) for tensor in engine.inputs}
 
 
@@ -386,11 +362,7 @@ def _latency(label: str, engine: Engine, turns: list[list[float]], batch_size: i
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Time of one run of a network on an engine, layer by layer.
-
-    Attributes:
-        ms: median time by layer of the network; 0 for a layer without time of its own.
-    """
+    """Median time of one run on an engine by layer of the network; 0 for a layer without time of its own."""
 
     label: str
     ms: Mapping[str, float]
@@ -398,7 +370,6 @@ class LayerTimes:
 
     @property
     def total_ms(self) -> float:
-        """Time of one run, without the time between layers."""
         return sum(self.ms.values()) + self.rest_ms
 
 
@@ -415,14 +386,10 @@ def measure_engine_layers(
     follow: bool = False,
     progress: Progress = _QUIET,
 ) -> dict[str, LayerTimes]:
-    """Time the layers of several ONNX files (by name, of `export_onnx`) of one network, in turn; times by name of file.
+    """Time the layers of several ONNX files (by name, of `export_onnx`) of one network, in turn.
 
     Time of fused nodes goes to the first of the network's layers, module paths, among them; with `follow`, that of
-    activations, pools, quantizers and the like to the layer whose result they take. The engine reports the times of its
-    layers, as `openvino` and `onnxruntime` do. A precision or threads of None are the engine's choice.
-
-    Raises:
-        EngineError: the engine cannot take a file, or does not report times.
+    activations, pools, quantizers and the like to the layer whose result they take.
     """
     if runs < 1:
         raise EngineError(f"measure_engine_layers: runs is {runs}: it must be 1 or more")
@@ -466,7 +433,6 @@ def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> 
 
 
 def _node_of_output(graph: Any) -> dict[str, str]:
-    """The node by the graph output that it writes: OpenVINO names the last layer by its result."""
     outputs = {value.name for value in graph.output}
     return {name: node.name for node in graph.node for name in node.output if name in outputs}
 

@@ -28,11 +28,11 @@ LIBRARIES = (
     "timm",
 )
 
+# Instruction sets that decide how fast low precision is, under the kernel's names (`asimddp`: NEON dot product).
 ISA_FLAGS = (
     *("avx2", "avx_vnni", "avx_vnni_int8", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_bf16", "amx_int8", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
-"""Instruction sets that decide how fast low precision is, under the kernel's names (`asimddp`: NEON dot product)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Machine of a measurement.
+    """Machine of a measurement; unknown facts are empty or None.
 
     Attributes:
         usable_cores: that this process may use (affinity and container quota).
-        isa: those of `ISA_FLAGS` that the processor has; empty if unknown.
-        memory_bytes: None if unknown.
-        load_average: of the last minute; None if unknown.
-        versions: of the installed libraries, by name.
-        gpu_driver: version of the NVIDIA driver; "" without one.
+        isa: those of `ISA_FLAGS` that the processor has.
+        load_average: of the last minute.
     """
 
     cpu: str
@@ -70,13 +67,11 @@ class Machine:
     gpu_driver: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         row = asdict(self)
         return {**row, "isa": list(self.isa), "gpus": list(row["gpus"])}
 
 
 def describe_machine() -> Machine:
-    """Describe this machine. Unknown facts are left empty; nothing is run or installed."""
     features = instruction_sets()
     return Machine(
         cpu=processor_name(),

@@ -13,6 +13,7 @@ from compress.support.text import scored
 
 Status = Literal["complete", "partial", "unavailable"]
 
+# Names that have columns in the tables of a report; other names are listed unchanged.
 METRIC_NAMES = (
     "top1",
     "top5",
@@ -25,10 +26,9 @@ METRIC_NAMES = (
     "agreement",
     "sqnr_db",
 )
-"""Names that have columns in the tables of a report; other names are listed unchanged."""
 
+# Speed over that of float where the same engine runs it fastest, turn by turn, and the ends of its 95 % interval.
 PAIRED = ("speed", "speed_low", "speed_high")
-"""Speed over that of float where the same engine runs it fastest, turn by turn, and the ends of its 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,6 @@ class Metric:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Metric:
-        """Read `to_dict`'s form back (RunError: a key is unknown or missing, a type is wrong, or values contradict)."""
         known = [field.name for field in fields(cls)]
         for key in row:
             if key not in known:
@@ -114,16 +113,13 @@ class Judged:
 
     @property
     def title(self) -> str:
-        """Its name in reports."""
         return metric_title(self.name)
 
     def text(self, value: float) -> str:
-        """A value with its unit."""
         return f"{scored(value, self.unit)} {self.unit}".rstrip()
 
     @property
     def column(self) -> str:
-        """Its name and unit as the title of a column."""
         return f"{self.title} {self.unit}".strip()
 
 

@@ -11,11 +11,11 @@ from pydantic import Field
 from compress.errors import RecipeError, near_misses
 from compress.support.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Threads, validate
 
+# The rows of `compress.engines.registry.ENGINES`, so that a recipe is read without importing an engine.
 EngineName = Literal[
     "openvino", "onnxruntime", "litert", "executorch", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"
 ]
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
-"""The rows of `compress.engines.registry.ENGINES`, so that a recipe is read without importing an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,6 @@ class BenchSpec:
 
 
 def check_bench_spec(spec: BenchSpec) -> None:
-    """Refuse a specification that cannot be measured.
-
-    Raises:
-        RecipeError: names each key, what was got and what is allowed.
-    """
     validate(spec, BenchSpec, section="bench", error=RecipeError, rules=bench_contradictions)
 
 

@@ -32,8 +32,7 @@ from compress.quantization.spec import TARGETS, Target
 from compress.records.files import METRICS
 from compress.records.summary import best_variant, family
 from compress.support.progress import NoProgress, Progress
-from compress.training.checkpoint import load_model, save_model
-from compress.training.tensor_file import read_tensors
+from compress.training.checkpoint import load_model, read_tensors, save_model
 from compress.variants import Variant
 
 

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.triton import attention_launch
-from compress.kernels.triton.attention_launch import WIDEST
-from compress.kernels.triton.attention_packed import packed_attention, packed_fits
-from compress.kernels.triton.attention_window import window_attention, window_fits
+from compress.kernels.triton import attention as triton_attention
+from compress.kernels.triton.attention import WIDEST, packed_attention, packed_fits, window_attention, window_fits
 from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.chain import called_module, quantizer_of
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
@@ -26,8 +24,7 @@ _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 class FusedAttentionModule(nn.Module):
     """matmul -> (scale) -> (add) -> softmax -> quantizer -> (dropout) -> matmul, without stored scores.
 
-    `scaling` is the factor of the scores, `quantize` of the probabilities only. `kernels` None: Triton on a GPU in half
-    precision.
+    `scaling` is the factor of the scores, `quantize` of the probabilities only.
     """
 
     def __init__(
@@ -50,8 +47,8 @@ class FusedAttentionModule(nn.Module):
         if table is None and self.takes(query):
             dtype = weight_dtype(query)
             q, k, v = [t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value)]
-            if attention_launch.fits(q, k, v):
-                return attention_launch.attention(q, k, v, quantizer.amax, self.scaling, quantizer.format.high)
+            if triton_attention.fits(q, k, v):
+                return triton_attention.attention(q, k, v, quantizer.amax, self.scaling, quantizer.format.high)
         scores = torch.matmul(query, key) * self.scaling
         if table is not None:
             scores = scores + table
@@ -72,10 +69,7 @@ class FusedAttentionModule(nn.Module):
 
 
 class PackedAttentionModule(nn.Module):
-    """Attention of queries, keys and values that one linear layer computed, with the quantizers around it.
-
-    `attention` is without those quantizers; `parts` quantize queries, keys and values, of one format, or are empty.
-    """
+    """Attention of queries, keys and values that one linear layer computed, with their quantizers, if any."""
 
     def __init__(self, attention: FusedAttentionModule, parts: Sequence[nn.Module], result: nn.Module | None) -> None:
         super().__init__()
@@ -110,8 +104,7 @@ def fuse_attention(
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
     """Replace every attention whose probabilities are quantized by one module, in place.
 
-    The fused nodes (none if it stays plain) and the reason are returned for each quantizer after a softmax or around an
-    attention.
+    The fused nodes (none if it stays plain) and the reason are returned for each quantizer.
     """
     found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
     weights = [node for node in quantizing if node_kind(node.all_input_nodes[0]) == "softmax"]
@@ -134,7 +127,6 @@ class _RefusalError(Exception):
 def _fuse(
     graph_module: fx.GraphModule, node: fx.Node, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> tuple[tuple[str, ...], fx.Node]:
-    """Replace an attention; return the names of the replaced nodes and the new node."""
     quantize = quantizing[node]
     if quantizer_of(quantize).format.axis is not None:
         raise _RefusalError("the probabilities have a range for every channel")
@@ -163,10 +155,7 @@ def _fuse(
 def _pack(
     graph_module: fx.GraphModule, fused: fx.Node, product: str, quantizing: Mapping[fx.Node, nn.Module]
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
-    """Make an attention read a linear layer's result, if query, key and value are its parts, and quantize them there.
-
-    Returns the quantized node and "" for each quantizer that became part of it.
-    """
+    """Make an attention read a linear layer's result, if query, key and value are its parts, quantized there."""
     inputs: Any = fused.args
     parts = _parts_of(inputs[:3], quantizing)
     if parts is None:
@@ -222,13 +211,11 @@ def _parts_of(factors: Sequence[fx.Node], quantizing: Mapping[fx.Node, nn.Module
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:
-    """True if two nodes are one, or permute one tensor alike."""
     permutes = one.target == other.target and one.target in ("permute", torch.permute)
     return one is other or (permutes and (one.args, one.kwargs) == (other.args, other.kwargs))
 
 
 def _integers(part: _Part, quantizing: Mapping[fx.Node, nn.Module]) -> tuple[int, int] | None:
-    """The smallest and largest integer of a part; None if it is not quantized."""
     if part.quantized is None:
         return None
     quant_format = quantizer_of(quantizing[part.quantized]).format
@@ -240,7 +227,6 @@ def _has_one_range(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> bo
 
 
 def _part_of(node: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Part | None:
-    """The part that a node with one consumer reads; None if it is none."""
     quantized: fx.Node | None = None
     nodes = [node]
     while len(node.users) == 1 and node.op == "call_module":
@@ -318,7 +304,6 @@ def _after(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
 
 
 def _check_softmax(node: fx.Node) -> None:
-    """Refuse anything but a softmax over the last axis, in the type of its input."""
     dim: Any
     if node.op == "call_module":
         module = node_module(node)
@@ -357,7 +342,6 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _scaling(node: fx.Node) -> float:
-    """The number that a node multiplies by."""
     if node.op == "call_module" or node.kwargs or len(node.args) != 2 or len(node.all_input_nodes) != 1:
         raise _RefusalError(f"{node.name} does not multiply by a number")
     (number,) = [arg for arg in node.args if not isinstance(arg, fx.Node)] or (None,)

@@ -19,8 +19,8 @@ from compress.kernels.triton.launch import Kernels, use_triton
 from compress.qat_fusion.weights import weight_dtype
 from compress.quantization.quantizer import QuantConv1d, QuantConv2d, QuantConv3d, Quantizer, QuantLinear
 
+# Bounds of the activations that only clip.
 BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
-"""Bounds of the activations that only clip."""
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
 _FORWARDS = {layer.forward for layer in LAYERS}
 
@@ -74,17 +74,14 @@ class Chain:
 
 
 def called_module(node: fx.Node) -> Any:  # Any: callers ask for attributes of many classes
-    """The module that a node calls; None for another node."""
     return node_module(node) if node.op == "call_module" else None
 
 
 def quantizer_of(quantize: Any) -> Quantizer:
-    """The quantizer of a module that only quantizes."""
     return quantize.quantizer
 
 
 def activation_of(node: fx.Node) -> str:
-    """The activation that a node computes, if chains may have it; "" = none."""
     kind = node_kind(node)
     if kind in BOUNDS:
         return kind
@@ -98,7 +95,6 @@ def activation_of(node: fx.Node) -> str:
 
 
 def has_one_consumer(node: fx.Node) -> bool:
-    """True if one node alone reads the result of a node."""
     return len(node.users) == 1
 
 
@@ -113,7 +109,6 @@ def adds_alike(node: fx.Node) -> bool:
 
 
 def _why_no_layer(node: fx.Node) -> str:
-    """Why a chain cannot begin with this node; "" when it can."""
     if node.op != "call_module" or node_kind(node) not in {"conv", "linear"}:
         return f"begins after {node_kind(node)} {node.name}, no convolution or linear layer"
     if not has_one_consumer(node):
@@ -133,7 +128,6 @@ _LARGEST_ODD = 96  # and else with the widest groups up to this
 
 
 def epilogue_of(layer: nn.Module | None, activation: str, quantizer: Quantizer) -> Epilogue:
-    """The epilogue of a chain: its activation, if it clips, and the quantizer's integers."""
     lower, upper = BOUNDS.get(activation, _PLAIN)
     bias_dim = -1 if isinstance(layer, nn.Linear) else 1
     quant_format = quantizer.format
@@ -141,10 +135,9 @@ def epilogue_of(layer: nn.Module | None, activation: str, quantizer: Quantizer) 
 
 
 def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels | None) -> Tensor:
-    """The result of a convolution or linear layer with another weight and bias.
+    """The result of a layer with another weight (None: its own quantized one) and bias (None: without).
 
-    A `weight` of None is the layer's own quantized one; a `bias` of None adds none. Triton computes only depthwise
-    convolutions with large filters.
+    Triton computes only depthwise convolutions with large filters.
     """
     if weight is None:
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
@@ -174,10 +167,7 @@ def groups_together(groups: int, width: int) -> int:
 
 
 def merged_groups(weight: Tensor, groups: int, count: int) -> Tensor:
-    """The filter (K, C * count, R, S), in channels_last, of a convolution whose groups are merged by `count`.
-
-    `weight` is (K, C, R, S); `count` divides `groups`.
-    """
+    """The filter (K, C * count, R, S), in channels_last, of a convolution (K, C, R, S) whose groups are merged."""
     outputs, width, *taps = weight.shape
     blocks = weight.reshape(groups // count, count, outputs // groups, 1, width, *taps)
     own = torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(1, count, 1, count, 1, 1, 1)

@@ -21,15 +21,19 @@ from compress.kernels.fake_quantize import (
     pooled_quantize,
     smooth_quantize,
 )
-from compress.kernels.triton.language import HAS_TRITON
-from compress.kernels.triton.launch import Kernels
+from compress.kernels.triton.launch import HAS_TRITON, Kernels
 from compress.qat_fusion.attention import fuse_attention
-from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
 from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, called_module, epilogue_of, product
 from compress.qat_fusion.int8 import Forward, carry_codes
-from compress.qat_fusion.norm import FusedNormModule, fuse_norms
+from compress.qat_fusion.norm import (
+    FusedBatchNormModule,
+    FusedNormModule,
+    FusedResponseModule,
+    fuse_batch_norms,
+    fuse_norms,
+    fuse_responses,
+)
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
-from compress.qat_fusion.response import FusedResponseModule, fuse_responses
 from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
@@ -37,15 +41,11 @@ from compress.quantization.quantizer import Quantizer
 
 
 def is_learned(quantizer: nn.Module) -> bool:
-    """True if a quantizer learns its range."""
     return type(quantizer) is LearnedQuantizer
 
 
 class FusedLearnedModule(nn.Module):
-    """layer -> (add) -> (clipping activation) -> quantizer; the layer and the quantizer are the model's own.
-
-    `layer` None: the chain begins after another operation; `activation` is `relu`, `relu6`, or "".
-    """
+    """layer -> (add) -> (clipping activation) -> quantizer with a learned range; the model's own."""
 
     is_quantizer = True
 
@@ -58,7 +58,6 @@ class FusedLearnedModule(nn.Module):
         self.epilogue: Epilogue = epilogue_of(layer, activation, quantizer)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The quantized result; `residual` is added to the layer's result."""
         quantizer = self.quantizer
         layer: Any = self.layer
         if not (quantizer.enabled and quantizer.calibrator is None and quantizer.ready):
@@ -74,8 +73,8 @@ class FusedLearnedModule(nn.Module):
         )
 
 
+# Operations that keep their input for backward, so that their result can be computed again.
 _KEEP_THEIR_INPUT = ("mish", "layer_norm")
-"""Operations that keep their input for backward, so that their result can be computed again."""
 _QUANTIZED_FORWARDS = {layer.forward for layer in LAYERS if hasattr(layer, "quantized_weight")}
 
 
@@ -84,8 +83,6 @@ class FusedChain:
     """One quantizer of the graph, and the nodes that were fused with it.
 
     Attributes:
-        quantizer: module path.
-        nodes: names of the fused nodes, in order.
         reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
         int8: whether its layer is computed on INT8 tensor cores, where the device has them.
     """
@@ -166,7 +163,6 @@ def fuse_for_training(
 
 
 def is_fusible(model: nn.Module) -> bool:
-    """True if `model` is a graph with quantizers."""
     return isinstance(model, fx.GraphModule) and any(node_kind(node) == "quantizer" for node in model.graph.nodes)
 
 
@@ -178,8 +174,7 @@ def pays_off(device: torch.device) -> bool:
 class FusedChainModule(nn.Module):
     """layer -> (add) -> (activation) -> quantizer -> (max pool); the layer and the quantizer are the model's own.
 
-    `layer` None: the chain begins after another operation; `activation` is `relu`, `relu6`, a key of
-    `SMOOTH_ACTIVATIONS`, or "". `window` is the pool's. `recompute_mask`: the producer keeps the input for backward
+    `layer` None: the chain begins after another operation. `recompute_mask`: the producer keeps the input for backward
     anyway; `gives_recipe`: the recipe of the result is a result too.
     """
 
@@ -212,10 +207,7 @@ class FusedChainModule(nn.Module):
         weight: Tensor | None = None,
         recipe: Recipe | None = None,
     ) -> Tensor | tuple[Tensor, Recipe | None]:
-        """The quantized, pooled result, with its recipe if it is a result.
-
-        Without `weight` the layer computes it; without the `recipe` of `x` the layer keeps `x` for its backward pass.
-        """
+        """Without `weight` the layer computes it; without `recipe` the layer keeps `x` for its backward pass."""
         quantizer, epilogue = self.quantizer, self.epilogue
         if not is_live(quantizer):
             y = self._plain(x, residual)
@@ -270,7 +262,6 @@ class FusedLayerModule(nn.Module):
         self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor, recipe: Recipe | None = None) -> Tensor:
-        """The layer's result; without the `recipe` of `x` the layer keeps `x` for its backward pass."""
         layer: Any = self.layer
         with recomputed(x, recipe):
             return product(layer, x, weight, layer.bias, self.kernels)
@@ -280,7 +271,6 @@ _PRODUCERS = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExci
 
 
 def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
-    """Nodes of fused chains, each with its module."""
     called = [node for node in graph_module.graph.nodes if node.op == "call_module"]
     modules = {node: graph_module.get_submodule(str(node.target)) for node in called}
     return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
@@ -300,7 +290,6 @@ def _quantizing(graph_module: fx.GraphModule, operands: int = 1) -> dict[fx.Node
 
 
 def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> FusedChain:
-    """The chain of a quantizer after a softmax, with what `fuse_attention` found."""
     if found is None:
         return chain
     nodes, reason = found
@@ -327,7 +316,6 @@ def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> Non
 
 
 def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
-    """Replace a quantizer and the chain that ends in it by one module."""
     quantizer, path = node_module(node), str(node.target)
     if not is_plain(quantizer) and not is_learned(quantizer):
         kind = type(quantizer).__name__

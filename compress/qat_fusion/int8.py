@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
-from compress.kernels.triton.conv_int8 import Geometry
-from compress.kernels.triton.conv_int8_training import Layer, codes_of, convolve, stem_fits
-from compress.kernels.triton.language import HAS_TRITON
+from compress.kernels.triton.conv_int8 import Geometry, Layer, codes_of, convolve, stem_fits
+from compress.kernels.triton.launch import HAS_TRITON
 from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import QuantConv2d, Quantizer
@@ -28,10 +27,7 @@ _LARGEST = 2**30  # elements: with those of a rearranged stem, indices have 32 b
 
 
 class CodesChain(nn.Module):
-    """A fused chain that begins at a convolution, computed on codes if it gets them.
-
-    `chain` computes it without codes; `residual_quantizer` is given if the residual has codes too.
-    """
+    """A fused chain that begins at a convolution, computed on codes if it gets them, else by `chain`."""
 
     is_quantizer = True
 
@@ -102,7 +98,6 @@ class CodesOf(nn.Module):
         self.quantizers = (quantizer,)  # not registered: another module of the graph owns it
 
     def forward(self, value: Tensor) -> Tensor | None:
-        """Int8, shape of `value`."""
         (quantizer,) = self.quantizers
         if not (_runs_on(value) and is_live(quantizer)):
             return None
@@ -119,7 +114,7 @@ def codes_by_torch(x: Tensor, amax: Tensor, quant_format: QuantFormat) -> Tensor
 
 
 def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> set[Quantizer]:
-    """Make the convolutions of a fused graph read and write codes where they can, in place; return their quantizers."""
+    """Make convolutions of a fused graph read and write codes where they can; return their quantizers."""
     carrier = _Carrier(graph_module, chains)
     for node, chain in chains.items():
         carrier.visit(node, chain)
@@ -136,7 +131,6 @@ class _Carrier:
         self.coded: dict[fx.Node, CodesChain] = {}
 
     def visit(self, node: fx.Node, chain: Any) -> None:
-        """Make a chain compute on codes if it can."""
         x, *rest = cast("tuple[fx.Node, ...]", node.args)
         of_x = self._quantizer_of(x)
         if of_x is None or chain.smooth or not _is_int8(chain.quantizer) or not _reads_codes(chain.layer):
@@ -157,7 +151,6 @@ class _Carrier:
         self.coded[node] = module
 
     def _quantizer_of(self, node: fx.Node) -> Quantizer | None:
-        """The quantizer of the values of a node; None if their codes are not known."""
         while node_kind(node) == "max_pool" and "return_indices" not in node.kwargs:
             node = node.all_input_nodes[0]
         chain = self._chains.get(self._values.get(node, node))
@@ -184,12 +177,10 @@ class _Carrier:
 
 
 def _is_int8(quantizer: Quantizer) -> bool:
-    """True if a quantizer has signed integers and one range."""
     return is_plain(quantizer) and quantizer.format.signed and quantizer.format.axis is None
 
 
 def _reads_codes(layer: nn.Module | None) -> bool:
-    """True if the kernel computes this layer."""
     if not isinstance(layer, QuantConv2d) or layer.groups != 1 or isinstance(layer.padding, str):
         return False
     by_weight = layer.weight_quantizer
@@ -202,7 +193,6 @@ def _reads_codes(layer: nn.Module | None) -> bool:
 
 
 def _runs_on(x: Tensor) -> bool:
-    """True if the kernel takes this device, type and layout."""
     there = (x.is_cuda and HAS_TRITON) or (_INTERPRETED and not torch.compiler.is_compiling())
     laid_out = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return there and laid_out and x.dtype in _FLOATS and 0 < x.numel() < _LARGEST

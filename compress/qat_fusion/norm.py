@@ -1,4 +1,4 @@
-"""(Residual add ->) layer norm -> quantizer as one operation."""
+"""Layer norms, batch norms and global response norms as one module with the quantizer after them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.triton.launch import Kernels, use_triton
+from compress.kernels.triton import batch_norm as triton_batch_norm
+from compress.kernels.triton import squeeze as triton_squeeze
+from compress.kernels.triton.batch_norm import Running, batch_norm_again, batch_norm_quantize
+from compress.kernels.triton.launch import Kernels, use_triton, use_triton_eager
 from compress.kernels.triton.layer_norm import WIDEST, norm_again, norm_quantize
-from compress.qat_fusion.chain import adds_alike, called_module, quantizer_of
-from compress.qat_fusion.recompute import Recipe, uses_recipes
+from compress.kernels.triton.squeeze import response_again, response_quantize
+from compress.qat_fusion.chain import (
+    ACTIVATIONS,
+    activation_of,
+    adds_alike,
+    called_module,
+    has_one_consumer,
+    product,
+    quantizer_of,
+)
+from compress.qat_fusion.recompute import Recipe, recomputed, uses_recipes
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 
 
 class FusedNormModule(nn.Module):
     """(add) -> layer norm over the last axis -> quantizer; weight and bias are read from the graph.
 
-    `quantize` only quantizes; `keep_sum`: the sum is a result too; `feeds_only_matmuls`: every consumer is a matrix
-    product, in autocast's type; `can_recompute`: the result has the type in which a layer keeps it; `gives_recipe`: the
-    recipe is the last result.
+    `keep_sum`: the sum is a result too; `feeds_only_matmuls`: every consumer is a matrix product, in autocast's type;
+    `can_recompute`: the result has the type in which a layer keeps it; `gives_recipe`: the recipe is the last result.
     """
 
     def __init__(
@@ -41,10 +52,6 @@ class FusedNormModule(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
     ) -> Tensor | tuple[Tensor | Recipe | None, ...]:
-        """The quantized norm of x + added, (..., C); with x + added and the recipe, if they are results too.
-
-        Weight and bias are (C,).
-        """
         quantizer = quantizer_of(self.quantize)
         if is_live(quantizer) and self._takes(x, added):
             grid, dtype = grid_of(quantizer), self._dtype(x, added)
@@ -65,13 +72,12 @@ class FusedNormModule(nn.Module):
         return results if len(results) > 1 else y
 
     def _dtype(self, x: Tensor, added: Tensor | None) -> torch.dtype:
-        """Type of the result: float32 under autocast, as of torch's norm, unless products alone consume it."""
+        """Float32 under autocast, as of torch's norm, unless products alone consume it."""
         if torch.is_autocast_enabled(x.device.type):
             return weight_dtype(x) if self.feeds_only_matmuls else torch.float32
         return x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
 
     def _takes(self, x: Tensor, added: Tensor | None) -> bool:
-        """True if the kernel runs: it is asked for or on a GPU, and type and layout fit."""
         both = [x] if added is None else [x, added]
         fits = all(t.is_contiguous() and t.dtype in _FLOATS and t.shape == x.shape for t in both)
         return fits and x.numel() > 0 and use_triton(x, self.kernels)
@@ -137,7 +143,6 @@ def _of_call(node: fx.Node) -> _Norm | None:
 def _fuse(
     graph_module: fx.GraphModule, node: fx.Node, norm: _Norm, quantize: nn.Module, kernels: Kernels | None
 ) -> tuple[str, ...]:
-    """Replace the add, if there is one, the norm and the node that quantizes it."""
     graph, first = graph_module.graph, norm.node
     source = norm.node.all_input_nodes[0]
     inputs: tuple[fx.Node, ...] = (source,)
@@ -170,5 +175,224 @@ def _fuse(
 
 
 def _asks_shape(node: fx.Node) -> bool:
-    """True if a node reads the shape of its input, and not its values."""
     return (node.target is getattr and node.args[1:] == ("shape",)) or node.target in {"size", "dim"}
+
+
+class FusedBatchNormModule(nn.Module):
+    """Batch norm -> (clipping activation) -> quantizer; batch norm and quantizer are the model's own."""
+
+    is_quantizer = True
+
+    def __init__(self, norm: nn.BatchNorm2d, chain: nn.Module, kernels: Kernels | None) -> None:
+        super().__init__()
+        self.norm, self.chain = norm, chain
+        self.kernels: Kernels | None = kernels
+        self.can_recompute, self.gives_recipe = True, False
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Recipe | None]:
+        norm = self.norm
+        chain: Any = self.chain
+        if not self._takes(x):
+            y: Tensor = chain(norm(x))
+            return (y, None) if self.gives_recipe else y
+        assert norm.running_mean is not None and norm.running_var is not None
+        if norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        running = Running(norm.running_mean, norm.running_var, norm.momentum if norm.training else None)
+        kept = (norm.weight, norm.bias, chain.quantizer.amax)
+        y, mean, deviation = batch_norm_quantize(x, *kept, running, norm.eps, chain.epilogue)
+        if not self.gives_recipe:
+            return y
+        compute = partial(batch_norm_again, epilogue=chain.epilogue)
+        return y, Recipe.of(y, compute, x, mean, deviation, *kept) if uses_recipes(x, self.kernels) else None
+
+    def _takes(self, x: Tensor) -> bool:
+        """True if the kernels run: eagerly, where type and layout fit, unless torch averages all batches."""
+        norm = self.norm
+        chain: Any = self.chain
+        whole = norm.momentum is not None and norm.weight.dtype == torch.float32
+        return whole and is_live(chain.quantizer) and use_triton_eager(x, self.kernels) and triton_batch_norm.fits(x)
+
+
+def fuse_batch_norms(
+    graph_module: fx.GraphModule, chains: Mapping[fx.Node, nn.Module], kernels: Kernels | None
+) -> dict[nn.Module, tuple[str, ...]]:
+    """Replace every batch norm that only a chain without a layer reads, and the chain, by one module, in place."""
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for node, module in chains.items():
+        chain: Any = module
+        before = node.all_input_nodes
+        plain = chain.layer is None and not chain.smooth and chain.window is None and chain.epilogue.axis is None
+        if len(before) != 1 or not plain or not _is_norm(before[0]):
+            continue
+        (norm,) = before
+        name = f"fused_batch_norms.{node.name}"
+        own = called_module(norm)
+        graph_module.add_submodule(name, FusedBatchNormModule(own, chain, kernels))
+        node.target = name
+        node.replace_input_with(norm, norm.all_input_nodes[0])
+        graph_module.graph.erase_node(norm)
+        found[chain.quantizer] = (norm.name,)
+    return found
+
+
+def _is_norm(node: fx.Node) -> bool:
+    """True for an affine batch norm with running statistics, without hooks, that one node alone reads."""
+    module = called_module(node)
+    if type(module) is not nn.BatchNorm2d or len(node.users) != 1 or len(node.all_input_nodes) != 1:
+        return False
+    return module.affine and module.track_running_stats and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+_PIXELS = (1, 2)  # axes of (N, H, W, C)
+_LAST, _FIRST = (0, 3, 1, 2), (0, 2, 3, 1)
+
+
+class FusedResponseModule(nn.Module):
+    """layer -> activation -> (dropout) -> global response norm -> quantizer, on (N, H, W, C); the model's own."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        activation: str,
+        dropout: nn.Dropout | None,
+        eps: float,
+        quantize: nn.Module,
+        kernels: Kernels | None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.activation, self.dropout, self.eps = layer, activation, dropout, eps
+        self.quantize = quantize
+        self.kernels: Kernels | None = kernels
+        self.can_recompute, self.gives_recipe = True, False
+
+    def forward(
+        self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None, recipe: Recipe | None = None
+    ) -> Tensor | tuple[Tensor, Recipe | None]:
+        """Scale and shift are (C,), other arguments and the results as of `FusedChainModule`."""
+        layer: Any = self.layer
+        dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
+        fused = is_live(quantizer_of(self.quantize)) and not dropping and use_triton(x, self.kernels)
+        with recomputed(x, recipe):
+            made = product(layer, x, weight, None if fused else layer.bias, self.kernels)
+        if fused and triton_squeeze.fits(made.permute(_LAST)):
+            return self._fused(made, scale, shift)
+        made = made if not fused or layer.bias is None else made + layer.bias.to(made.dtype)
+        y = ACTIVATIONS[self.activation](made)
+        y = y if self.dropout is None else self.dropout(y)
+        norms = y.norm(p=2, dim=_PIXELS, keepdim=True)
+        ratios = norms / (norms.mean(dim=-1, keepdim=True) + self.eps)
+        y = y + torch.addcmul(shift.view(1, 1, 1, -1), scale.view(1, 1, 1, -1), y * ratios)
+        y = self.quantize(y)
+        return (y, None) if self.gives_recipe else y
+
+    def _fused(self, made: Tensor, scale: Tensor, shift: Tensor) -> Tensor | tuple[Tensor, Recipe | None]:
+        grid, bias, activation = grid_of(quantizer_of(self.quantize)), self.layer.bias, self.activation
+        assert bias is None or isinstance(bias, Tensor)
+        images = made.permute(_LAST)
+        y, gain = response_quantize(images, scale, shift, grid, bias=bias, activation=activation, eps=self.eps)
+        y = y.permute(_FIRST)
+        if not self.gives_recipe:
+            return y
+        compute = partial(_again, low=grid.low, high=grid.high, activation=activation)
+        kept = (made, gain, shift, grid.amax, bias)
+        return y, Recipe.of(y, compute, *kept) if uses_recipes(made, self.kernels) else None
+
+
+def _again(made: Tensor, gain: Tensor, *tensors: Tensor, low: int, high: int, activation: str) -> Tensor:
+    numbers: dict[str, Any] = {"low": low, "high": high, "activation": activation}
+    return response_again(made.permute(_LAST), gain, *tensors, **numbers).permute(_FIRST)
+
+
+def fuse_responses(
+    graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
+) -> dict[nn.Module, tuple[str, ...]]:
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for node, quantize in quantizing.items():
+        norm = _response_of(node)
+        if norm is not None and quantizer_of(quantize).format.axis is None:
+            found[quantizer_of(quantize)] = _fuse_response(graph_module, node, norm, quantize, kernels)
+    return found
+
+
+class _Response(NamedTuple):
+    """`nodes` from the last one back to the layer; `scale`, `shift`: the (C,) tensors of the graph."""
+
+    nodes: list[fx.Node]
+    dropout: nn.Dropout | None
+    activation: str
+    eps: float
+    scale: fx.Node
+    shift: fx.Node
+
+
+def _response_of(quantize: fx.Node) -> _Response | None:
+    """The norm whose sum with its input a node quantizes, as timm writes it."""
+    layers = [getattr(called_module(user), "layer", None) for user in quantize.users]
+    source, last = quantize.args if len(quantize.args) == 2 else (None, None)
+    if not all(layers) or not isinstance(source, fx.Node) or not isinstance(last, fx.Node):
+        return None  # with other readers than products, it would have another type
+    if last.target is not torch.addcmul or last.kwargs or len(last.args) != 3:
+        return None
+    shift, scale, scaled = last.all_input_nodes
+    if node_kind(scaled) != "mul" or scaled.all_input_nodes[0] is not source or len(scaled.all_input_nodes) != 2:
+        return None
+    ratio = scaled.all_input_nodes[1]
+    if node_kind(ratio) != "div" or len(ratio.all_input_nodes) != 2:
+        return None
+    norm, add = ratio.all_input_nodes
+    mean = add.all_input_nodes[0] if len(add.all_input_nodes) == 1 else None
+    if mean is None or node_kind(add) != "add" or not isinstance(add.args[1], float) or mean.args[0] is not norm:
+        return None
+    if mean.target != "mean" or dict(mean.kwargs) != {"dim": -1, "keepdim": True} or norm.target != "norm":
+        return None
+    if norm.args != (source,) or dict(norm.kwargs) != {"p": 2, "dim": _PIXELS, "keepdim": True}:
+        return None
+    values = [_channels(node, source) for node in (scale, shift)]
+    inner = _before_response(source)
+    alone = len(source.users) == 3 and len(norm.users) == 2 and all(map(has_one_consumer, (last, scaled, ratio, add)))
+    if inner is None or None in values or not alone or not has_one_consumer(mean):
+        return None
+    nodes = [last, scaled, ratio, add, mean, norm, *inner]
+    dropout = called_module(source) if len(inner) == 3 else None
+    return _Response(nodes, dropout, activation_of(inner[-2]), add.args[1], *(value for value in values if value))
+
+
+def _channels(view: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The (C,) parameter that a node shows as (1, 1, 1, C)."""
+    shape = tuple(source.meta.get("shape") or ())
+    tensor = view.all_input_nodes[0] if view.target in ("view", "reshape") else None
+    if tensor is None or tensor.op != "get_attr" or len(shape) != 4:
+        return None
+    return tensor if tuple(view.meta.get("shape") or ()) == (1, 1, 1, shape[-1]) else None
+
+
+def _before_response(source: fx.Node) -> list[fx.Node] | None:
+    """[(dropout), activation, linear layer whose weight is quantized with others]."""
+    found = []
+    if node_kind(source) in {"dropout", "identity"} and type(called_module(source)) is nn.Dropout:
+        found, source = [source], source.all_input_nodes[0]
+        if not has_one_consumer(source):
+            return None
+    layer = source.all_input_nodes[0] if activation_of(source) else None
+    module = None if layer is None else called_module(layer)
+    if layer is None or getattr(module, "is_quantizer", False) or not has_one_consumer(layer):
+        return None
+    return [*found, source, layer] if isinstance(getattr(module, "layer", None), nn.Linear) else None
+
+
+def _fuse_response(
+    graph_module: fx.GraphModule, node: fx.Node, norm: _Response, quantize: nn.Module, kernels: Kernels | None
+) -> tuple[str, ...]:
+    graph, layer = graph_module.graph, norm.nodes[-1]
+    name = f"fused_responses.{node.name}"
+    module = FusedResponseModule(called_module(layer).layer, norm.activation, norm.dropout, norm.eps, quantize, kernels)
+    graph_module.add_submodule(name, module)
+    with graph.inserting_before(node):
+        inputs = (layer.all_input_nodes[0], norm.scale, norm.shift)
+        fused = graph.call_module(name, inputs, dict(layer.kwargs))
+    fused.meta.update(node.meta)
+    node.replace_all_uses_with(fused)
+    for old in (node, *norm.nodes):
+        graph.erase_node(old)
+    return tuple(old.name for old in norm.nodes[::-1])

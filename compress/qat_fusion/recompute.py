@@ -16,12 +16,9 @@ from compress.qat_fusion.chain import called_module
 
 
 class Recipe(NamedTuple):
-    """How a tensor is computed again, to the last bit.
+    """How a tensor is computed again, to the last bit, from `tensors` that are kept for the backward pass anyway.
 
-    Attributes:
-        result: address and version of the tensor: an active dropout makes another one of it.
-        compute: from `tensors` to the tensor.
-        tensors: that are kept for the backward pass anyway.
+    `result` holds address and version of the tensor: an active dropout makes another one of it.
     """
 
     result: tuple[int, int]
@@ -30,13 +27,12 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, result: Tensor, compute: Callable[..., Tensor], *tensors: Tensor | None) -> Recipe:
-        """The recipe of a dense tensor; `compute` takes those tensors that are not None."""
         kept = tuple(t if t.is_leaf else t.detach() for t in tensors if t is not None)
         return cls((result.data_ptr(), result._version), compute, kept)
 
 
 def uses_recipes(x: Tensor, kernels: Kernels | None) -> bool:
-    """True if recipes are made and kept: with gradients, where Triton kernels run eagerly."""
+    """With gradients, where Triton kernels run eagerly."""
     return torch.is_grad_enabled() and use_triton_eager(x, kernels)
 
 
@@ -124,7 +120,6 @@ def _layers_after(value: fx.Node, layers: tuple[type, ...]) -> list[fx.Node]:
 
 
 def _reads_input(node: fx.Node, value: fx.Node, layers: tuple[type, ...]) -> bool:
-    """True if a node computes a layer's product of a value, and reads it nowhere else."""
     module: nn.Module | None = called_module(node)
     if not isinstance(module, layers) or getattr(module, "layer", None) is None:
         return False

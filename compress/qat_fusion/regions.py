@@ -17,21 +17,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from compress.graph.layers import alive_after
 from compress.graph.ops import node_kind, node_module
 
+# Makes a compiled function of one whose first argument is a `Region`.
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a compiled function of one whose first argument is a `Region`."""
 
+# Attributes of modules that a training may change.
 _STATES = (".training", ".enabled", ".calibrator", "._ready")
-"""Attributes of modules that a training may change."""
 
 _APART = ("_parameters", "_buffers", "_modules", "name")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 
 
 def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = None) -> fx.GraphModule:
-    """A second graph over the same modules whose parts are compiled, those that are alike together.
-
-    Nodes have shapes (`meta["shape"]`). `compiler` None is torch.compile for constant sizes, with `few_guards`.
-    """
+    """A second graph over the same modules whose parts are compiled, those that are alike together."""
     compiler = compiler or (lambda run: torch.compile(run, dynamic=False, options={"guard_filter_fn": few_guards}))
     parts = [_Part(graph_module, nodes) for nodes in _segments(graph_module)]
     often = Counter(part.kind for part in parts)
@@ -50,7 +47,7 @@ def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = Non
 
 
 def few_guards(entries: Sequence[Any]) -> list[bool]:
-    """Which guards of a compiled function are kept: those on its inputs and on what may change in a training."""
+    """Guards on the inputs and on what may change in a training."""
     # comparing settings and sizes of modules in each call costs the host 4 ms a pass of ResNet-50; these take 1 ms
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
     local = torch.compiler.skip_guard_on_globals_unsafe(entries)
@@ -67,7 +64,6 @@ class Region(nn.Module):
         self.run = run
 
     def forward(self, *inputs: Any) -> object:
-        """The part's results."""
         return self.run(self, *inputs)
 
 
@@ -96,14 +92,12 @@ class _Part:
         self.kind = (self.graph.python_code("self").src, targets, sizes, tuple(map(_settings, self.modules)))
 
     def function(self) -> Callable[..., Any]:
-        """The function of a `Region` and the inputs."""
         holder = fx.GraphModule({f"m{i}": module for i, module in enumerate(self.modules)}, self.graph)
         run: Callable[..., Any] = type(holder).forward
         return run
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a compiler tells graphs apart by: classes, attributes except names, and sizes of all tensors."""
     found: list[Any] = []
     for one in module.modules():
         own = {k: _value(v) for k, v in vars(one).items() if k not in _APART}
@@ -113,7 +107,6 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> str:
-    """A text that differs where values do, or, without such a text, where objects do."""
     if isinstance(value, _PLAIN) or is_dataclass(value):
         return repr(value)
     if isinstance(value, (tuple, list, set)):
@@ -124,7 +117,7 @@ def _value(value: Any) -> str:
 
 
 def _segments(graph_module: fx.GraphModule) -> Iterator[list[fx.Node]]:
-    """Yield the nodes that depend on the input, cut wherever one value alone is still to be read.
+    """Nodes that depend on the input, cut wherever one value alone is still to be read.
 
     Stochastic depth is left out; an empty list is in its place.
     """
@@ -167,7 +160,6 @@ def _merged(root: fx.GraphModule, parts: list[_Part], often: Counter[Any]) -> It
 
 
 def _call(graph: fx.Graph, path: str, part: _Part, known: dict[fx.Node, fx.Node]) -> None:
-    """Call a part's module in place of its nodes; `known` maps nodes of the first graph to those of `graph`."""
     with graph.inserting_before(known[part.nodes[-1]]):
         called = graph.call_module(path, tuple(known[node] for node in part.inputs))
         if len(part.results) == 1:

@@ -21,10 +21,9 @@ from compress.qat_fusion.weights import grid_of, is_live
 
 
 class FusedSqueezeModule(nn.Module):
-    """(layer) -> (activation) -> (quantizer) -> mean over the pixels; the layer and the quantizers are the model's own.
+    """(layer) -> (activation) -> (quantizer) -> mean over the pixels; the layer and the quantizers are the model's.
 
-    `layer` None: the block begins after another operation; `activation` is `relu`, `relu6`, a key of
-    `SMOOTH_ACTIVATIONS`, or "". `excited` quantizes the product: it must round too.
+    `layer` None: the block begins after another operation. `excited` quantizes the product: it must round too.
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class FusedSqueezeModule(nn.Module):
 
 
 class FusedExciteModule(nn.Module):
-    """Product with the gate -> quantizer.
-
-    `quantize` only quantizes; `gives_recipe`: the recipe of the result is a result too.
-    """
+    """Product with the gate (N, C, 1, 1) -> quantizer."""
 
     def __init__(self, quantize: nn.Module) -> None:
         super().__init__()
@@ -72,7 +68,6 @@ class FusedExciteModule(nn.Module):
         self.can_recompute, self.gives_recipe = True, False
 
     def forward(self, kept: Tensor, gate: Tensor, link: Link | None) -> Tensor | tuple[Tensor, Recipe | None]:
-        """The quantized product with the gate (N, C, 1, 1), and its recipe if it is a result."""
         if link is None:
             y: Tensor = self.quantize(gate * kept)
             return (y, None) if self.gives_recipe else y
@@ -87,10 +82,7 @@ class FusedExciteModule(nn.Module):
 def fuse_squeezes(
     graph_module: fx.GraphModule, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace every squeeze and excitation whose product is quantized by two modules and its gate, in place.
-
-    Nodes have shapes (`meta["shape"]`). The names of the fused nodes are returned for each quantizer in such a block.
-    """
+    """Replace every squeeze and excitation whose product is quantized by two modules and its gate, in place."""
     found: dict[nn.Module, tuple[str, ...]] = {}
     for node in quantizing:
         block = _block_of(node, quantizing)
@@ -100,16 +92,7 @@ def fuse_squeezes(
 
 
 class _Block(NamedTuple):
-    """The nodes of a squeeze and excitation.
-
-    Attributes:
-        quantize: of the product.
-        product, gate, scaled: the product, and its smaller and its larger operand.
-        activation: that `scaled` computes, or "".
-        layer: of the activation, or `scaled`; None = there is none.
-        averaged: quantizes what is averaged; None = there is none.
-        pool: the mean.
-    """
+    """The nodes of a squeeze and excitation: `gate` and `scaled` are operands of `product`."""
 
     quantize: fx.Node
     product: fx.Node
@@ -127,7 +110,6 @@ class _Block(NamedTuple):
 
 
 def _block_of(quantize: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Block | None:
-    """The block whose product a node quantizes."""
     product = quantize.all_input_nodes[0]
     if node_kind(product) != "mul" or not has_one_consumer(product) or len(product.all_input_nodes) != 2:
         return None
@@ -153,7 +135,6 @@ def _block_of(quantize: fx.Node, quantizing: Mapping[fx.Node, nn.Module]) -> _Bl
 
 
 def _scales(gate: fx.Node, scaled: fx.Node) -> bool:
-    """True if a node's result is one number for each channel of an image's."""
     one, other = (tuple(node.meta.get("shape") or ()) for node in (gate, scaled))
     return len(other) == 4 and one == (*other[:2], 1, 1)
 
@@ -192,7 +173,6 @@ def _leads_to(start: fx.Node, end: fx.Node) -> bool:
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    """True for a convolution without a chain, whose weight is quantized with others."""
     module = called_module(node)
     return isinstance(getattr(module, "layer", None), nn.Conv2d) and not getattr(module, "is_quantizer", False)
 
@@ -200,7 +180,6 @@ def _is_convolution(node: fx.Node) -> bool:
 def _fuse(
     graph_module: fx.GraphModule, block: _Block, quantizing: Mapping[fx.Node, nn.Module], kernels: Kernels | None
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace the nodes of a block; the names of `fuse_squeezes`."""
     graph, inner = graph_module.graph, block.inner
     averaged = None if block.averaged is None else quantizing[block.averaged]
     layer = None if block.layer is None else called_module(block.layer).layer

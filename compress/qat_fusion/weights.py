@@ -19,11 +19,7 @@ _GROUP_BYTES = 25 << 20  # of DistributedDataParallel's buckets: sums of gradien
 
 
 class QuantizedWeights(nn.Module):
-    """Quantized weights of `layers`, in their order; the layers are not registered.
-
-    Attributes:
-        coded: for which layers the weights are computed as integers too.
-    """
+    """Quantized weights of `layers`, in their order, those `coded` as integers too; layers are not registered."""
 
     def __init__(self, layers: Sequence[nn.Module], kernels: Kernels | None) -> None:
         super().__init__()
@@ -32,10 +28,7 @@ class QuantizedWeights(nn.Module):
         self.coded = [False] * len(self.layers)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """The quantized weights, in autocast's type where Triton computes them.
-
-        As many int8 tensors follow: None where integers are not wanted, or where Triton does not run.
-        """
+        """As many int8 tensors follow: None where integers are not wanted, or where Triton does not run."""
         weights = [layer.weight for layer in self.layers]
         found = [layer.weight_quantizer for layer in self.layers]
         if use_triton_eager(weights[0], self.kernels) and all(map(is_plain, found)) and all(map(is_live, found)):
@@ -48,13 +41,11 @@ class QuantizedWeights(nn.Module):
 
 
 def grid_of(quantizer: Quantizer) -> IntegerGrid:
-    """The integers and the range of a quantizer, as kernels take them."""
     quant_format = quantizer.format
     return IntegerGrid(quantizer.amax, quant_format.low, quant_format.high, quant_format.axis)
 
 
 def weight_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which the product of a layer reads its weight: autocast's, or its own."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
@@ -72,10 +63,7 @@ def is_live(quantizer: Quantizer) -> bool:
 
 
 def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Module], kernels: Kernels | None) -> None:
-    """Give nodes the quantized weights of their layers, as the keyword argument `weight`, in place.
-
-    `consumers` are in the order of the graph; several may share a layer.
-    """
+    """Give nodes, in the graph's order, the quantized weights of their layers as the keyword argument `weight`."""
     groups: list[dict[nn.Module, list[fx.Node]]] = []
     seen: dict[nn.Module, dict[nn.Module, list[fx.Node]]] = {}
     room = 0

@@ -36,7 +36,7 @@ from compress.graph.inputs import model_inputs
 from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import learned_quantize
-from compress.kernels.triton.learned_quantize import LEAST_RANGE
+from compress.kernels.triton.fake_quantize import LEAST_RANGE
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import QuantFormat, scale_from_amax
 from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers

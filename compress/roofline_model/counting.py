@@ -19,11 +19,11 @@ from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.trace import trace
 from compress.graph.traits import kinds
 
+# Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing.
 VIEWS = kinds(lambda t: t.free) | {"assert"}
-"""Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing."""
 
+# Kinds whose inputs are floating point even if the products run in 8 bits.
 FLOAT_KINDS = kinds(lambda t: t.needs_float)
-"""Kinds whose inputs are floating point even if the products run in 8 bits."""
 
 PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
 _EPILOGUE = kinds(lambda t: t.elementwise and t.category != "shape" and not (t.free or t.needs_float))
@@ -31,12 +31,10 @@ _EPILOGUE = kinds(lambda t: t.elementwise and t.category != "shape" and not (t.f
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One operation of the graph, or several that an engine fuses.
+    """One operation of the graph, or several that an engine fuses, named after the first of them.
 
     Attributes:
-        name: path of the module or name of the node; of the first operation if several are fused.
-        kind: of the first operation, of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
-        type: class or function of the first operation.
+        kind: of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
         detail: kernel and groups of a convolution, such as `3x3 depthwise`.
         members: names of its nodes, in order.
         paths: of the modules among them.
@@ -58,7 +56,6 @@ class Operation(Kernel):
 
     Attributes:
         sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
-        sparse_weight_elements: elements that 2:4 compresses.
         bias_elements: of biases and other parameters, which stay in floating point.
         activation_elements: read and written.
         float_elements: those of them that stay in floating point if the rest has 8 bits.
@@ -72,7 +69,6 @@ class Operation(Kernel):
     float_elements: int = 0
 
     def scaled(self, batch: int, traced: int) -> Operation:
-        """The operation for another batch size."""
         return replace(
             self,
             macs=None if self.macs is None else self.macs * batch // traced,
@@ -84,14 +80,7 @@ class Operation(Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A network as a list of operations.
-
-    Attributes:
-        model: class of the model.
-        input_shapes: their first dimension is `batch_size`.
-        fused: True if operations are fused as in an engine.
-        operations: in the order of the graph.
-    """
+    """A network as a list of operations, in the order of the graph."""
 
     model: str
     input_shapes: tuple[tuple[int, ...], ...]
@@ -100,7 +89,6 @@ class Workload:
     operations: tuple[Operation, ...]
 
     def with_batch(self, batch_size: int) -> Workload:
-        """The network at another batch size, without running it (RooflineError: no positive number)."""
         if batch_size < 1:
             raise RooflineError(f"batch_size must be 1 or more, got {batch_size}")
         return replace(
@@ -112,19 +100,11 @@ class Workload:
 
 
 def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -> Workload:
-    """Trace a model, which may be quantized, and count its work and traffic.
-
-    Dimension 0 of the first input is the batch.
-
-    Raises:
-        ModelError: the model fails on its inputs or cannot be traced.
-        RooflineError: an input has no batch dimension.
-    """
+    """Trace a model, which may be quantized, and count it; dimension 0 of the first input is the batch."""
     return count(trace(model, example_inputs), example_inputs, fused=fused, model=type(model).__name__)
 
 
 def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool = False, model: str = "") -> Workload:
-    """Count a graph of `compress.graph.trace`; see `workload`."""
     inputs = as_inputs(example_inputs)
     if not inputs[0].ndim or not inputs[0].shape[0]:
         raise RooflineError(f"example_inputs need a batch dimension with at least one image, got {_shapes(inputs)}")
@@ -186,7 +166,6 @@ def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _joinable(node: fx.Node) -> list[fx.Node]:
-    """The producers whose kernels could include this node."""
     if node_kind(node) not in _EPILOGUE:
         return []
     producers = [producer(n) for n in tensor_args(node)]
@@ -203,7 +182,6 @@ def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _joins_two(node: fx.Node) -> bool:
-    """True if the node has two activations as inputs."""
     return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
 
 
@@ -215,7 +193,6 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def consumers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that consume this node's tensor, also through views."""
     found: list[fx.Node] = []
     for user in node.users:
         found += consumers(user) if node_kind(user) in VIEWS else [user]

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from compress.errors import RooflineError, near_misses
 
+# Bytes of one element in memory. TF32 is a way to multiply; its tensors are stored as float32.
 PRECISIONS: dict[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
-"""Bytes of one element in memory. TF32 is a way to multiply; its tensors are stored as float32."""
 
+# Suffix of a precision with 2:4 weights.
 SPARSE = "-2:4"
-"""Suffix of a precision with 2:4 weights."""
 
 _ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float8": "fp8"}
 
@@ -29,7 +29,6 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """Name such as `int8` or `int8-2:4`."""
         return self.base + SPARSE * self.sparse
 
     @property
@@ -39,7 +38,6 @@ class Precision:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of an activation or dense weight in memory."""
         return PRECISIONS[self.base]
 
     @property
@@ -77,8 +75,6 @@ class Device:
     """Peaks and bandwidth of one device, at its highest specified clock.
 
     Attributes:
-        name: short name, the argument of `roofline`.
-        title: name as its maker writes it.
         sparse_flops_per_s: peaks with 2:4 weights, skipped products included.
         source: data sheet, or how it was measured.
         note: conditions and exceptions.
@@ -94,11 +90,9 @@ class Device:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Names of its precisions, the 2:4 ones last."""
         return (*self.dense_flops_per_s, *(base + SPARSE for base in self.sparse_flops_per_s))
 
     def peak_flops_per_s(self, precision: str) -> float:
-        """The peak at a precision such as `int8-2:4` (RooflineError: the device lacks it)."""
         wanted = parse_precision(precision)
         peaks = self.sparse_flops_per_s if wanted.sparse else self.dense_flops_per_s
         if wanted.base not in peaks:
@@ -106,7 +100,7 @@ class Device:
         return peaks[wanted.base]
 
     def ridge_point(self, precision: str) -> float:
-        """The intensity from which on a layer can reach the peak, flops per byte (RooflineError: as the peak)."""
+        """The intensity from which on a layer can reach the peak, flops per byte."""
         return self.peak_flops_per_s(precision) / self.bandwidth_bytes_per_s
 
 
@@ -151,8 +145,8 @@ def _dense_half(fp32: float, sparse: dict[str, float]) -> dict[str, float]:
     return {"fp32": fp32, **{precision: tera / 2 for precision, tera in sparse.items()}}
 
 
+# Operations of a core in a clock: two AVX-512 units, each with 16 multiply-adds.
 _VECTOR_FLOPS = {"fp32": 64}
-"""Operations of a core in a clock: two AVX-512 units, each with 16 multiply-adds."""
 _VNNI_FLOPS = {**_VECTOR_FLOPS, "int8": 256}
 _AMX_FLOPS = {**_VECTOR_FLOPS, "bf16": 1024, "int8": 2048}
 _PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
@@ -355,15 +349,11 @@ _DEVICE_ALIASES = {
     "5090": "rtx5090",
 }
 
+# Names that `roofline(device=...)` accepts, besides short forms (`a100`, `h100`, `orin`, ...).
 DEVICE_NAMES: tuple[str, ...] = (*(device.name for device in TABLE), "machine")
-"""Names that `roofline(device=...)` accepts, besides short forms (`a100`, `h100`, `orin`, ...)."""
 
 
 def table_device(name: str) -> Device:
-    """A device such as `h200`, `a100` (80 GB) or `orin` (AGX); case and spaces do not matter.
-
-    RooflineError: there is no such device; all are listed.
-    """
     key = name.strip().lower().replace(" ", "-").replace("_", "-")
     by_name = {device.name: device for device in TABLE}
     key = _DEVICE_ALIASES.get(key, key)

@@ -27,8 +27,8 @@ from compress.support.process import load_average, processor_name
 from compress.support.progress import NoProgress, Progress
 
 Backend = Literal["cpu", "cuda"]
+# Suffix of the name of a ceiling that was measured with convolutions.
 CONV = " conv"
-"""Suffix of the name of a ceiling that was measured with convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class Sample:
 
     Attributes:
         size: side of the matrices, channels of the convolution, or bytes of the buffer.
-        rate: best median of the rates.
         arithmetic_intensity: flops per byte of operands and result; 0 for a copy.
     """
 
@@ -54,8 +53,6 @@ class Ceiling:
         name: `copy`, or a precision such as `int8-2:4`, followed by ` conv` for convolutions.
         rate: the best of its samples; None if it could not be measured.
         unit: `bytes/s` (read and written) or `flops/s` (2 for a multiply-accumulate).
-        method: operation that was timed.
-        reason: of a missing rate.
     """
 
     name: str
@@ -71,9 +68,7 @@ class Ceilings:
     """The measured roofs of one machine, copies first.
 
     Attributes:
-        title: name of the processor or GPU.
         threads: of torch; 0 on a GPU.
-        rounds: number of times that each size was timed.
         load_average: over a minute, before and after; empty if the system has none.
     """
 
@@ -86,7 +81,6 @@ class Ceilings:
     ceilings: tuple[Ceiling, ...]
 
     def as_device(self) -> Device:
-        """A `Device` whose peaks are the measured rates (RooflineError: the copies could not be measured)."""
         rates: dict[str, float] = {}
         for ceiling in self.ceilings:
             if ceiling.rate is not None:
@@ -106,17 +100,14 @@ class Ceilings:
         )
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Write as JSON; without a path, to the file that `roofline(device="machine")` uses."""
         return write_json(ceilings_path(self.backend) if path is None else path, asdict(self))
 
 
 def ceilings_path(backend: str) -> Path:
-    """Return this machine's file: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / f"ceilings-{backend}.json"
 
 
 def load_ceilings(path: Path | str) -> Ceilings:
-    """Read a file that `Ceilings.save` wrote (RooflineError: it is missing or has other contents)."""
     try:
         raw: dict[str, Any] = read_json(path)
         ceilings = tuple(
@@ -130,7 +121,7 @@ def load_ceilings(path: Path | str) -> Ceilings:
 
 
 def machine_device() -> Device:
-    """This machine as it was measured: its GPU if one was, else its CPU (RooflineError: not measured yet)."""
+    """This machine as it was measured: its GPU if one was, else its CPU."""
     backends: tuple[Backend, ...] = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     found = [ceilings_path(backend) for backend in backends if ceilings_path(backend).is_file()]
     if not found:
@@ -162,16 +153,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Time copies and matrix products on this machine, in a minute or two; nothing else should run.
 
-    Args:
-        device: `cpu` (with torch's number of threads) or `cuda` (the current GPU).
-        sizes: sides of the square matrices, ascending.
-        copy_bytes: larger than the caches.
-        rounds: times that every size is timed; the best counts.
-        budget_s: seconds for one size in one round; a size whose single run takes longer is left out.
-        progress: counts a unit for each roof and round.
-
-    Raises:
-        RooflineError: the backend is not available here, or a size is not positive.
+    - `sizes`: sides of the square matrices, ascending.
+    - `copy_bytes`: larger than the caches.
+    - `budget_s`: seconds for one size in one round; a size whose single run takes longer is left out.
     """
     if device not in {"cpu", "cuda"}:
         raise RooflineError(f"ceilings are measured on 'cpu' or 'cuda', got {device!r}")
@@ -383,7 +367,6 @@ def _clock(work: Work, device: Backend) -> float:
 
 
 def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
-    """The best rate of each size over two rounds."""
     if old is None or old.rate is None:
         return new
     best: dict[int, Sample] = {}
@@ -393,7 +376,6 @@ def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
 
 
 def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
-    """Remove precisions slower than float32, which torch emulates."""
     fp32 = next((c.rate for c in ceilings if c.name == "fp32"), None) or 0.0
     return tuple(
         replace(c, rate=None, reason=f"no fast kernel here: {c.rate / 1e9:.3g} GFLOP/s, slower than fp32")
@@ -409,14 +391,7 @@ _AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to 
 def measure_torch_times(
     model: nn.Module, example_inputs: Inputs, *, repeats: int = 10, warmup: int = 2
 ) -> dict[str, float]:
-    """The ms of every node that computes or moves something, for the batch, by name.
-
-    The fastest of `repeats` runs counts; on a CPU it includes torch's dispatch of some microseconds.
-
-    Raises:
-        RooflineError: `repeats` is below 1, or `warmup` is negative.
-        ModelError: the model fails on its inputs or cannot be traced.
-    """
+    """The ms of every node for the batch, the fastest of `repeats` runs; on a CPU with torch's dispatch."""
     if repeats < 1 or warmup < 0:
         raise RooflineError(f"repeats must be 1 or more and warmup 0 or more, got {repeats} and {warmup}")
     inputs = as_inputs(example_inputs)

@@ -23,17 +23,11 @@ Bound = Literal["memory", "compute", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Kernel):
-    """A kernel under the roof.
+    """A kernel under the roof; figures are for the batch, None where the macs are unknown.
 
-    flops: of the batch, 2 * macs; None = unknown.
-    weight_bytes: weights and biases.
-    activation_bytes: read and written.
-    arithmetic_intensity: flops per byte; None if the macs are unknown.
+    arithmetic_intensity: flops per byte.
     peak_flops_per_s: with 2:4 between the dense and the sparse peak, by the share of its macs.
-    attainable_flops_per_s: None if the macs are unknown.
     bound: the roof that limits it.
-    least_time_ms: for the batch; None if the macs are unknown.
-    measured_ms: for the batch, or None.
     """
 
     flops: int | None
@@ -49,7 +43,6 @@ class Row(Kernel):
 
     @property
     def achieved_flops_per_s(self) -> float | None:
-        """Flops over the measured time, or None."""
         return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
 
     @property
@@ -63,8 +56,6 @@ class Roofline:
     """The rows of a network on a device, in the order of its graph, with totals.
 
     Attributes:
-        precision: of the products, such as `int8-2:4`.
-        fused: True if operations are fused as in an engine.
         rows: the layers that compute or move something.
         ridge_point: of the precision, flops per byte.
     """
@@ -85,22 +76,19 @@ class Roofline:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of all known layers, for the batch."""
         return sum(row.macs or 0 for row in self.rows)
 
     @property
     def flops(self) -> int:
-        """Flops of all known layers, 2 * macs."""
+        """Flops of all known layers, 2 * macs, for the batch."""
         return 2 * self.macs
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the weights and biases of all layers."""
         return sum(row.weight_bytes for row in self.rows)
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of activations that all layers move, for the batch."""
         return sum(row.activation_bytes for row in self.rows)
 
     @property
@@ -116,7 +104,6 @@ class Roofline:
 
     @property
     def images_per_s(self) -> float:
-        """Upper bound of the images a second."""
         return self.batch_size / self.least_time_ms * 1e3 if self.least_time_ms else float("inf")
 
     @property
@@ -127,16 +114,11 @@ class Roofline:
 
     @property
     def measured_ms(self) -> float | None:
-        """Sum of the measured times; None if no row has one."""
         times = [row.measured_ms for row in self.rows if row.measured_ms is not None]
         return sum(times) if times else None
 
     def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """The roofline with measured times, ms for the batch by node or module; a fused row takes the sum.
-
-        Raises:
-            RooflineError: a name is in no row, or a time is not positive.
-        """
+        """With measured times, ms for the batch by node or module; a fused row takes the sum."""
         owner = {name: index for index, row in enumerate(self.rows) for name in (*row.members, *row.paths, row.name)}
         sums: dict[int, float] = {}
         for name, time_ms in times_ms.items():
@@ -151,7 +133,6 @@ class Roofline:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All rows and totals as plain values for JSON."""
         totals = {
             "macs": self.macs,
             "flops": self.flops,
@@ -203,14 +184,12 @@ def roofline(
 
 
 def find_device(device: str | Device) -> Device:
-    """A device by name (RooflineError: unknown, or `machine` was not measured)."""
     if isinstance(device, Device):
         return device
     return machine_device() if device.strip().lower() == "machine" else table_device(device)
 
 
 def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
-    """The roofline of operations that are counted already; errors are those of `roofline`."""
     found, wanted = find_device(device), parse_precision(precision)
     return Roofline(
         model=work.model,
@@ -252,7 +231,6 @@ def row_under_roof(kernel: Kernel, moves: tuple[float, float], *, peak: float, b
 
 
 def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
-    """The bytes of parameters, and of activations."""
     size = precision.bytes_per_element
     compressed = op.sparse_weight_elements if precision.sparse else 0
     bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum
@@ -262,7 +240,7 @@ def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
 
 
 def _peak(op: Operation, device: Device, precision: Precision) -> float:
-    """An operation's peak: with 2:4 only some macs may run at the sparse one."""
+    """With 2:4 only some macs may run at the sparse one."""
     peak = device.peak_flops_per_s(precision.name)
     if not precision.sparse:
         return peak
@@ -273,16 +251,7 @@ def _peak(op: Operation, device: Device, precision: Precision) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLayer:
-    """A convolution, matrix product or attention.
-
-    Attributes:
-        layer: module path, or the node's name.
-        kind, detail: see `Operation`.
-        masked: True if its weight is 2:4.
-        bound: the roof that limits it when dense.
-        dense_ms, sparse_ms: least time for the batch, dense and as `masked` says.
-        share: of the dense network's least time.
-    """
+    """A convolution, matrix product or attention; `share` is of the dense network's least time, ms are of the batch."""
 
     layer: str
     kind: str
@@ -295,7 +264,6 @@ class SparseLayer:
 
     @property
     def speedup(self) -> float:
-        """Upper bound of its speed-up; 1 = no gain."""
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
 
@@ -304,7 +272,6 @@ class SparseBound:
     """Upper bound of the gain from 2:4 weights for a network on a device.
 
     Attributes:
-        precision: of both networks, such as `int8`.
         rows: every product of known cost, in the order of the graph.
         dense_ms: least time of the whole dense network, fused.
         unknown: operations of unknown cost, which totals do not include.
@@ -319,12 +286,10 @@ class SparseBound:
 
     @property
     def sparse_ms(self) -> float:
-        """Least time of the network with its masked layers 2:4."""
         return self.dense_ms - sum(row.dense_ms - row.sparse_ms for row in self.rows)
 
     @property
     def speedup(self) -> float:
-        """Upper bound of the network's speed-up."""
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
     def speedup_with(self, layers: Collection[str]) -> float:
@@ -333,7 +298,6 @@ class SparseBound:
         return self.dense_ms / (self.dense_ms - saved) if self.dense_ms > saved else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All rows and totals as plain values for JSON."""
         rows = [{**asdict(row), "speedup": row.speedup} for row in self.rows]
         return {**asdict(self), "rows": rows, "sparse_ms": self.sparse_ms, "speedup": self.speedup}
 
@@ -347,23 +311,18 @@ def sparse_bound(
     precision: str = "int8",
     batch_size: int | None = None,
 ) -> SparseBound:
-    """Compare the rooflines of a network with dense weights and with 2:4 weights in some layers.
-
-    `masked` are module paths; dimension 0 of the first input is the batch, unless `batch_size` says so. The precision
-    is without the suffix `-2:4`; device as in `roofline`.
-
-    Raises:
-        RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer.
-        ModelError: the model fails on its inputs or cannot be traced.
-    """
+    """Compare the rooflines of a network with dense weights and with 2:4 weights in the layers `masked`."""
     base = parse_precision(precision).base
     work = workload(model, example_inputs, fused=True)
     work = work if batch_size is None else work.with_batch(batch_size)
-    names = [_layer(op) for op in work.operations]
+    names = [op.paths[0] if op.paths else op.name for op in work.operations]
     for path in masked:
         if path not in names:
             raise RooflineError(f"{path!r} is not a layer that runs{near_misses(path, names) or '.'}")
-    chosen = tuple(op if name in masked else _dense(op) for op, name in zip(work.operations, names, strict=True))
+    chosen = tuple(
+        op if name in masked else replace(op, sparse_macs=0, sparse_weight_elements=0)
+        for op, name in zip(work.operations, names, strict=True)
+    )
     dense = roofline_of(work, device=device, precision=base)
     sparse = roofline_of(replace(work, operations=chosen), device=device, precision=base + SPARSE)
     total = dense.least_time_ms
@@ -391,30 +350,17 @@ def sparse_bound(
     )
 
 
-def _layer(op: Operation) -> str:
-    """The path of the product's module, or the operation's name."""
-    return op.paths[0] if op.paths else op.name
-
-
-def _dense(op: Operation) -> Operation:
-    return replace(op, sparse_macs=0, sparse_weight_elements=0)
-
-
+# Precisions in which networks run that nobody has compressed, the fastest first.
 _AS_IT_IS = ("fp16", "bf16", "fp32")
-"""Precisions in which networks run that nobody has compressed, the fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """One scenario; figures are None if the device lacks the precision.
+    """One scenario; figures are bounds, None if the device lacks the precision (`reason`).
 
     Attributes:
-        name: such as `int8 + fusion`.
-        least_time_ms: lower bound for one image.
-        images_per_s: upper bound.
         speedup: over the first scenario, image for image.
         memory_bound_share: share of the time in layers bound by memory.
-        reason: why the device cannot run it.
     """
 
     name: str
@@ -438,12 +384,7 @@ def what_if(
 ) -> tuple[WhatIf, ...]:
     """The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
 
-    All but the last have the batch size of the inputs; the last are fused, in the device's best precision. `precision`
-    None = the first of fp16, bf16 and fp32 that the device has.
-
-    Raises:
-        RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.
-        ModelError: the model fails on its inputs or cannot be traced.
+    The last are fused, in the device's best precision. `precision` None = the first of fp16, bf16 and fp32 that it has.
     """
     graph_module = trace(model, example_inputs)
     plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))

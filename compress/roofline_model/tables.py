@@ -45,7 +45,6 @@ def _padded(column: Sequence[str]) -> list[str]:
 
 
 def summary_text(roofline: Roofline) -> str:
-    """The totals of a roofline, one statement a line."""
     device = roofline.device
     size = "x".join(str(n) for n in roofline.input_shapes[0])
     fused = "fused as in an engine" if roofline.fused else "each operation alone"
@@ -112,7 +111,6 @@ def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[
 
 
 def what_if_text(scenarios: Iterable[WhatIf]) -> str:
-    """Scenarios as a table, with reasons of those that cannot run."""
     headers = ["scenario", "batch", "least ms/image", "images/s", "speed-up", "bound by memory"]
     return table(headers, (_what_if_cells(scenario) for scenario in scenarios))
 
@@ -126,7 +124,6 @@ def _what_if_cells(s: WhatIf) -> list[str]:
 
 
 def ceilings_text(ceilings: Ceilings) -> str:
-    """Measured roofs as a table, with reasons of missing ones."""
     rows = []
     for c in ceilings.ceilings:
         best = max(c.samples, key=lambda s: s.rate, default=None)
@@ -141,7 +138,6 @@ def ceilings_text(ceilings: Ceilings) -> str:
 
 
 def devices_text(devices: Iterable[Device] = TABLE) -> str:
-    """Devices with their roofs in tera-operations a second."""
     rows = []
     for d in devices:
         peaks = [_tera(d.dense_flops_per_s.get(p)) for p in PRECISIONS]

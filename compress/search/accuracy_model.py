@@ -17,7 +17,7 @@ from compress.search.lab import Lab, build, quantization_of, with_formats
 from compress.search.network import apply, distance
 from compress.search.space import FLOAT, FORMAT, Configuration
 from compress.support.progress import Progress
-from compress.training.freezing import recalibrate_batchnorm
+from compress.training.optim import recalibrate_batchnorm
 
 TASK = "accuracy model"
 _MOST = 1e6  # error of a choice whose outputs are not finite: the integer program needs a number

@@ -30,7 +30,7 @@ from compress.search.structure import Structure
 from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
-from compress.training.freezing import recalibrate_batchnorm
+from compress.training.optim import recalibrate_batchnorm
 
 REFERENCE = "float"
 _QUICK = 1  # calibration batches of a network that is only timed

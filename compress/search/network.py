@@ -15,7 +15,7 @@ from compress.models.by_name import build_model
 from compress.models.spec import ModelSpec
 from compress.search.space import Configuration, left_out, widths_of
 from compress.search.structure import Axis, Structure, analyse, kept_positions, leave_out, remove_channels
-from compress.training.freezing import recalibrate_batchnorm
+from compress.training.optim import recalibrate_batchnorm
 
 # For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`.
 Scores = Mapping[str, Tensor]

@@ -13,8 +13,8 @@ from compress.errors import RecipeError
 from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.training.spec import MIXES, TrainSpec
 
+# From a batch's images and targets to augmented ones.
 Augment = Callable[[Any, Any], tuple[Any, Any]]
-"""From a batch's images and targets to augmented ones."""
 
 _PIXELS = {
     "randaugment": "RandAugment",
@@ -24,18 +24,14 @@ _PIXELS = {
 }
 _ERASING = {"random_erasing": "RandomErasing"}
 _MIXES = {"mixup": "MixUp", "cutmix": "CutMix"}
+# Largest distance of an image from its 8-bit pixels at which it counts as made from them.
 _OFF = 2 / 255
-"""Largest distance of an image from its 8-bit pixels at which it counts as made from them."""
 
 
 def make_augment(
     spec: TrainSpec, *, num_classes: int, preprocessing: Preprocessing, images: Any, targets: Any = None
 ) -> Augment | None:
-    """The augmentation of `spec`, tried on two images if there are `targets`; None without one.
-
-    Raises:
-        RecipeError: no import, wrong options, or unfit images or targets.
-    """
+    """The augmentation of `spec`, tried on two images if there are `targets`; None without one."""
     names = spec.augment
     if not names:
         return None
@@ -83,8 +79,6 @@ def _check_pixels(images: Any, preprocessing: Preprocessing, name: str) -> None:
 
 
 def _on_pixels(transforms: Sequence[Any], preprocessing: Preprocessing) -> Augment:
-    """Transforms, drawn for each image."""
-
     def augment(images: Tensor, targets: Any) -> tuple[Tensor, Any]:
         rows = []
         for row in preprocessing.pixels(images):
@@ -101,8 +95,6 @@ def _each(transform: Any) -> Augment:
 
 
 def _one_of(transforms: Sequence[Any]) -> Augment:
-    """One transform for each batch."""
-
     def augment(images: Tensor, targets: Tensor) -> tuple[Any, Any]:
         chosen = transforms[int(torch.randint(len(transforms), ())) if len(transforms) > 1 else 0]
         mixed: tuple[Any, Any] = chosen(images, targets)

@@ -1,40 +1,237 @@
-"""Checkpoints and weights, loaded completely or not at all."""
+"""Checkpoints and weights, in files with a checksum that are written and loaded completely or not at all."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
+from compress.files import parse_json, replacing
 from compress.models.by_name import mask_hint
 from compress.quantization.quantizer import LOWEST
-from compress.training.best import BestWeights, WeightAverage, best_state
-from compress.training.tensor_file import Contents, read_tensors, write_tensors
+from compress.support.validation import parse
 
+VERSION = 2
+# Keys of our JSON in the metadata, and of the checksum in it.
+HEADER, CHECKSUM = "compress", "sha256"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The JSON document of a file.
+
+    Attributes:
+        kind: `model` or `checkpoint`.
+        shared: alias -> name, stored once.
+        data: the caller's document.
+    """
+
+    kind: str
+    version: int
+    torch: str
+    shared: dict[str, str]
+    data: dict[str, Any]
+
+
+# For each earlier format, what makes the next one's header.
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: lambda header: {"torch": "unknown", "shared": {}, **header, "version": 2}
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Contents of a file; tensors are on the CPU, shared names hold one tensor, `data` is the caller's document."""
+
+    path: str
+    version: int
+    tensors: dict[str, Tensor]
+    data: dict[str, Any]
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[Path]:
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}. An older file there is unchanged; free space, or choose another folder"
+        ) from error
+
+
+def write_tensors(path: Path | str, kind: str, tensors: Mapping[str, Tensor], data: dict[str, Any]) -> Path:
+    alone, shared = _without_shared_memory(tensors)
+    header = {"kind": kind, "version": VERSION, "torch": torch.__version__, "shared": shared, "data": data}
+    text = json.dumps({**header, CHECKSUM: _checksum(header, alone)})
+    with writing(path) as temporary:
+        save_file(alone, temporary, metadata={HEADER: text})  # one key alone: the order of several is random
+    return Path(path)
+
+
+def read_tensors(path: Path | str, kind: str) -> Contents:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tree = parse_json((file.metadata() or {}).get(HEADER, "null"))
+            checksum = tree.pop(CHECKSUM, None) if isinstance(tree, dict) else None
+            header, version = _header(path, kind, tree)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no {kind} at {path}: check the path, or start a new training") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no whole safetensors file ({error}): it was truncated or is of another program; "
+            "take a good copy, or start a new training"
+        ) from error
+    if version > 1 and checksum != _checksum(tree, tensors):
+        raise _damaged(path, "its contents do not agree with its checksum")
+    unknown = [name for name in header.shared.values() if name not in tensors]
+    if unknown:
+        raise _damaged(path, f"its header names a tensor {unknown[0]!r}, which it does not hold")
+    tensors |= {alias: tensors[name] for alias, name in header.shared.items()}
+    return Contents(path=str(path), version=version, tensors=tensors, data=header.data)
+
+
+def _header(path: Path | str, kind: str, tree: Any) -> tuple[Header, int]:
+    if not isinstance(tree, dict) or tree.get("kind") != kind:
+        got = tree.get("kind") if isinstance(tree, dict) else "safetensors file of another program"
+        raise CheckpointError(f"{path} is a {got}, not a {kind} that compress wrote: name the right file")
+    written = tree.get("version")
+    if type(written) is not int or written < 1:
+        raise _damaged(path, f"its format version is {written!r}")
+    if written > VERSION:
+        raise CheckpointError(
+            f"{path} has format version {written} and this compress reads up to {VERSION}: upgrade it"
+        )
+    for version in range(written, VERSION):
+        tree = _UPGRADES[version](tree)
+    header, lines = parse(Header, tree)
+    if header is None:
+        raise _damaged(path, "; ".join(lines))
+    return header, written
+
+
+def _damaged(path: Path | str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {reason}. Take a good copy, or start a new training")
+
+
+def _checksum(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """CPU copies that own their memory, and alias -> name for tied tensors."""
+    copies: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        place = (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(place, name) != name:
+            shared[name] = first[place]
+            continue
+        owned = storage not in storages and tensor.nbytes == tensor.untyped_storage().nbytes()
+        storages.add(storage)
+        copy = tensor.detach().cpu().contiguous()
+        copies[name] = copy if owned else copy.clone()
+    return copies, shared
+
+
+class BestWeights:
+    """The epoch with the best metric, the first of equals, on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.state: dict[str, Tensor] = {}
+
+    def keep(self) -> None:
+        self.state = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+
+    def install(self) -> None:
+        if self.state:
+            self.model.load_state_dict(self.state)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict()
+        if state and (state.keys() != own.keys() or any(state[n].shape != t.shape for n, t in own.items())):
+            raise CheckpointError("the checkpoint's best epoch is of another model: build the model as it was")
+        self.state = dict(state)
+
+
+class WeightAverage:
+    """Running mean of a model's trainable parameters; buffers are those of the last step.
+
+    After step t the mean takes a share 1 - min(decay, (1 + t) / (10 + t)). Weights stop hopping between two integers
+    (Nagel et al., arXiv 2203.11086).
+
+    Args:
+        decay: 0 to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.means = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.means.values()), [p.data for p in self.parameters.values()], share)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.install()
+        try:
+            yield
+        finally:
+            _copy(own, self.parameters)
+
+    def install(self) -> None:
+        _copy(self.means, self.parameters)
+
+    def load(self, means: Mapping[str, Tensor]) -> None:
+        if means.keys() != self.means.keys() or any(means[n].shape != m.shape for n, m in self.means.items()):
+            raise CheckpointError(
+                f"the checkpoint holds a mean of {len(means)} weights, and the model trains {len(self.means)} others: "
+                "build the model as it was"
+            )
+        _copy(means, self.means)
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.data.copy_(source[name])
+
+
+# Keys of an identity by the first format that has them.
 _SINCE = {"data_digest": 2}
-"""Keys of an identity by the first format that has them."""
 
 
 def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write the `state_dict`, tied weights once, with a JSON document.
-
-    Raises:
-        CheckpointError: a state that is no tensor, or a file that cannot be written.
-    """
+    """Write the `state_dict`, tied weights once, with a JSON document."""
     return write_tensors(path, "model", _model_state(model), dict(metadata or {}))
 
 
 def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Load what `save_model` wrote; return the metadata.
-
-    Raises:
-        CheckpointError: missing, truncated, foreign, or another model; nothing is loaded.
-    """
     contents = read_tensors(path, "model")
     _check_model(contents.path, contents.tensors, model)
     model.load_state_dict(contents.tensors)
@@ -52,13 +249,6 @@ def save_checkpoint(
     average: WeightAverage | None = None,
     best: BestWeights | None = None,
 ) -> Path:
-    """Write a training, whole or not at all.
-
-    `load_checkpoint` needs the same `identity`.
-
-    Raises:
-        CheckpointError: a state that is no tensor, or a file that cannot be written.
-    """
     tensors = {f"model.{name}": tensor for name, tensor in _model_state(model).items()}
     for name, state in _optimizer_states(model, optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
@@ -79,17 +269,12 @@ def load_checkpoint(
     identity: Mapping[str, Any],
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
-    """Restore `save_checkpoint`; return the position.
-
-    Raises:
-        CheckpointError: missing, truncated, foreign, another identity or model; nothing is loaded.
-    """
+    """Restore `save_checkpoint`; return the position. After an error nothing is loaded."""
     contents = read_checkpoint(path, identity)
     return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler, average=average)
 
 
 def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
-    """Read a checkpoint of the training `identity`; raises as `load_checkpoint`."""
     contents = read_tensors(path, "checkpoint")
     there, position = (contents.data.get(key) for key in ("identity", "position"))
     if not isinstance(there, dict) or not isinstance(position, dict):
@@ -123,15 +308,13 @@ def restore_checkpoint(
     average: WeightAverage | None = None,
     best: BestWeights | None = None,
 ) -> dict[str, Any]:
-    """Into model, optimizer and scaler; raises as `load_checkpoint`."""
-    weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
+    weights = _named(contents, "model.")
     _check_model(contents.path, weights, model)
     states = _read_optimizer(contents, model, optimizer)
     if average is not None:
-        prefix = "average."
-        average.load({n.removeprefix(prefix): t for n, t in contents.tensors.items() if n.startswith(prefix)})
+        average.load(_named(contents, "average."))
     if best is not None:
-        best.load(best_state(contents.tensors))
+        best.load(_named(contents, "best."))
     model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():
@@ -143,6 +326,10 @@ def restore_checkpoint(
             ) from error
     position: dict[str, Any] = contents.data["position"]
     return position
+
+
+def _named(contents: Contents, prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in contents.tensors.items() if n.startswith(prefix)}
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -189,7 +376,6 @@ def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def _read_optimizer(
     contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[int, dict[str, Tensor]]:
-    """Return each parameter's state by its index in the optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {names[parameter]: i for i, parameter in enumerate(order)}

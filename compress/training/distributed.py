@@ -27,12 +27,7 @@ TIMEOUT = timedelta(minutes=30)  # a rank may wait while rank 0 writes a large c
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process; by default a single one on the CPU.
-
-    Attributes:
-        rank: 0 writes and shows progress.
-        world_size: on all machines.
-    """
+    """This process, by default a single one on the CPU; rank 0 writes and shows progress."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,15 +35,10 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0."""
         return self.rank == 0
 
     def on(self, device: torch.device | str | None) -> torch.device:
-        """Return `device` with its index; None = this process's own.
-
-        Raises:
-            CompressError: another kind than that of exchanges.
-        """
+        """`device` with its index; None = this process's own."""
         chosen = self.device if device is None else _known_device(device)
         if self.world_size > 1 and chosen.type != self.device.type:
             raise CompressError(
@@ -60,7 +50,7 @@ class Processes:
         return chosen
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over processes; each must call, with the same shape and type."""
+        """Each must call, with the same shape and type."""
         if self.world_size == 1:
             return tensor
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
@@ -76,7 +66,7 @@ class Processes:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every process (picklable, on the CPU) by rank; each must call."""
+        """The `value` of every process (picklable, on the CPU) by rank; each must call."""
         if self.world_size == 1:
             return [value]
         packed = io.BytesIO()
@@ -86,11 +76,7 @@ class Processes:
         return [torch.load(io.BytesIO(box), map_location="cpu", weights_only=False) for box in boxes]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` in rank 0; its result or refusal in every process.
-
-        Raises:
-            CompressError: what `work` raised.
-        """
+        """Run `work` in rank 0; its result or refusal in every process."""
         if self.world_size == 1:
             return work()
         result: list[T] | CompressError = []
@@ -105,23 +91,18 @@ class Processes:
         return result[0]
 
     def close(self) -> None:
-        """Leave the group; the last call."""
         if self.world_size > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
+# A single process on the CPU.
 SINGLE = Processes()
-"""A single process on the CPU."""
 
 
 def init_processes(device: str | None = None, *, environment: Mapping[str, str] | None = None) -> Processes:
     """Join the processes that torchrun started, or be a single process.
 
-    `device` None = `cuda` if there is a GPU; `environment` replaces `os.environ`. Several take the GPU of their local
-    rank, and exchange by gloo on CPUs and NCCL on GPUs.
-
-    Raises:
-        CompressError: a wrong environment, a missing GPU, or processes that do not meet.
+    Several take the GPU of their local rank, and exchange by gloo on CPUs and NCCL on GPUs.
     """
     environment = os.environ if environment is None else environment
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -237,7 +218,6 @@ def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one type, `size` bytes or a little more together."""
     for kind in dict.fromkeys(parameter.dtype for parameter in parameters):
         bucket: list[nn.Parameter] = []
         held = 0
@@ -294,13 +274,12 @@ class _Bucket:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient whose numbers lie beside each other, in any order of dimensions."""
+    """A gradient whose numbers lie beside each other, in any order of dimensions."""
     order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
     return gradient if gradient.permute(order).is_contiguous() else gradient.contiguous()
 
 
 def average_running_statistics(model: nn.Module, processes: Processes) -> None:
-    """Replace BatchNorm's running means and variances by their mean over the processes, in place."""
     if processes.world_size == 1:
         return
     for statistic in _running_statistics(model):
@@ -308,7 +287,6 @@ def average_running_statistics(model: nn.Module, processes: Processes) -> None:
 
 
 def broadcast_state(model: nn.Module, processes: Processes) -> None:
-    """Rank 0's parameters and buffers, in place."""
     if processes.world_size == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
@@ -368,10 +346,7 @@ def _bad_environment(name: str, problem: str) -> CompressError:
 
 @contextmanager
 def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Iterator[None]:
-    """Share statistics while the block runs; in place, names stay.
-
-    Nothing with one process or without `spec.sync_batchnorm`.
-    """
+    """Share statistics while the block runs; in place, names stay."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     if spec.sync_batchnorm and processes.world_size > 1:
         for parent in list(model.modules()):
@@ -421,7 +396,6 @@ class HostBatchNorm(_BatchNorm):
 
 
 def _shared(layer: _BatchNorm, device: str) -> _BatchNorm:
-    """Return a synchronized layer over the same parameters and statistics."""
     kind: type[_BatchNorm] = nn.SyncBatchNorm if device == "cuda" else HostBatchNorm
     made = kind(
         layer.num_features,

@@ -31,17 +31,10 @@ class OutputsOf(nn.Module):
         self.select = select
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-        """Return the selected outputs of images (N, C, H, W), or of inputs by keyword."""
         return self.select(self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs))
 
 
 def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """Return the selected outputs.
-
-    Raises:
-        ModelError: a failure, or outputs that do not fit.
-    """
-
     def refusal(error: Exception) -> ModelError:
         shapes = inputs if isinstance(inputs, Mapping) else {"images": inputs}
         got = ", ".join(f"{name} of shape {tuple(value.shape)}" for name, value in shapes.items())
@@ -60,12 +53,7 @@ QUIET = NoProgress()
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The measurements of a network on a split.
-
-    Attributes:
-        values: by name; shares are 0 to 1.
-        loss: mean over images, without smoothing.
-    """
+    """The measurements of a network on a split; shares are 0 to 1, the loss is without smoothing."""
 
     values: Mapping[str, float]
     loss: float
@@ -166,7 +154,6 @@ def _merged(meter: Meter, processes: Processes) -> Meter:
 
 @contextmanager
 def modes_restored(*models: nn.Module | None) -> Iterator[None]:
-    """Restore every submodule's mode."""
     modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
     try:
         yield
@@ -176,11 +163,6 @@ def modes_restored(*models: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """Return the autocast context; it does nothing for fp32.
-
-    Raises:
-        RecipeError: fp16 on the CPU.
-    """
     if precision == "fp16" and device.type == "cpu":
         raise RecipeError("precision is 'fp16' on the CPU, which computes it slowly: use 'fp32' or 'bf16', or a GPU")
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16

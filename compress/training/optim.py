@@ -1,18 +1,25 @@
-"""The optimizer and its learning rate, a pure function of the step."""
+"""The optimizer, its learning rate, a pure function of the step, and what is frozen or measured again."""
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from compress.errors import RecipeError, near_misses
+from compress.errors import DataError, RecipeError, near_misses
+from compress.graph.inputs import model_inputs, run_with
+from compress.quantization.learned import LearnedQuantizer
 from compress.support.imports import any_failure, described, imported, is_import_path
-from compress.training.spec import TrainSpec
+from compress.training.evaluate import modes_restored
+from compress.training.spec import QATSpec, TrainSpec
 
 WARMUP_START = 0.01  # of the peak
 _MILESTONES = (2 / 3, 8 / 9)  # shares of the steps after which `step` divides the rate by ten
@@ -52,11 +59,6 @@ def _own_share(schedule: str, step: int, steps: int) -> float:
 
 
 def check_schedule(spec: TrainSpec, *, steps: int = 300) -> None:
-    """Try a user's schedule at three steps.
-
-    Raises:
-        RecipeError: it fails.
-    """
     if is_import_path(spec.schedule):
         for step in (0, steps // 2, steps - 1):
             _own_share(spec.schedule, step, steps)
@@ -76,10 +78,7 @@ def _half_cosine(start: float, end: float, share: float) -> float:
 def parameter_groups(
     model: nn.Module, weight_decay: float, lr_scale: Mapping[str, float] | None = None
 ) -> list[dict[str, object]]:
-    """Return trainable parameters in groups: those of two and more dimensions with weight decay, others without.
-
-    `lr_scale`: factor by pattern; the last match counts and has its own groups.
-    """
+    """Those of two and more dimensions have weight decay; the last match of `lr_scale` counts."""
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -96,11 +95,6 @@ def parameter_groups(
 
 
 def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
-    """Return the names of parameters that match any pattern.
-
-    Raises:
-        RecipeError: a pattern that matches none.
-    """
     names = [name for name, _ in model.named_parameters()]
     found = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
     for pattern, hits in found.items():
@@ -111,20 +105,11 @@ def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
 
 
 def check_optimizer(spec: TrainSpec) -> None:
-    """Try a user's optimizer.
-
-    Raises:
-        RecipeError: as `make_optimizer`.
-    """
     make_optimizer(nn.Linear(1, 1), replace(spec, lr_scale={}))
 
 
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, AdamW (arXiv 1711.05101), or the user's class.
-
-    Raises:
-        RecipeError: no import, no instance, or an unmatched `lr_scale`.
-    """
+    """SGD with Nesterov momentum, AdamW (arXiv 1711.05101), or the user's class."""
     matched(model, spec.lr_scale, key="lr_scale")
     groups = parameter_groups(model, spec.weight_decay, spec.lr_scale)
     if is_import_path(spec.optimizer):
@@ -143,3 +128,83 @@ def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
     if spec.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=spec.lr, fused=fused)
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=fused)
+
+
+@contextmanager
+def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    names = matched(model, patterns, key="frozen")
+    parameters = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def freeze_batchnorm(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
+    """Call after `model.train()`; weight and bias are trained, unless all parameters of a layer are frozen."""
+    if spec.frozen:
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if isinstance(module, _BatchNorm) and own and not any(p.requires_grad for p in own):
+                module.eval()
+    if isinstance(spec, QATSpec) and spec.freeze_batchnorm_epoch is not None and epoch >= spec.freeze_batchnorm_epoch:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+
+
+def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None:
+    if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and epoch >= spec.freeze_ranges_epoch:
+        for module in model.modules():
+            if isinstance(module, LearnedQuantizer):
+                for parameter in module.parameters():
+                    parameter.grad = None
+
+
+def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
+
+    For masked networks (Li et al., arXiv 2007.02491, section 3.2).
+
+    Args:
+        model: its BatchNorm layers are not folded; its modes are restored.
+        batches: training images, preprocessed as for evaluation: whatever `compress.calibrate` takes.
+
+    Returns:
+        Number of layers whose statistics were replaced; with 0 the batches were not read.
+
+    Raises:
+        DataError: no batch, or one does not fit; nothing is changed.
+
+    Examples:
+        >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again
+        1
+    """
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    before = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
+    count = 0
+    try:
+        with modes_restored(model), torch.no_grad():
+            model.eval()
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.momentum = None  # the plain mean of all batches
+                layer.train()
+            for batch in batches:
+                run_with(model, model_inputs(model, batch))
+                count += 1
+        if not count:
+            raise DataError("BatchNorm cannot be recalibrated from no batches: give images of the training split")
+    except BaseException:
+        for layer, _, state in before:
+            layer.load_state_dict(state)
+        raise
+    finally:
+        for layer, momentum, _ in before:
+            layer.momentum = momentum
+    return len(layers)

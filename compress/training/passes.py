@@ -34,10 +34,7 @@ def damping_strength(peak: float, share: float) -> float:
 
 
 def damping_loss(qmodel: nn.Module) -> Tensor:
-    """Squared distance of weights to their integers, (); only weights get a gradient.
-
-    Stops oscillation between integers (Nagel et al., arXiv 2203.11086, equation 5).
-    """
+    """Squared distance of weights to their integers (arXiv 2203.11086, equation 5); only weights get a gradient."""
     total: Tensor | None = None
     for layer in qmodel.modules():
         if not isinstance(layer, _QuantWeight) or not layer.weight_quantizer.enabled:
@@ -59,7 +56,7 @@ def training_loss(
 ) -> Tensor:
     """(1 - distill_weight) task loss + distill_weight distillation, mean, float32.
 
-    `taught`: teacher's outputs, or None. `features`: counts distill_feature_weight times beside outputs.
+    `features` counts distill_feature_weight times beside outputs.
     """
     loss = task.loss(outputs, targets, label_smoothing=spec.label_smoothing)
     if taught is None:
@@ -70,20 +67,13 @@ def training_loss(
     return (1 - spec.distill_weight) * loss + spec.distill_weight * distance
 
 
+# Steps before the recording.
 _EAGER_STEPS = 3
-"""Steps before the recording."""
 
 
 @dataclass(eq=False)
 class Passes:
-    """Adds gradients of a batch.
-
-    Attributes:
-        forward: from images to the task's outputs.
-        teach: the same of the teacher, or None.
-        features: watched layers, or None.
-        scaler: of the loss, in fp16.
-    """
+    """Adds gradients of a batch; `teach` and `features` are of a teacher, or None, `scaler` is of fp16."""
 
     forward: Callable[[Any], Any]
     teach: Callable[[Any], Any] | None
@@ -96,7 +86,6 @@ class Passes:
     device: torch.device
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
-        """Compute both passes."""
         with autocast(self.device, self.spec.precision):
             outputs = self.forward(images)
             with torch.no_grad():
@@ -114,12 +103,7 @@ class Passes:
 
 
 class RecordedPasses:
-    """`Passes` as a CUDA graph, with mean gradients of all processes.
-
-    Args:
-        passes: on a GPU.
-        spec: says in which type gradients are exchanged.
-    """
+    """`Passes` as a CUDA graph, with mean gradients of all processes."""
 
     def __init__(self, passes: Passes, spec: TrainSpec, processes: Processes) -> None:
         self._parameters = list(passes.model.parameters())
@@ -128,7 +112,6 @@ class RecordedPasses:
         self._recorder = Recorder(passes, passes.model, passes.device, exchange)
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
-        """See `Passes.__call__`."""
         if not isinstance(images, Tensor) or not isinstance(targets, Tensor):
             raise RecipeError("cuda_graphs records batches of two tensors, and this task's are none; leave it out")
         with _added(self._parameters):
@@ -142,13 +125,8 @@ class RecordedPasses:
 class Recorder:
     """Gradients as a CUDA graph after a few calls, again after changes.
 
-    They may depend only on batch, state and torch's random numbers; other shapes run eagerly.
-
-    Args:
-        compute: to a tensor; leaves gradients, which are None before.
-        model: of the parameters.
-        device: a GPU.
-        exchange: between processes, recorded within the backward pass; None = one process.
+    `compute` may depend only on batch, state and torch's random numbers; it leaves gradients, which are None before.
+    Other shapes run eagerly.
     """
 
     def __init__(
@@ -168,7 +146,6 @@ class Recorder:
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def __call__(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
-        """Compute, or replay."""
         fixed = tuple(value for name, value in options.items() if name != "done")
         modes = tuple(module.training for module in self._model.modules())
         key = (*((x.shape, x.stride(), x.dtype) for x in batch), fixed, modes)
@@ -191,7 +168,6 @@ class Recorder:
         return self._result.clone()
 
     def _beside(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
-        """Compute on a stream of its own."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -223,7 +199,6 @@ class Recorder:
 
 
 def _start_alike(model: nn.Module) -> bool:
-    """Rank 0's state; True if there are several."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = several and torch.distributed.get_world_size() > 1
     for tensor in [*model.parameters(), *model.buffers()] if several else []:
@@ -299,11 +274,7 @@ def _added(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class FeaturePairs:
-    """`pairs` maps the student's modules to the teacher's.
-
-    Raises:
-        RecipeError: no such module.
-    """
+    """`pairs` maps the student's modules to the teacher's."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Mapping[str, str]) -> None:
         self.pairs = dict(pairs)
@@ -315,7 +286,6 @@ class FeaturePairs:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the layers' outputs while the block runs."""
         handles = [
             module.register_forward_hook(self._recorder(index, side))
             for index, modules in enumerate(self.modules)
@@ -329,11 +299,7 @@ class FeaturePairs:
             self._seen.clear()
 
     def distance(self) -> Tensor:
-        """Mean distance since the last call, in float32.
-
-        Raises:
-            RecipeError: a layer did not run, or outputs cannot be compared.
-        """
+        """Mean distance since the last call, in float32."""
         parts = []
         for index, (own, other) in enumerate(self.pairs.items()):
             for side, path in enumerate((own, other)):
@@ -369,9 +335,6 @@ def feature_distance(student: Tensor, teacher: Tensor, pair: str = "") -> Tensor
     Of one shape: mean squared difference over the teacher's mean square (after FitNets, arXiv 1412.6550, without the
     regressor). Else of attention maps (Zagoruyko and Komodakis, arXiv 1612.03928, equation 2): mean squares over
     channels, of length one.
-
-    Raises:
-        RecipeError: dimensions or places that do not match.
     """
     student, teacher = student.float(), teacher.float()
     if student.shape == teacher.shape:

@@ -179,8 +179,9 @@ class FinetuneSpec(TrainSpec):
 _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", FinetuneSpec: "finetune"}
 
 
+# Keys that affect only speed and may change on a resume.
 _SPEED = {"cuda_graphs", "checkpoint_every"}
-"""Keys that affect only speed and may change on a resume."""
+# Keys that earlier checkpoints lack: left out at their default.
 _ADDED = {
     "gradients",
     "sync_batchnorm",
@@ -191,11 +192,10 @@ _ADDED = {
     "stop_within",
     "distill_feature_weight",
 }
-"""Keys that earlier checkpoints lack: left out at their default."""
 
 
 def identity_of(spec: TrainSpec, *, reference: float | None = None) -> dict[str, Any]:
-    """Return what a training must have in common with its checkpoint; `reference` is that of `stop_within`."""
+    """What a training must have in common with its checkpoint; `reference` is that of `stop_within`."""
     default = type(spec)()
     compared = {} if spec.stop_within is None else {"reference": reference}
     return compared | {
@@ -206,17 +206,11 @@ def identity_of(spec: TrainSpec, *, reference: float | None = None) -> dict[str,
 
 
 def check_train_spec(spec: TrainSpec) -> None:
-    """Refuse values out of range and contradictions.
-
-    Raises:
-        RecipeError: each key, what was got, what is allowed.
-    """
     section = _SECTIONS.get(type(spec), "train")
     validate(spec, TrainSpec, section=section, error=RecipeError, rules=train_contradictions)
 
 
 def train_contradictions(spec: TrainSpec) -> Iterator[str]:
-    """Yield a line for each contradiction between valid values."""
     section = _SECTIONS.get(type(spec), "train")
     if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and spec.scales == "fixed":
         yield (
@@ -272,7 +266,6 @@ def _feature_contradictions(spec: TrainSpec, section: str) -> Iterator[str]:
 
 
 def task_specific(spec: TrainSpec, section: str, task: str) -> Iterator[str]:
-    """Keys that a task does not know."""
     named = [name for name in spec.augment if name in AUGMENTS]
     if named and task != "classification":
         yield (

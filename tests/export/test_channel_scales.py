@@ -17,7 +17,7 @@ from compress.errors import ExportError
 from compress.export.openvino import zero_points_into_biases
 from compress.export.targets import pads_into_convolutions
 from compress.export.tensorrt import scales_on_outputs
-from compress.measure.layer_parity import layer_parity
+from compress.measure.parity import layer_parity
 from compress.quantization.spec import TARGETS
 from tests.exact import WEIGHTS, open_session
 from tests.onnx_ptq.files import batches, export, model_of, weights

@@ -11,12 +11,17 @@ import torch.nn.functional as F
 
 import compress
 from compress.kernels.epilogue import IntegerGrid
-from compress.kernels.triton import attention_window
-from compress.kernels.triton.attention_launch import AttentionTile as Tile
-from compress.kernels.triton.attention_launch import AttentionTiles as Tiles
-from compress.kernels.triton.attention_launch import attention, fits
-from compress.kernels.triton.attention_packed import packed_attention, packed_fits
-from compress.kernels.triton.attention_window import window_attention, window_fits
+from compress.kernels.triton import attention as triton_attention
+from compress.kernels.triton.attention import AttentionTile as Tile
+from compress.kernels.triton.attention import AttentionTiles as Tiles
+from compress.kernels.triton.attention import (
+    attention,
+    fits,
+    packed_attention,
+    packed_fits,
+    window_attention,
+    window_fits,
+)
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
 from tests.qat_fusion.common import assert_same, gradients
@@ -220,7 +225,7 @@ def main():
         check(case, "cpu")
     for case in PACKED:
         check_packed(case, "cpu")
-    attention_window._PROGRAMS = 4  # each program goes through several windows
+    triton_attention._PROGRAMS = 4  # each program goes through several windows
     for case in WINDOWS:
         check_window(case, "cpu")
     check_network()

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.memory_format import unpack
 from compress.kernels.triton import depthwise as triton_depthwise
-from compress.kernels.triton.conv_int8 import Codes, ConvTile, Geometry, conv_codes, output_size
-from compress.kernels.triton.conv_int8_training import stem_filter, stem_image
+from compress.kernels.triton.conv_int8 import (
+    Codes,
+    ConvTile,
+    Geometry,
+    conv_codes,
+    output_size,
+    stem_filter,
+    stem_image,
+)
 from tests.kernels.float64 import CASES as DEPTHWISE
 from tests.kernels.float64 import check_depthwise
 

@@ -17,7 +17,7 @@ from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import fused_quantize
 from compress.kernels.memory_format import pack, unpack
 from compress.kernels.resample import Window, resample
-from compress.kernels.triton.conv_int8_training import stem_filter, stem_fits, stem_image
+from compress.kernels.triton.conv_int8 import stem_filter, stem_fits, stem_image
 from compress.kernels.triton.depthwise import fits
 from compress.kernels.triton.weights import written_on_device
 from tests.kernels.float64 import GPU_CASES, check_depthwise
@@ -263,7 +263,7 @@ sys.modules["triton"] = None
 import torch
 import compress
 from compress.errors import QuantizationError
-from compress.kernels.triton.language import HAS_TRITON
+from compress.kernels.triton.launch import HAS_TRITON
 assert not HAS_TRITON
 x = torch.randn(2, 3, 8, 8)
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3), torch.nn.GELU())

@@ -16,8 +16,7 @@ from torch import nn
 import compress
 from compress import ActivationSpec, QuantSpec, build_engine, check_onnx, export_onnx, quantize, quantize_onnx
 from compress.errors import EngineError
-from compress.measure.layer_parity import first_difference, layer_parity, probe_file
-from compress.measure.parity import agreement, compare_logits, sqnr_db
+from compress.measure.parity import agreement, compare_logits, first_difference, layer_parity, probe_file, sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
 from tests.exact import WEIGHTS
 from tests.networks import TinyResNet, network

@@ -9,7 +9,7 @@ from torchvision.ops import SqueezeExcitation, StochasticDepth
 import compress
 from compress import learn_scales
 from compress.kernels.triton.launch import Launch
-from compress.qat_fusion.response import FusedResponseModule
+from compress.qat_fusion.norm import FusedResponseModule
 from compress.qat_fusion.squeeze import FusedExciteModule, FusedSqueezeModule
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from compress.errors import DataError
-from compress.measure.bootstrap import compare_evidence
+from compress.measure.accuracy import compare_evidence
 from compress.tasks.base import everything
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection

@@ -17,16 +17,18 @@ from torch import nn
 from compress import TrainSpec, fit
 from compress.errors import CheckpointError
 from compress.support.progress import NoProgress
-from compress.training.best import BestWeights, WeightAverage
 from compress.training.checkpoint import (
+    BestWeights,
+    WeightAverage,
     load_checkpoint,
     load_model,
     read_checkpoint,
+    read_tensors,
     restore_checkpoint,
     save_checkpoint,
     save_model,
+    write_tensors,
 )
-from compress.training.tensor_file import read_tensors, write_tensors
 from tests.fresh import finish, start
 from tests.training.processes import run_tasks
 from tests.training.toy import convnet, linear, toy_data

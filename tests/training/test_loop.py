@@ -32,7 +32,7 @@ from compress.tasks.classification import classification
 from compress.tasks.segmentation import segmentation
 from compress.training.distributed import SINGLE, Processes
 from compress.training.evaluate import OutputsOf, outputs_of
-from compress.training.loggers import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from compress.training.log import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 

@@ -24,7 +24,7 @@ from compress import (
 from compress.errors import CheckpointError, DataError, RecipeError
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
-from compress.training.best import WeightAverage
+from compress.training.checkpoint import WeightAverage
 from tests.training.toy import ToySplit, convnet, linear, toy_data
 
 DATA = toy_data()

@@ -18,9 +18,8 @@ from compress.engines.cuda import reference
 from compress.engines.cuda.executor import FLOAT_KERNEL, Candidate, Tensors
 from compress.engines.cuda.onnx_ops import is_read_by_the_host
 from compress.engines.cuda.plan.activation import Activation
-from compress.engines.cuda.plan.layout import Copy, Layout
+from compress.engines.cuda.plan.layout import Copy, Layout, PackImage
 from compress.engines.cuda.plan.quantizers import Grid
-from compress.engines.cuda.plan.stem import PackImage
 from compress.engines.cuda.plan.steps import (
     NO_PADDING,
     Attention,
@@ -48,14 +47,33 @@ from compress.engines.cuda.tiles import (
     window_tiles,
 )
 from compress.kernels.triton.int8_attention import attention
-from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
-from compress.kernels.triton.int8_depthwise_rows import WORD, RowsTile, depthwise_rows, pack_dots
-from compress.kernels.triton.int8_descriptors import LEAST_CAPABILITY, PointwiseTile, deep, pointwise
-from compress.kernels.triton.int8_elementwise import Operand, elementwise, look_up
+from compress.kernels.triton.int8_depthwise import (
+    WORD,
+    DepthwiseTile,
+    RowsTile,
+    depthwise,
+    depthwise_rows,
+    pack_depthwise,
+    pack_dots,
+)
+from compress.kernels.triton.int8_descriptors import (
+    LEAST_CAPABILITY,
+    WindowTile,
+    deep,
+    pointwise,
+    window,
+)
 from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, Residual, finish_of
-from compress.kernels.triton.int8_input import pack_image
-from compress.kernels.triton.int8_norm import layer_norm
-from compress.kernels.triton.int8_pool import average_pool, image_mean, max_pool
+from compress.kernels.triton.int8_layers import (
+    Operand,
+    average_pool,
+    elementwise,
+    image_mean,
+    layer_norm,
+    look_up,
+    max_pool,
+    pack_image,
+)
 from compress.kernels.triton.int8_product import (
     ALIGNED,
     Geometry,
@@ -65,10 +83,9 @@ from compress.kernels.triton.int8_product import (
     pack_weight,
     product,
     tiles_of,
+    wide,
     workspace,
 )
-from compress.kernels.triton.int8_wide import WideTile, wide
-from compress.kernels.triton.int8_window import WindowTile, window
 
 Kept = TypeVar("Kept")
 
@@ -89,37 +106,31 @@ class Bindings:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU, or of Hopper without one."""
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
 
     @property
     def multiprocessors(self) -> int:
-        """Of the GPU."""
         if self.device.type != "cuda":
             return 4
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def keep(self, key: tuple[object, ...], make: Callable[[], Kept]) -> Kept:
-        """The result of `make` at its first call under this key."""
         if key not in self.kept:
             self.kept[key] = make()
         kept: Kept = self.kept[key]
         return kept
 
     def finish(self, step: Step, **arguments: Any) -> Finish:
-        """The epilogue of a step on the device."""
         return self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device))
 
 
 def function_of(activation: Activation) -> Function:
-    """An activation in words of the kernels."""
     if activation.kind == "leaky_relu":
         return Function("leaky_relu", activation.slope)
     return Function(activation.kind, activation.lower, activation.upper)
 
 
 def output_grid(grid: Grid | None) -> OutputGrid | None:
-    """A grid in words of the kernels; None for none."""
     if grid is None:
         return None
     return OutputGrid(torch.tensor(grid.scale, dtype=torch.float64), grid.zero, grid.low, grid.high)
@@ -128,7 +139,6 @@ def output_grid(grid: Grid | None) -> OutputGrid | None:
 def plain_finish(
     step: Step, out: Output, bindings: Bindings, *, factor: Tensor | None = None, activation: Activation | None = None
 ) -> Finish:
-    """The epilogue of a step without a product."""
     one = torch.ones(1, dtype=torch.float64)
     return bindings.finish(
         step,
@@ -174,13 +184,11 @@ class Results:
         return aside.view(-1, turned.shape[-1])
 
     def finish(self) -> None:
-        """Copy what was written aside."""
         for target, aside in self._copies:
             target.copy_(aside)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """`x` (N, C, H, W), a copy if its channels are not neighbours."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
 
 
@@ -199,7 +207,6 @@ def in_words(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product_finish(step: Product, bindings: Bindings) -> Finish:
-    """The epilogue of a product."""
     e = step.epilogue
     residual = None
     if e.residual.name:
@@ -231,7 +238,6 @@ _WHOLE_KEYS, _FEW_KEYS = 256, 64
 
 
 def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of packing the input."""
     grid = step.out.grid or Grid((1.0,))
     limits = (grid.low - grid.zero, grid.high - grid.zero)
 
@@ -250,7 +256,6 @@ def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list
 
 
 def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of a maximum."""
     _, _, height, width = layout.plan.tensors[step.out.codes].shape
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
 
@@ -268,7 +273,6 @@ def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Can
 
 
 def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of an average."""
     grid = step.x.grid or Grid((1.0,))
     channels = layout.plan.tensors[step.x.name].shape[1]
     whole = layout.plan.tensors[step.out.names[0]].shape
@@ -306,8 +310,6 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
 
 
 def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of an elementwise step: computed, or looked up."""
-
     def operand(source: Source, tensors: Tensors, shape: torch.Size) -> Operand:
         tensor = tensors[source.name].expand(shape)
         return Operand(tensor) if source.grid is None else Operand(tensor, source.grid.scale[0], source.grid.zero)
@@ -341,7 +343,6 @@ def _table(step: Elementwise, bindings: Bindings) -> Tensor:
 
 
 def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of a normalization."""
     channels = layout.plan.tensors[step.x.name].shape[-1]
     one = torch.ones(channels, dtype=torch.float64)
     finish = bindings.finish(
@@ -378,7 +379,6 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
 
 
 def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of attention."""
     grids = [source.grid or Grid((1.0,)) for source in (step.x, step.k, step.v)]
     factor = torch.tensor([step.probabilities.scale[0] * grids[2].scale[0]], dtype=torch.float64)
     finish = plain_finish(step, step.out, bindings, factor=factor)
@@ -432,7 +432,6 @@ def _mask(mask: Tensor, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
 
 
 def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of a copy."""
     given = step.source.to(bindings.device) if isinstance(step.source, Tensor) else step.source
 
     def run(tensors: Tensors) -> None:
@@ -446,7 +445,6 @@ def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]
 
 
 def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """An operation of torch, in the plan's floating-point type."""
     dtype = layout.plan.dtype
 
     def fitting(x: Tensor) -> Tensor:
@@ -481,10 +479,7 @@ Shape = tuple[int, int, int, int]
 def bind_depthwise(
     step: Convolution, layout: Layout, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry
 ) -> list[Candidate]:
-    """Candidates of a depthwise convolution.
-
-    - `shape`: (N, C, OH, OW) of the result.
-    """
+    """`shape` is (N, C, OH, OW) of the result."""
     rest = (step, bindings, shape, finish, geometry)
     dilated = geometry.dilation_x > 1 or geometry.dilation_y > 1
     plain = dilated or finish.vectors.inverse is not None or finish.kind.residual or shape[1] % WORD
@@ -505,24 +500,23 @@ def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, 
             depthwise(channels_last(x), weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
         text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
-        return _candidate(step, f"triton depthwise {text}", launch)
+        return _candidate(step, f"depthwise {text}", launch)
 
     return [candidate(tile) for tile in depthwise_tiles(shape, _taps(step), step.stride)]
 
 
-def _candidate(step: Convolution, text: str, launch: Callable[[Tensor, Outputs], None]) -> Candidate:
-    """Return a candidate of one kernel; `launch` is called with the input and the tensors that are written."""
+def _candidate(step: Product, text: str, launch: Callable[[Tensor, Outputs], None], axis: int = 1) -> Candidate:
     e = step.epilogue
 
     def run(tensors: Tensors) -> None:
-        results = Results(e.out, e.residual.name, tensors, 1)
+        results = Results(e.out, e.residual.name, tensors, axis)
         launch(tensors[step.x.name], results.outputs)
         results.finish()
 
-    return Candidate(text, run)
+    return Candidate(f"triton {text}", run)
 
 
-def _zero(step: Convolution) -> int:
+def _zero(step: Product) -> int:
     return step.x.grid.zero if step.x.grid else 0
 
 
@@ -539,7 +533,7 @@ def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, g
             size = (shape[2], shape[3])
             depthwise_rows(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
-        text = f"triton depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
+        text = f"depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
         return _candidate(step, text, launch)
 
     return [candidate(tile) for tile in rows_tiles(shape, _taps(step), step.stride, weight.codes.shape[-1])]
@@ -551,18 +545,15 @@ def _product(
     weight: Weight,
     shape: tuple[int, int, int, int],
     geometry: Geometry,
-    read: Callable[[Tensors], Tensor],
+    read: Callable[[Tensor], Tensor],
     axis: int,
 ) -> list[Candidate]:
-    finish = product_finish(step, bindings)
-    zero = step.x.grid.zero if step.x.grid else 0
+    finish, zero = product_finish(step, bindings), _zero(step)
     images, columns, *size = shape
     rows = images * size[0] * size[1]
-    e = step.epilogue
 
     def candidate(tile: Tile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, axis)
+        def launch(x: Tensor, outputs: Outputs) -> None:
             space = None
             if tile.splits > 1:
                 count = weight.groups * tiles_of(rows, columns // weight.groups, tile)
@@ -571,10 +562,10 @@ def _product(
                     bindings.workspaces[key] = workspace(bindings.device, *key)
                 space = bindings.workspaces[key]
             product(
-                read(tensors),
+                read(x),
                 weight,
                 finish,
-                results.outputs,
+                outputs,
                 columns,
                 geometry,
                 (size[0], size[1]),
@@ -582,9 +573,8 @@ def _product(
                 zero=zero,
                 space=space,
             )
-            results.finish()
 
-        return Candidate(f"triton product {tile_text(tile)}", run)
+        return _candidate(step, f"product {tile_text(tile)}", launch, axis)
 
     channels = weight.codes.shape[-1]
     taps = weight.codes.shape[1] * weight.codes.shape[2]
@@ -595,89 +585,39 @@ def _product(
 def _of_rows(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates for a product of rows that lie evenly."""
-    rest = (step, layout, bindings, weight, columns, axes)
-    return _pointwise(*rest) + _deep(*rest) + _wide(*rest)
-
-
-def _pointwise(
-    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
-) -> list[Candidate]:
-    """Persistent candidates that load by descriptors; none for rows that do not lie evenly."""
+    """Candidates for products of rows that lie evenly: by descriptors, or holding the whole weight."""
     e, channels = step.epilogue, weight.codes.shape[-1]
+    finish, zero = product_finish(step, bindings), _zero(step)
+    even = _even_rows(step.x.name, layout, axes[0])
+    if even is None or weight.groups > 1 or even[1] < channels:
+        return []
+    count, pitch = even
+    described = bindings.capability >= LEAST_CAPABILITY
     names = [name for name in (e.residual.name, *e.out.names) if name]
-    rows = [_even_rows(step.x.name, layout, axes[0]), *(_even_rows(name, layout, axes[1]) for name in names)]
-    values = e.residual.name and e.residual.grid is None
-    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values:
-        return []
-    if rows[0] is None or None in rows:
-        return []
-    if columns % ALIGNED:  # the copy engine would write to the end of the last 16 bytes, where another tensor may begin
-        return []
-    finish = product_finish(step, bindings)
-    zero = step.x.grid.zero if step.x.grid else 0
-    count, pitch = rows[0]
-    if pitch < channels:
-        return []
+    codes = not e.out.value and not (e.residual.name and e.residual.grid is None)
+    all_even = codes and None not in [_even_rows(name, layout, axes[1]) for name in names]
 
-    def candidate(tile: PointwiseTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
-            outputs = Results(e.out, e.residual.name, tensors, axes[1]).outputs
-            pointwise(x, weight, finish, outputs, columns, tile, bindings.multiprocessors, zero=zero)
+    def candidate(text: str, run: Callable[..., None], tile: object, *processors: int) -> Candidate:
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            rows = x.as_strided((count, channels), (pitch, 1))
+            run(rows, weight, finish, outputs, columns, tile, *processors, zero=zero)
 
-        text = f"{tile.rows}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
-        return Candidate(f"triton pointwise {text}", run)
+        return _candidate(step, text, launch, axes[1])
 
-    return [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
-
-
-def _deep(
-    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
-) -> list[Candidate]:
-    """Candidates that load by descriptors, for a product of many channels; see `_pointwise`."""
-    e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
-    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or rows is None or rows[1] < channels:
-        return []
-    finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
-    count, pitch = rows
-
-    def candidate(tile: Tile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, axes[1])
-            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
-            deep(x, weight, finish, results.outputs, columns, tile, zero=zero)
-            results.finish()
-
-        return Candidate(f"triton deep {tile_text(tile)}", run)
-
-    return [candidate(tile) for tile in deep_tiles(count, channels, columns)]
-
-
-def _wide(
-    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
-) -> list[Candidate]:
-    """Persistent candidates that hold the weight."""
-    e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
-    finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
-    if weight.groups > 1 or rows is None or rows[1] < channels or finish.vectors.inverse is not None:
-        return []
-    if columns % ALIGNED:  # rows of results that begin anywhere are stored in small parts: 3 to 4 times as long
-        return []
-    count, pitch = rows
-
-    def candidate(tile: WideTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, axes[1])
-            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
-            wide(x, weight, finish, results.outputs, columns, tile, bindings.multiprocessors, zero=zero)
-            results.finish()
-
-        widths = "+".join(map(str, tile.widths))
-        text = f"{tile.rows}x{widths}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
-        return Candidate(f"triton wide {text}", run)
-
-    return [candidate(tile) for tile in wide_tiles(count, channels, columns)]
+    found = []
+    # the copy engine would write to the end of the last 16 bytes, where another tensor may begin
+    if described and all_even and columns % ALIGNED == 0:
+        for point in pointwise_tiles(count, channels, columns):
+            text = f"{point.rows}x{point.columns}x{point.depth} s{point.stages} w{point.warps} x{point.programs}"
+            found.append(candidate(f"pointwise {text}", pointwise, point, bindings.multiprocessors))
+    if described:
+        found += [candidate(f"deep {tile_text(t)}", deep, t) for t in deep_tiles(count, channels, columns)]
+    # rows of results that begin anywhere are stored in small parts: 3 to 4 times as long
+    if columns % ALIGNED == 0 and finish.vectors.inverse is None:
+        for tile in wide_tiles(count, channels, columns):
+            text = f"{tile.rows}x{'+'.join(map(str, tile.widths))}x{tile.depth} s{tile.stages} w{tile.warps}"
+            found.append(candidate(f"wide {text} x{tile.programs}", wide, tile, bindings.multiprocessors))
+    return found
 
 
 def _window(
@@ -689,7 +629,7 @@ def _window(
     geometry: Geometry,
 ) -> list[Candidate]:
     """Candidates that load boxes of the image by descriptors."""
-    e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
+    e, zero, finish = step.epilogue, _zero(step), product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
@@ -700,12 +640,11 @@ def _window(
         return []
 
     def candidate(tile: WindowTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            outputs = Results(e.out, e.residual.name, tensors, 1).outputs
-            window(tensors[step.x.name], weight, finish, outputs, shape[1], geometry, (shape[2], shape[3]), tile)
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            window(x, weight, finish, outputs, shape[1], geometry, (shape[2], shape[3]), tile)
 
         text = f"{tile.images}x{tile.high}x{tile.wide}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}"
-        return Candidate(f"triton window {text}", run)
+        return _candidate(step, f"window {text}", launch)
 
     return [candidate(tile) for tile in window_tiles(shape, weight.codes.shape[-1], taps)]
 
@@ -728,21 +667,19 @@ def tile_text(tile: Tile) -> str:
 
 
 def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of a convolution: implicit matrix product, grouped or depthwise."""
     images, columns, height, width = layout.plan.tensors[step.epilogue.out.names[0]].shape
     shape = (images, columns, height, width)
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
-    zero = step.x.grid.zero if step.x.grid else 0
     if step.weight.shape[1] == 1 and step.weight.shape[0] == step.groups > 1:
         return bind_depthwise(step, layout, bindings, shape, product_finish(step, bindings), geometry)
     weight: Weight = bindings.keep(
-        (step.name, "weight"), lambda: pack_weight(step.weight, zero, step.groups, bindings.device)
+        (step.name, "weight"), lambda: pack_weight(step.weight, _zero(step), step.groups, bindings.device)
     )
     room = (weight.groups - 1) * weight.step + weight.codes.shape[-1]
     taps = step.weight.shape[2] * step.weight.shape[3]
 
-    def read(tensors: Tensors) -> Tensor:
-        return _readable(tensors[step.x.name], room)
+    def read(x: Tensor) -> Tensor:
+        return _readable(x, room)
 
     found = _product(step, bindings, weight, shape, geometry, read, 1)
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
@@ -762,14 +699,13 @@ def _readable(x: Tensor, channels: int) -> Tensor:
 
 
 def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    """Candidates of a matrix product."""
     shape = layout.plan.tensors[step.epilogue.out.names[0]].shape
-    zero = step.x.grid.zero if step.x.grid else 0
-    weight: Weight = bindings.keep((step.name, "weight"), lambda: pack_weight(step.weight, zero, 1, bindings.device))
+    weight: Weight = bindings.keep(
+        (step.name, "weight"), lambda: pack_weight(step.weight, _zero(step), 1, bindings.device)
+    )
     room = weight.codes.shape[-1]
 
-    def read(tensors: Tensors) -> Tensor:
-        x = tensors[step.x.name]
+    def read(x: Tensor) -> Tensor:
         rows = pixel_rows(x, -1)
         rows = x.reshape(-1, x.shape[-1]).contiguous() if rows is None else rows
         if rows.stride(0) < room and rows.shape[0] > 1:
@@ -791,7 +727,7 @@ def float_product(step: Convolution | Linear, layout: Layout, bindings: Bindings
     e, dtype = step.epilogue, layout.plan.dtype
     if not bindings.floats or dtype not in _TYPES or e.out.codes or e.residual.name:
         return []
-    zero = step.x.grid.zero if step.x.grid else 0
+    zero = _zero(step)
 
     def make() -> tuple[Tensor, Tensor]:
         factor = e.factor.expand(len(step.weight)).reshape(-1, *[1] * (step.weight.dim() - 1))

@@ -21,15 +21,13 @@ from compress.engines.base import (
     EngineInfo,
     GpuTimes,
     RuntimeLayer,
-    TensorInfo,
     check_inputs,
+    check_shape,
     import_library,
     reason,
-    shape_text,
     with_batch,
 )
 from compress.engines.cuda.executor import runtime_layer
-from compress.engines.cuda.float_network import FloatNetwork, float_graph, float_network
 from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
@@ -38,11 +36,14 @@ from compress.engines.cuda.program import (
     Program,
     Ways,
     faster_program,
+    float_graph,
+    float_network,
     machine_of,
     plan_beside,
     read_plan,
     time_program,
 )
+from compress.engines.gpu import array_of, check_tensors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
@@ -60,13 +61,12 @@ OPTIONS = {
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LEAST_CAPABILITY = (8, 0)
 _MOST_PROGRAMS = 16
+# The smallest batch that is also tried in two halves; ResNet-50 on an H200 gains from 128 images on.
 _LEAST_BATCH = 64
-"""The smallest batch that is also tried in two halves; ResNet-50 on an H200 gains from 128 images on."""
 _INSTALL = "use a Linux machine with an NVIDIA GPU of compute capability 8.0 or later, torch for CUDA, and triton"
 
 
 def availability() -> Availability:
-    """Report the GPUs that the engine can use."""
     try:
         triton = import_library("triton", "pip install triton")
     except EngineUnavailableError as error:
@@ -95,17 +95,11 @@ def _no_gpu() -> str:
 
 
 def too_old(name: str, capability: tuple[int, int]) -> str:
-    """Why a GPU cannot run the engine."""
     return f"{name} has compute capability {capability[0]}.{capability[1]}, and 8.0 or later is needed"
 
 
 def load(path: Path | str, build: BuildOptions) -> CudaEngine:
-    """Plan an ONNX file; with a batch size, or for a file of fixed shapes, also choose its kernels.
-
-    Raises:
-        EngineUnavailableError: there is no such GPU, it is too old, or Triton is missing.
-        EngineError: the file, an option or the plan file cannot be used, or memory is short.
-    """
+    """Plan an ONNX file; with a batch size, or for a file of fixed shapes, also choose its kernels."""
     if build.precision is not None and build.precision not in PRECISIONS:
         raise EngineError(
             f"cuda: precision is {build.precision!r}{near_misses(build.precision, PRECISIONS)} "
@@ -147,7 +141,10 @@ class CudaEngine(Engine):
                 for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
-        self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
+        jobs = build.options.get("jobs", str(os.cpu_count() or 1))
+        if not jobs.isdigit():
+            raise EngineError(f"cuda: jobs is {jobs!r}: it must be a number of 0 or more")
+        self._jobs = int(jobs)
         floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "layers", "no"))
         self._float_network = floats == "yes"
         self._ways = _ways(device, floats=floats != "no")
@@ -158,7 +155,8 @@ class CudaEngine(Engine):
         self._closed = False
         machine = machine_of(device)
         self._plan: PlanFile | None = None
-        if _yes("tune", build.options.get("tune", "yes")) and device.type == "cuda":
+        tune = _one_of("tune", build.options.get("tune", "yes"), ("yes", "no"))
+        if tune == "yes" and device.type == "cuda":
             named = build.options.get("plan")
             self._plan = plan_beside(path, machine) if named is None else read_plan(Path(named), machine)
         self.info = EngineInfo(
@@ -176,23 +174,24 @@ class CudaEngine(Engine):
             make_plan(path, batch_size=1, dtype=self._dtype)  # refuses here what no batch can run
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`; the time includes the copies to the GPU and back."""
+        """The time includes the copies to the GPU and back."""
         self._check_open()
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in checked.items()}
         results = self._run(tensors)
-        return {tensor.name: _array(results[tensor.name]) for tensor in self.outputs}
+        return {tensor.name: array_of(results[tensor.name]) for tensor in self.outputs}
 
     def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Engine.run_tensors`; inputs may have any strides, channels_last among them."""
+        """Inputs may have any strides, channels_last among them."""
         self._check_open()
         check_tensors(inputs, self.inputs, self._device, label=self.info.label)
+        for tensor in self.inputs:
+            check_shape(tensor, tuple(inputs[tensor.name].shape), label=self.info.label)
         return self._run(inputs)
 
     def gpu_times(
         self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100
     ) -> GpuTimes | None:
-        """See `Engine.gpu_times`."""
         self._check_open()
         if self._device.type != "cuda":
             return None
@@ -202,7 +201,7 @@ class CudaEngine(Engine):
             return time_program(program, checked, warmup=warmup, runs=runs)
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`; those of the last run, or of one image where nothing has run."""
+        """Those of the last run, or of one image where nothing has run."""
         program, _ = self._any_program()
         layout = program.layout
         return tuple(
@@ -210,7 +209,7 @@ class CudaEngine(Engine):
         )
 
     def layer_times_ms(self) -> dict[str, float]:
-        """See `Engine.layer_times_ms`; each layer is timed alone, on the inputs of the last run."""
+        """Each layer is timed alone, on the inputs of the last run."""
         program, inputs = self._any_program()
         if program.floats:
             raise EngineError(
@@ -220,7 +219,6 @@ class CudaEngine(Engine):
         return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
 
     def close(self) -> None:
-        """Free the GPU's memory."""
         self._programs.clear()
         self._last, self._closed = None, True
 
@@ -229,7 +227,6 @@ class CudaEngine(Engine):
             raise EngineError(f"{self.info.label}: the engine is closed")
 
     def _any_program(self) -> tuple[Program, dict[str, Tensor]]:
-        """The program of the last run and its inputs; else one of one image."""
         self._check_open()
         if self._last is None:
             shapes = {t.name: tuple(1 if size < 1 else size for size in t.shape) for t in self.inputs}
@@ -249,14 +246,16 @@ class CudaEngine(Engine):
             raise EngineError(f"{self.info.label} failed to run {self._path}: {reason(error)}") from error
 
     def program(self, shapes: Mapping[str, tuple[int, ...]]) -> Program:
-        """The program of some input shapes, by name; it is made when they come first."""
         key = tuple(tuple(shapes[tensor.name]) for tensor in self.inputs)
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))  # the oldest
             program = faster_program(self._layout(shapes), self._half(shapes), self._program, self._plan)
             if self._float_network and self._plan is not None:
-                program.in_floats_if_faster(partial(self._network, dict(shapes)), self._plan)
+                program.in_floats_if_faster(
+                    lambda: float_network(float_graph(read_graph(self._path, shapes)), self._dtype, self._device),
+                    self._plan,
+                )
             self._programs[key] = program
         return self._programs[key]
 
@@ -264,7 +263,7 @@ class CudaEngine(Engine):
         return lay_out(make_plan(self._path, shapes, dtype=self._dtype))
 
     def _half(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[], Layout] | None:
-        """Gives the layout of half the batch; None where it is small, odd, or no dimension of all tensors."""
+        """The layout of half the batch; None where it is small, odd, or no dimension of all tensors."""
         (size, *others) = {shape[0] if shape else 0 for shape in shapes.values()}
         if not self._divisible or others or size < _LEAST_BATCH or size % 2:
             return None
@@ -281,12 +280,9 @@ class CudaEngine(Engine):
             beside=self._ways,
         )
 
-    def _network(self, shapes: Mapping[str, tuple[int, ...]]) -> FloatNetwork:
-        return float_network(float_graph(read_graph(self._path, shapes)), self._dtype, self._device)
-
 
 def _ways(device: torch.device, *, floats: bool) -> Callable[[], Ways] | None:
-    """Gives the ways to compute a step, each time with a workspace of its own; weights are packed once."""
+    """The ways to compute a step, each time with a workspace of its own; weights are packed once."""
     if device.type != "cuda":
         return None
     import_library("triton", "pip install triton")  # says how to get it
@@ -296,50 +292,7 @@ def _ways(device: torch.device, *, floats: bool) -> Callable[[], Ways] | None:
     return lambda: partial(candidates, bindings=replace(bindings, workspaces={}))
 
 
-def check_tensors(
-    inputs: Mapping[str, Tensor], expected: tuple[TensorInfo, ...], device: torch.device, *, label: str
-) -> None:
-    """Refuse tensors that the engine cannot read.
-
-    Raises:
-        EngineError: a name, type, shape or device is another.
-    """
-    names = [tensor.name for tensor in expected]
-    if set(inputs) != set(names):
-        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
-    for tensor in expected:
-        given = inputs[tensor.name]
-        dtype, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
-        if dtype != tensor.dtype:
-            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
-        if given.device != device:
-            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
-        fits = len(shape) == len(tensor.shape) and all(
-            got == size or (size == -1 and got >= 1) for got, size in zip(shape, tensor.shape, strict=True)
-        )
-        if not fits:
-            raise EngineError(
-                f"{label}: input {tensor.name!r} has shape {shape}; the engine takes {shape_text(tensor.shape)}"
-            )
-
-
-def _array(tensor: Tensor) -> NDArray[np.generic]:
-    tensor = tensor.detach().cpu()
-    array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
-
-
-def _yes(name: str, text: str) -> bool:
-    return _one_of(name, text, ("yes", "no")) == "yes"
-
-
 def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
         raise EngineError(f"cuda: {name} is {text!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}")
     return text
-
-
-def _number(name: str, text: str) -> int:
-    if not text.isdigit():
-        raise EngineError(f"cuda: {name} is {text!r}: it must be a number of 0 or more")
-    return int(text)

@@ -14,24 +14,18 @@ from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.steps import Attention, AveragePool, MaxPool, Move, Operation, Product, Step
 
 Tensors = dict[str, Tensor]
+# Runs a step on the tensors of a plan: writes to those that have a place, and puts the others in.
 Runner = Callable[[Tensors], None]
-"""Runs a step on the tensors of a plan: writes to those that have a place, and puts the others in."""
 
 
 class Candidate(NamedTuple):
-    """One way to compute a step.
-
-    Attributes:
-        name: of the kernel and how it is set up; the same in every process.
-    """
+    """One way to compute a step; `name` is the same in every process."""
 
     name: str
     run: Runner
 
 
 def bind_reference(step: Step, layout: Layout, device: torch.device) -> Runner:
-    """The runner of a step in exact arithmetic (`reference`)."""
-
     def run(tensors: Tensors) -> None:
         for name, value in reference.compute(step, tensors).items():
             if name in layout.places:
@@ -43,11 +37,7 @@ def bind_reference(step: Step, layout: Layout, device: torch.device) -> Runner:
 
 
 class Executor:
-    """A laid out plan with memory and a runner for every step.
-
-    Raises:
-        torch.OutOfMemoryError: the arena does not fit.
-    """
+    """A laid out plan with memory and a runner for every step."""
 
     def __init__(self, layout: Layout, runners: Sequence[Runner], device: torch.device) -> None:
         self.layout = layout
@@ -59,14 +49,12 @@ class Executor:
         self._forgotten = _forgotten(layout)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
-        """Run all steps on the current stream."""
         tensors = self.start(inputs)
         for index in range(len(self.runners)):
             self.step(index, tensors)
         return self.results(tensors)
 
     def empty_inputs(self) -> Tensors:
-        """Inputs of zeros, of the shapes and types that the plan was made for."""
         tensors = self.layout.plan.tensors
         return {
             name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=self.device)
@@ -74,7 +62,7 @@ class Executor:
         }
 
     def random_inputs(self) -> Tensors:
-        """Inputs of standard normal numbers from a fixed seed; zeros for types other than floating point."""
+        """Standard normal numbers from a fixed seed; zeros for types other than floating point."""
         found = self.empty_inputs()
         generator = torch.Generator(self.device).manual_seed(0)
         for value in found.values():
@@ -83,7 +71,6 @@ class Executor:
         return found
 
     def start(self, inputs: Mapping[str, Tensor]) -> Tensors:
-        """The tensors that are there before the first step."""
         return {**self._placed, **self._constants, **inputs}
 
     def step(self, index: int, tensors: Tensors) -> None:
@@ -93,11 +80,9 @@ class Executor:
             tensors.pop(name, None)
 
     def forgotten(self, index: int) -> tuple[str, ...]:
-        """Tensors without a place that nothing reads after a step."""
         return self._forgotten[index]
 
     def results(self, tensors: Tensors) -> Tensors:
-        """The network's outputs, of its types."""
         plan = self.layout.plan
         return {name: tensors[made].to(plan.tensors[made].dtype) for name, made in plan.outputs.items()}
 
@@ -128,15 +113,11 @@ _NAMES = {
     torch.bool: "bool",
 }
 
+# Name of a kernel that computes in floating point what the file computes on codes, before its type.
 FLOAT_KERNEL = "torch in "
-"""Name of a kernel that computes in floating point what the file computes on codes, before its type."""
 
 
 def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
-    """A step as a layer.
-
-    - `kernel`: name of the candidate that computes it.
-    """
     kind = step.op if isinstance(step, Operation) else type(step).__name__
     return RuntimeLayer(
         name=step.name,
@@ -160,12 +141,10 @@ def precision(step: Step, layout: Layout, kernel: str) -> str:
 
 
 def dtype_name(name: str, layout: Layout) -> str:
-    """Type of a tensor, such as `i8`."""
     place, tensor = layout.places.get(name), layout.plan.tensors.get(name)
     dtype = place.dtype if place is not None else tensor.dtype if tensor is not None else None
     return "unknown" if dtype is None else dtype_text(dtype)
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A type in a few characters, such as `i8`."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -21,9 +21,10 @@ from compress.onnx_graph.graph import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, 
 
 Attributes = Mapping[str, Any]
 Inputs = tuple[Tensor | None, ...]
+# A function of the attributes, followed by the inputs in ONNX's order; an optional input that is left out is None.
 Operation = Callable[..., Tensor | tuple[Tensor, ...]]
-"""A function of the attributes, followed by the inputs in ONNX's order; an optional input that is left out is None."""
 
+# Types of `onnx.TensorProto.DataType`, by their numbers.
 DTYPES: dict[int, torch.dtype] = {
     1: torch.float32,
     2: torch.uint8,
@@ -36,20 +37,14 @@ DTYPES: dict[int, torch.dtype] = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""Types of `onnx.TensorProto.DataType`, by their numbers."""
 
 
 def given(inputs: Sequence[Tensor | None], index: int) -> Tensor | None:
-    """An optional input; None where it is left out."""
     return inputs[index] if index < len(inputs) else None
 
 
 def numbers(tensor: Tensor | None, *, of: str) -> list[Any]:
-    """The values of a small input that decides about a shape.
-
-    Raises:
-        EngineError: it depends on the data that the network is run with.
-    """
+    """The values of a small input that decides about a shape."""
     if tensor is None:
         return []
     if tensor.is_meta:
@@ -520,7 +515,6 @@ def _lrn(attributes: Attributes, x: Tensor) -> Tensor:
 def _resize_sizes(
     attributes: Attributes, scales: Sequence[float], sizes: Sequence[int], shape: Sequence[int]
 ) -> list[int]:
-    """Sizes of all axes of the result of a Resize."""
     axes = [int(n) % len(shape) for n in attributes.get("axes", range(len(shape)))]
     found = list(shape)
     for i, axis in enumerate(axes):
@@ -575,6 +569,7 @@ def _nearest(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return x
 
 
+# Operators of ONNX's default domain, by name.
 OPERATIONS: dict[str, Operation] = {
     **{
         name: _unary(getattr(torch, name.lower()))
@@ -691,7 +686,6 @@ OPERATIONS: dict[str, Operation] = {
     "OneHot": _one_hot,
     "EyeLike": _eye_like,
 }
-"""Operators of ONNX's default domain, by name."""
 
 _READ_BY_THE_HOST: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
@@ -723,17 +717,12 @@ def is_read_by_the_host(kind: str, index: int, value: Tensor) -> bool:
 
 @functools.cache
 def _inputs_needed(operation: Operation) -> int:
-    """The number of inputs without which an operation cannot run."""
     _, *inputs = inspect.signature(operation).parameters.values()
     return sum(x.default is x.empty and x.kind is not x.VAR_POSITIONAL for x in inputs)
 
 
 def apply(kind: str, attributes: Attributes, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Run one ONNX operation, such as `Softmax`; an input that is left out is None.
-
-    Raises:
-        EngineError: an operator, or a form of one, that is not in the table.
-    """
+    """Run one ONNX operation, such as `Softmax`; an input that is left out is None."""
     operation = OPERATIONS.get(kind)
     if operation is None:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""A plan for one set of input shapes on one GPU: an arena, kernels, a CUDA graph; the file of fastest kernels."""
+"""A plan, or a network in floating point, for one set of input shapes on one GPU; the file of fastest kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +20,11 @@ from torch import Tensor
 
 from compress.engines.base import GpuTimes
 from compress.engines.cuda.executor import FLOAT_KERNEL, Candidate, Executor, Tensors, bind_reference, dtype_text
-from compress.engines.cuda.float_network import FloatNetwork, compiled
+from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
+from compress.engines.cuda.plan.activation import Activation, recognize_activations
+from compress.engines.cuda.plan.graph import Graph, Node, without_dead
 from compress.engines.cuda.plan.layout import Layout
+from compress.engines.cuda.plan.quantizers import Grid, real_weight, resolve_quantizers
 from compress.engines.cuda.plan.steps import Attention, Product, Step
 from compress.engines.cuda.tuning import (
     Measured,
@@ -36,26 +38,95 @@ from compress.engines.cuda.tuning import (
     repeated_ms,
     signature,
 )
+from compress.engines.gpu import time_batch
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import compile_requests
-from compress.support.progress import NoProgress, Progress
 
-_QUIET = NoProgress()
+# From the network's inputs, in its order, to its outputs.
+FloatNetwork = Callable[..., tuple[Tensor, ...]]
+
+
+def float_graph(graph: Graph) -> Graph:
+    quantized = resolve_quantizers(recognize_activations(graph))
+    inner = quantized.graph
+    constants = {**inner.constants, **{name: real_weight(weight) for name, weight in quantized.weights.items()}}
+    same: dict[str, str] = {}
+    nodes: list[Node] = []
+    for node in inner.nodes:
+        node = replace(node, inputs=tuple(same.get(name, name) for name in node.inputs))
+        if node.op == "Dequantize" and node.outputs[0] not in inner.outputs:
+            same[node.outputs[0]] = node.inputs[0]
+        elif node.op == "Dequantize":
+            nodes.append(replace(node, op="Identity", inputs=node.inputs[:1], attributes={}))
+        elif node.op == "Quantize":
+            grid: Grid = node.attributes["grid"]
+            low, high = ((n - grid.zero) * grid.scale[0] for n in (grid.low, grid.high))
+            limits = Activation("clip", low, high)
+            nodes.append(replace(node, op="Activation", inputs=node.inputs[:1], attributes={"activation": limits}))
+        else:
+            nodes.append(node)
+    return without_dead(replace(inner, constants=constants), nodes)
+
+
+def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> FloatNetwork:
+    """The function of a graph without quantizers, computed in `dtype`; outputs have the types of the file."""
+
+    def fitting(node: Node, index: int, value: Tensor) -> Tensor:
+        if is_read_by_the_host(node.op, index, value):
+            return value.cpu()
+        value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        image = node.op == "Conv" and value.dim() == 4
+        return value.contiguous(memory_format=torch.channels_last) if image else value
+
+    constants = {
+        (node.name, i): fitting(node, i, graph.constants[name])
+        for node in graph.nodes
+        for i, name in enumerate(node.inputs)
+        if name in graph.constants
+    }
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        values = {
+            name: x.to(dtype) if x.is_floating_point() else x for name, x in zip(graph.inputs, inputs, strict=True)
+        }
+        for node in graph.nodes:
+            given = [constants.get((node.name, i), values.get(name)) for i, name in enumerate(node.inputs)]
+            values.update(zip(node.outputs, _results(node, given), strict=False))
+        return tuple(values[name].to(graph.dtypes[name]) for name in graph.outputs)
+
+    return run
+
+
+def _results(node: Node, given: list[Tensor | None]) -> tuple[Tensor, ...]:
+    if node.op == "Activation" and given[0] is not None:
+        return (node.attributes["activation"](given[0]),)
+    return apply(node.op, node.attributes, given)
+
+
+def compiled(network: FloatNetwork, examples: Mapping[str, Tensor], backend: str = "inductor") -> FloatNetwork:
+    from torch.fx.experimental.proxy_tensor import make_fx  # lazy: half a second, for few files
+
+    with torch.no_grad():
+        traced = make_fx(network)(*examples.values())
+        found: FloatNetwork = torch.compile(traced, dynamic=False, backend=backend)
+    return found
+
+
+# Inputs up to this size are copied; 4 MiB take 2 us at 4 TB/s, a launch from Python 10 to 50.
 _COPIED_BYTES = 4 << 20
-"""Inputs up to this size are copied; 4 MiB take 2 us at 4 TB/s, a launch from Python 10 to 50."""
+# Steps that are launched outside of the graph at most.
 _MOST_DIRECT = 3
-"""Steps that are launched outside of the graph at most."""
 
 _INTEGERS, _FLOATS = "integers", "floats"
+# Largest relative error, in the norm, of results in floating point; beyond it they are refused.
 _MOST_APART = 0.5
-"""Largest relative error, in the norm, of results in floating point; beyond it they are refused."""
+# Parts of a batch that run beside each other: ResNet-50 at batch 128 was slower in 4 parts on 2 streams.
 _PARTS = 2
-"""Parts of a batch that run beside each other: ResNet-50 at batch 128 was slower in 4 parts on 2 streams."""
+# The same of results of a batch in parts, which differ where kernels round a tie in another way.
 _PARTS_APART = 0.02
-"""The same of results of a batch in parts, which differ where kernels round a tie in another way."""
+# A batch runs in parts if that takes at most this share of the time.
 _LEAST_GAIN = 0.98
-"""A batch runs in parts if that takes at most this share of the time."""
 
 Ways = Callable[[Step, Layout], list[Candidate]]
 Make = Callable[[Layout, int], "Program"]
@@ -65,9 +136,8 @@ class Recorded(NamedTuple):
     """A CUDA graph of a network, or of what follows its first steps.
 
     Attributes:
-        results: of each part of the batch.
-        static: where it reads the network's inputs, by name.
-        direct: steps that are launched before it; they read the inputs where these lie.
+        static: captured input buffers, by name.
+        direct: steps that are launched before it; they read the caller's inputs.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -84,19 +154,13 @@ class Program:
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
         jobs: processes that compile at a time; 0 = a kernel is compiled when it is first launched.
-        parts: how many batches of the layout's size are run at a time, each on a stream of its own: while the last
-            programs of a layer of one part end, those of another part use the multiprocessors that are free.
+        parts: how many batches of the layout's size are run at a time, each on a stream of its own.
         beside: gives the ways for another part, which shares no workspace; None = those of `candidates`.
 
     Attributes:
-        executors: of each part.
-        kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if measured now.
         floats: the whole network runs in floating point, compiled by torch.
         graphs_ms: milliseconds of each graph that was compared.
-
-    Raises:
-        EngineError: the memory of the device does not suffice.
     """
 
     def __init__(
@@ -109,7 +173,6 @@ class Program:
         jobs: int = 1,
         parts: int = 1,
         beside: Callable[[], Ways] | None = None,
-        progress: Progress = _QUIET,
     ) -> None:
         self.layout = layout
         try:
@@ -117,7 +180,7 @@ class Program:
             self.executor = Executor(layout, [way[0].run for way in ways], device)
             self.executors = [self.executor]
             self.measured: list[Measured] = []
-            self.kernels = self._choose(ways, plan, jobs, progress)
+            self.kernels = self._choose(ways, plan, jobs)
             for _ in range(1, parts):
                 ways = _ways(layout, candidates if beside is None else beside(), device)
                 runners = [chosen(way, name).run for way, name in zip(ways, self.kernels, strict=True)]
@@ -141,11 +204,9 @@ class Program:
         return self.run_eagerly(inputs) if self._recorded is None else self._replayed(self._recorded, inputs)
 
     def run_eagerly(self, inputs: Mapping[str, Tensor]) -> Tensors:
-        """Run launch by launch, part by part."""
         return _joined([e.run(part) for e, part in zip(self.executors, self.split(inputs), strict=True)])
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[Tensors]:
-        """The inputs of each part, which are views."""
         if len(self.executors) == 1:
             return [dict(inputs)]
         sizes = {name: self.layout.plan.tensors[name].shape[0] for name in inputs}
@@ -155,11 +216,10 @@ class Program:
         ]
 
     def empty_inputs(self) -> Tensors:
-        """Inputs of zeros, of the shapes and types that are run."""
         return self._whole([executor.empty_inputs() for executor in self.executors])
 
     def random_inputs(self) -> Tensors:
-        """Inputs of random numbers; the last images have the largest."""
+        """The last images have the largest numbers."""
         found = self._whole([executor.random_inputs() for executor in self.executors])
         for x in found.values():
             if x.is_floating_point() and x.dim():
@@ -179,7 +239,6 @@ class Program:
         return _joined(recorded.results)
 
     def _start(self, inputs: Mapping[str, Tensor], steps: int) -> list[Tensors]:
-        """The tensors of each part after the first steps."""
         started = []
         for executor, part in zip(self.executors, self.split(inputs), strict=True):
             started.append(executor.start(part))
@@ -196,18 +255,15 @@ class Program:
             self.executor.step(index, tensors)
         return times
 
-    def _choose(
-        self, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int, progress: Progress
-    ) -> list[str]:
-        """Give the executor the fastest way of each step; return their names."""
+    def _choose(self, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int) -> list[str]:
         signatures = [signature(step, self.layout) for step in self.layout.steps]
         known = [plan.get(text) or "" if plan is not None else "" for text in signatures]
         known = [name if name in {w.name for w in way} else "" for way, name in zip(ways, known, strict=True)]
         unknown = [len(way) > 1 and not name for way, name in zip(ways, known, strict=True)]
         if plan is not None and any(unknown):
             tried = [way if new else [chosen(way, name)] for way, new, name in zip(ways, unknown, known, strict=True)]
-            refused = _compile(self.executor, tried, jobs, progress)
-            self.measured = measure(self.executor, tried, refused=refused, progress=progress)
+            refused = _compile(self.executor, tried, jobs)
+            self.measured = measure(self.executor, tried, refused=refused)
             for i, found in enumerate(self.measured):
                 if unknown[i]:
                     known[i] = found.best
@@ -241,7 +297,8 @@ class Program:
 
     def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
         """Take the network of all parts in floating point where its graph is faster and computes the same."""
-        if self._recorded is not None and any(map(_multiplies_codes, self.layout.steps)):
+        products = any(isinstance(step, (Product, Attention)) for step in self.layout.steps)
+        if self._recorded is not None and products:
             with torch.cuda.device(self.executor.device):
                 self._recorded = self._faster(self._recorded, network, plan)
 
@@ -274,11 +331,7 @@ class Program:
 
 
 def faster_program(whole: Layout, half: Callable[[], Layout] | None, make: Make, plan: PlanFile | None) -> Program:
-    """The program of a batch, whole or in two halves beside each other, as the plan says or the clock.
-
-    - `half`: gives the layout of half the batch; None if it cannot be divided.
-    - `make`: makes the program of a layout and a number of parts.
-    """
+    """The program of a batch, whole or in two halves beside each other, as the plan says or the clock."""
     if half is None or plan is None:
         return make(whole, 1)
     place = "; ".join(["parts", *(signature(step, whole) for step in whole.steps)])
@@ -307,7 +360,6 @@ def _ways(layout: Layout, candidates: Ways | None, device: torch.device) -> list
 
 
 def _joined(results: Sequence[Tensors]) -> Tensors:
-    """The results of all parts together, as new tensors."""
     if len(results) == 1:
         return {name: tensor.clone() for name, tensor in results[0].items()}
     return {name: torch.cat([part[name] for part in results]) for name in results[0]}
@@ -331,10 +383,6 @@ def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outpu
     return Recorded(graph, [results], static, 0)
 
 
-def _multiplies_codes(step: Step) -> bool:
-    return isinstance(step, (Product, Attention))
-
-
 def _apart(ours: Tensors, others: Tensors) -> float:
     """Largest relative error, in the norm, of results that are floating-point numbers."""
     pairs = [(value.double(), others[name].double()) for name, value in ours.items() if value.is_floating_point()]
@@ -353,32 +401,16 @@ def _direct_steps(layout: Layout, input_bytes: int) -> int:
     return len(first)
 
 
-def _compile(
-    executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress
-) -> list[dict[str, str]]:
+def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int) -> list[dict[str, str]]:
     if executor.device.type != "cuda" or not jobs:
         return [{} for _ in ways]
     found = kernels_of(executor, ways)
     requests = kernel_requests(found)
-    progress.start("compiling kernels", len(requests))
-    results = compile_requests(
-        requests,
-        torch.cuda.get_device_capability(executor.device),
-        jobs=jobs,
-        progress=lambda done: progress.advance("compiling kernels"),
-    )
-    progress.finish("compiling kernels")
+    results = compile_requests(requests, torch.cuda.get_device_capability(executor.device), jobs=jobs)
     return refusals(found, {request: result.error for request, result in zip(requests, results, strict=True)})
 
 
 def time_program(program: Program, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int, runs: int) -> GpuTimes:
-    """Time a batch on the current device.
-
-    Raises:
-        EngineError: a number is out of range.
-    """
-    if runs < 1 or warmup < 0:
-        raise EngineError(f"gpu_times: runs is {runs} and warmup {warmup}; they must be 1 or more, and 0 or more")
     pinned = {name: torch.from_numpy(array).pin_memory() for name, array in inputs.items()}
     given = {name: tensor.to(program.executor.device) for name, tensor in pinned.items()}
     results = program.run(given)
@@ -395,32 +427,15 @@ def time_program(program: Program, inputs: Mapping[str, NDArray[np.generic]], *,
         for name, tensor in back.items():
             tensor.copy_(results[name], non_blocking=True)
 
-    for _ in range(warmup):
-        compute()
-    marks = [_marked((copy_in, compute, copy_out)) for _ in range(runs)]
-    torch.cuda.current_stream().synchronize()
-    columns = [[a.elapsed_time(b) for a, b in pairwise(row)] for row in marks]
-    moved_in, computed, moved_out = (tuple(column) for column in zip(*columns, strict=True))
-    return GpuTimes(
-        batch_size=_batch(given),
-        copy_in_ms=moved_in,
-        compute_ms=computed,
-        copy_out_ms=moved_out,
-        total_ms=tuple(row[0].elapsed_time(row[-1]) for row in marks),
+    return time_batch(
+        copy_in,
+        compute,
+        copy_out,
+        torch.cuda.current_stream(),
+        batch_size=len(next(iter(given.values()))),
+        warmup=warmup,
+        runs=runs,
     )
-
-
-def _batch(given: Mapping[str, Tensor]) -> int:
-    return int(next(iter(given.values())).shape[0])
-
-
-def _marked(steps: tuple[Callable[[], None], ...]) -> list[torch.cuda.Event]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-    events[0].record()
-    for step, event in zip(steps, events[1:], strict=True):
-        step()
-        event.record()
-    return events
 
 
 FORMAT = 1
@@ -428,12 +443,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The conditions under which a measurement is valid.
-
-    Attributes:
-        capability: its compute capability, such as "9.0".
-        driver: its version, such as "580.159.04".
-    """
+    """The GPU, its compute capability (such as "9.0"), driver and versions under which a measurement is valid."""
 
     gpu: str
     capability: str
@@ -459,7 +469,6 @@ class PlanFile:
     changed: bool = False
 
     def add(self, signature: str, candidate: str, refused: Mapping[str, str] | None = None) -> None:
-        """Add a choice, and why other candidates were left out."""
         if self.get(signature) != candidate:
             self.choices[key(signature)] = candidate
             self.changed = True
@@ -467,15 +476,10 @@ class PlanFile:
             self.refused[key(signature)] = dict(refused)
 
     def get(self, signature: str) -> str | None:
-        """The choice for a signature; None if there is none."""
         return self.choices.get(key(signature))
 
     def save(self) -> None:
-        """Write the file, whole or not at all, if there is something new.
-
-        Raises:
-            EngineError: the folder cannot be written.
-        """
+        """Write the file, whole or not at all, if there is something new."""
         if not self.changed:
             return
         try:
@@ -490,16 +494,10 @@ class PlanFile:
 
 
 def key(signature: str) -> str:
-    """A short name of a signature."""
     return hashlib.sha256(signature.encode()).hexdigest()[:20]
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The machine that this process runs on.
-
-    Args:
-        device: a GPU, or the CPU, on which Triton's interpreter runs.
-    """
     versions = {"torch": torch.__version__, "triton": _version("triton")}
     if device.type != "cuda":
         return Machine(gpu="none", capability="0.0", driver="none", **versions)
@@ -510,7 +508,6 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def default_path(model: Path, machine: Machine) -> Path:
-    """Default path of a model's plan: beside it, with the GPU in its name."""
     return model.with_name(model.stem + _ending(machine))
 
 
@@ -520,11 +517,7 @@ def _ending(machine: Machine) -> str:
 
 
 def plan_beside(model: Path, machine: Machine) -> PlanFile:
-    """The plan beside a model; where there is none, one with the choices of the other plans in its folder.
-
-    Raises:
-        EngineError: as `read_plan` for the model's own plan.
-    """
+    """The plan beside a model; where there is none, one with the choices of the other plans in its folder."""
     path = default_path(model, machine)
     plan = read_plan(path, machine)
     if path.exists():
@@ -537,11 +530,6 @@ def plan_beside(model: Path, machine: Machine) -> PlanFile:
 
 
 def read_plan(path: Path, machine: Machine) -> PlanFile:
-    """Read a plan file; one that does not exist yet has no choices.
-
-    Raises:
-        EngineError: it is damaged, no plan, or was measured on another GPU or with other versions.
-    """
     if not path.exists():
         return PlanFile(path, machine)
     try:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
-from compress.engines.cuda.plan.layout import Copy
+from compress.engines.cuda.plan.layout import Copy, PackImage, packed_image
 from compress.engines.cuda.plan.quantizers import Grid
-from compress.engines.cuda.plan.stem import PackImage, packed_image
 from compress.engines.cuda.plan.steps import (
     Attention,
     AveragePool,
@@ -34,14 +32,10 @@ from compress.errors import EngineError
 
 Tensors = Mapping[str, Tensor]
 Results = dict[str, Tensor]
-S = TypeVar("S", bound=Step)
 
 
 def compute(step: Step, tensors: Tensors) -> Results:
-    """Return the results of a step, by name: codes int8, values float64 (float32 of an operation in floating point).
-
-    `tensors` holds what it reads, by name, and what it writes, for the shapes.
-    """
+    """The results of a step, by name: codes int8, values float64 (float32 of an operation in floating point)."""
     for kind, function in _FUNCTIONS.items():
         if isinstance(step, kind):
             return function(step, tensors)
@@ -49,26 +43,20 @@ def compute(step: Step, tensors: Tensors) -> Results:
 
 
 def steps_of(y: Tensor, grid: Grid, axis: int) -> Tensor:
-    """`y` in steps of a grid, not rounded; float64.
-
-    - `grid`: one scale, or one for each index along `axis`.
-    """
+    """In steps of a grid along `axis`, not rounded; float64."""
     return y / _along(torch.tensor(grid.scale, dtype=torch.float64, device=y.device), axis, y.dim())
 
 
 def quantized(y: Tensor, grid: Grid, axis: int = 1) -> Tensor:
-    """The codes of real values."""
     return (steps_of(y, grid, axis).round() + grid.zero).clamp(grid.low, grid.high).to(torch.int8)
 
 
 def real(source: Source, tensors: Tensors) -> Tensor:
-    """The values of an operand, float64."""
     x = tensors[source.name].double()
     return x if source.grid is None else (x - source.grid.zero) * source.grid.scale[0]
 
 
 def finished(sums: Tensor, epilogue: Epilogue, tensors: Tensors, axis: int) -> Tensor:
-    """Real values of the sums of a product: see `Epilogue`."""
     e = epilogue
     factor, bias = (_along(t.to(sums.device), axis, sums.dim()) for t in (e.factor, e.bias))
     y = e.first(sums * factor + bias)
@@ -80,7 +68,6 @@ def finished(sums: Tensor, epilogue: Epilogue, tensors: Tensors, axis: int) -> T
 
 
 def written(y: Tensor, out: Output, axis: int = 1) -> Results:
-    """Real values as a step writes them."""
     results: Results = {}
     if out.codes and out.grid is not None:
         results[out.codes] = quantized(y, out.grid, axis)
@@ -90,7 +77,6 @@ def written(y: Tensor, out: Output, axis: int = 1) -> Results:
 
 
 def _along(vector: Tensor, axis: int, rank: int) -> Tensor:
-    """A vector shaped to broadcast along `axis`; a single number as it is."""
     axis %= rank
     return vector if vector.numel() == 1 else vector.reshape([-1 if i == axis else 1 for i in range(rank)])
 

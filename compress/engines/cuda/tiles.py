@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
-from compress.kernels.triton.int8_depthwise_rows import RowsTile
-from compress.kernels.triton.int8_descriptors import PointwiseTile
-from compress.kernels.triton.int8_product import Tile
-from compress.kernels.triton.int8_wide import WideTile
-from compress.kernels.triton.int8_window import WindowTile
+from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile, RowsTile
+from compress.kernels.triton.int8_descriptors import PointwiseTile, WindowTile
+from compress.kernels.triton.int8_product import Tile, WideTile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
 _MOST_STAGES = 8
+# Small tiles up to which a GPU has too few programs to hide the time of a load.
 _FEW = 4 * _PROGRAMS
-"""Small tiles up to which a GPU has too few programs to hide the time of a load."""
+# Input channels up to which a persistent program holds all of a tile, or of the weight.
 _SHALLOW = 256
-"""Input channels up to which a persistent program holds all of a tile, or of the weight."""
+# Columns whose factors and biases a program keeps in registers.
 _MOST_HELD = 192
-"""Columns whose factors and biases a program keeps in registers."""
+# Largest side of a box of pixels; a tile's rest spans images, so that neighbouring programs share pixels.
 _MOST_SIDE = 8
-"""Largest side of a box of pixels; a tile's rest spans images, so that neighbouring programs share pixels."""
+# Side of a filter up to which all of its products are written out.
 _MOST_UNROLLED = 7
-"""Side of a filter up to which all of its products are written out."""
 _WARP = 32
+# Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line.
 _LINE_WORDS, _SECTOR_WORDS = 32, 8
-"""Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line."""
+# Tiles of a product that are measured, without those that load far ahead; with fewer, H100 lost up to 11 % a layer.
 _MOST_TILES = 11
-"""Tiles of a product that are measured, without those that load far ahead; with fewer, H100 lost up to 11 % a layer."""
+# Products for each byte moved from which INT8 products, not memory, are about the nearer roof of an H100 (295).
 _LEAST_INTENSITY = 280
-"""Products for each byte moved from which INT8 products, not memory, are about the nearer roof of an H100 (295)."""
+# Bytes of a weight that a program of 128 threads keeps in registers at most: 32 registers of each thread.
 _MOST_WEIGHT_BYTES = 16 << 10
-"""Bytes of a weight that a program of 128 threads keeps in registers at most: 32 registers of each thread."""
 
 
 # Every tile costs its compilation and its measurement in a first build. Left out are those that were the fastest in
@@ -109,7 +106,7 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
 
 
 def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
-    """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU."""
+    """Tiles for many channels, loaded by tensor descriptors; none where tiles would not fill the GPU."""
     if channels <= _SHALLOW or columns < 64 or rows * columns < _PROGRAMS * 128 * 128:
         return []
     tile = Tile(128, 128, 128, 3, 8)
@@ -119,10 +116,7 @@ def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
 def depthwise_tiles(
     shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int]
 ) -> list[DepthwiseTile]:
-    """Tiles of a depthwise convolution, the guess first.
-
-    - `shape`: (N, C, OH, OW) of the result.
-    """
+    """The guess first; `shape` is (N, C, OH, OW) of the result."""
     wide = min(64, max(16, 1 << (shape[1] - 1).bit_length()))
     large = stride[1] == 1 and taps[1] > 3  # a pixel is widened once for many products: long strips, float32
     strips = [8, 4] if large else [4, 2, 1] if stride[1] == 1 else [2, 4, 1]
@@ -140,10 +134,7 @@ def depthwise_tiles(
 def rows_tiles(
     shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int], words: int
 ) -> list[RowsTile]:
-    """Tiles of a depthwise convolution by products of four bytes, of several rows at a time; none for large filters.
-
-    - `shape`: (N, C, OH, OW) of the result.
-    """
+    """Tiles of products of four bytes, of several rows at a time; none for large filters."""
     if max(taps) > _MOST_UNROLLED:
         return []
     divisors = [n for n in range(1, min(words, 2 * _LINE_WORDS) + 1) if words % n == 0]

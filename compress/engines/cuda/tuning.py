@@ -19,21 +19,14 @@ from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.steps import Convolution, Linear, Step
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import Request, recorded
-from compress.support.progress import NoProgress, Progress
 
+# A graph of launches takes about this long: far longer than its own start, which takes 5 to 10 us.
 _TARGET_MS = 1.0
-"""A graph of launches takes about this long: far longer than its own start, which takes 5 to 10 us."""
 _MOST_LAUNCHES = 50
 
 
-def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5) -> float:
-    """Return the median milliseconds of one call of `run`, which launches kernels and does not wait for them.
-
-    `run` allocates nothing that it keeps and may be captured into a CUDA graph. On a CPU one call is timed.
-
-    Raises:
-        Exception: what the first call raises, such as a kernel that needs more shared memory than there is.
-    """
+def launch_ms(run: Callable[[], object], device: torch.device, *, rounds: int = 5) -> float:
+    """The median ms of a call of `run`, which launches kernels, does not wait, and keeps no memory."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()
@@ -87,7 +80,7 @@ _KNOWN: dict[object, float] = {}
 def bare_ms(
     step: Step, layout: Layout, dtype: torch.dtype = torch.float16, device: torch.device | None = None
 ) -> float | None:
-    """Return the milliseconds of a convolution or linear layer in floating point; None for other steps."""
+    """Milliseconds of a convolution or linear layer in floating point; None for other steps."""
     if not isinstance(step, (Convolution, Linear)):
         return None
     place = device or torch.device("cuda")
@@ -106,7 +99,7 @@ def _product_time(
     weight = torch.randn(step.weight.shape, device=device).to(dtype)
     bias = torch.randn(weight.shape[0], device=device).to(dtype)
     if isinstance(step, Linear):
-        return launch_ms(partial(_linear, x, weight, bias), device)
+        return launch_ms(partial(nn.functional.linear, x, weight, bias), device)
     (above, below), (left, right) = step.padding
     if (above, left) != (below, right):
         x = nn.functional.pad(x, (left, right, above, below))
@@ -118,10 +111,6 @@ def _product_time(
         nn.functional.conv2d(x, weight, bias, stride, (above, left), dilation, groups)
 
     return launch_ms(run, device)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    nn.functional.linear(x, weight, bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +148,7 @@ def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference
 
 
 def compared_with_exact(step: Step, run: Runner, tensors: dict[str, Tensor]) -> list[StepDifference]:
-    """Run one step by `run` and compare each tensor that it writes with exact arithmetic.
-
-    - `tensors`: what the step reads and where it writes, which `run` overwrites.
-    """
+    """Run one step by `run`, which overwrites `tensors`, and compare what it writes with exact arithmetic."""
     expected = {name: value.clone() for name, value in reference.compute(step, tensors).items()}
     run(tensors)
     kind = type(step).__name__
@@ -190,17 +176,9 @@ def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDif
     return StepDifference(step=step, kind=kind, codes=0, differing=0, largest=0, relative=error)
 
 
-_QUIET = NoProgress()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The candidates of a step and their times.
-
-    Attributes:
-        times_ms: of each candidate that can be chosen, by its name.
-        refused: why a candidate cannot be chosen, by its name.
-    """
+    """Times of the candidates of a step that can be chosen, and why others cannot, by their names."""
 
     step: str
     times_ms: Mapping[str, float] = field(default_factory=dict)
@@ -208,23 +186,17 @@ class Measured:
 
     @property
     def best(self) -> str:
-        """Name of the fastest; "" if none ran."""
         return min(self.times_ms, key=lambda name: self.times_ms[name], default="")
 
 
 class Kernels(NamedTuple):
-    """The Triton kernels of a candidate, or why it has none.
-
-    Attributes:
-        error: why it cannot be launched; "" if it can.
-    """
+    """The Triton kernels of a candidate, or why it has none."""
 
     requests: tuple[Request, ...] = ()
     error: str = ""
 
 
 def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[dict[str, Kernels]]:
-    """Return the kernels of each step's candidates, by the candidates' names; nothing is launched."""
     tensors = executor.start(executor.empty_inputs())
     found = []
     for index, candidates in enumerate(ways):
@@ -235,7 +207,6 @@ def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[
 
 
 def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> Kernels:
-    """Return the kernels of a candidate; raise its error where there is no other candidate."""
     with recorded() as recording:
         try:
             candidate.run(tensors)
@@ -247,17 +218,11 @@ def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> 
 
 
 def kernel_requests(found: Sequence[Mapping[str, Kernels]]) -> list[Request]:
-    """The requests of all candidates, each once."""
     return list(dict.fromkeys(request for step in found for kernels in step.values() for request in kernels.requests))
 
 
 def refusals(found: Sequence[Mapping[str, Kernels]], errors: Mapping[Request, str]) -> list[dict[str, str]]:
-    """Why candidates cannot be launched or compiled, for each step and by their names.
-
-    Args:
-        found: of `kernels_of`.
-        errors: of compiling, by request; "" where there is none.
-    """
+    """Why candidates cannot be launched or compiled, for each step and by their names."""
 
     def reason(kernels: Kernels) -> str:
         return kernels.error or next(filter(None, map(errors.get, kernels.requests)), "")
@@ -270,20 +235,11 @@ def measure(
     ways: Sequence[Sequence[Candidate]],
     *,
     refused: Sequence[Mapping[str, str]] | None = None,
-    progress: Progress = _QUIET,
 ) -> list[Measured]:
-    """Time the candidates of each step on its own tensors, and give the executor the fastest that is right.
-
-    The fastest is compared with exact arithmetic; if it is wrong, it is refused and the next one is tried.
-    `refused` are candidates that are not tried (of `refusals`); None = every one is.
-
-    Raises:
-        EngineError: no candidate of a step computes it right, or one has made the GPU unusable for this process.
-    """
+    """Give the executor the fastest candidate of each step on its own tensors that is right by exact arithmetic."""
     known: dict[str, Measured] = {}
     tensors = executor.start(executor.random_inputs())
     results = []
-    progress.start("tuning", len(ways))
     for index, candidates in enumerate(ways):
         step = executor.layout.steps[index]
         key = signature(step, executor.layout)
@@ -293,13 +249,10 @@ def measure(
         results.append(found)
         executor.runners[index] = chosen(candidates, found.best).run
         executor.step(index, tensors)
-        progress.advance("tuning")
-    progress.finish("tuning")
     return results
 
 
 def chosen(candidates: Sequence[Candidate], name: str) -> Candidate:
-    """The candidate of a name; the guess where there is none of it."""
     return next((c for c in candidates if c.name == name), candidates[0])
 
 
@@ -350,7 +303,6 @@ def _check_usable(device: torch.device, culprit: str) -> None:
 
 
 def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor], executor: Executor) -> str:
-    """How a candidate's result differs from exact arithmetic by more than rounding; "" if it is right."""
     results = [tensors[name] for name in step.writes if name in executor.layout.places]
     before = _sum_beside(results, executor.arena)
     found = [d for d in compared_with_exact(step, candidate.run, tensors) if d.wrong]
@@ -371,7 +323,7 @@ def _sum_beside(results: Sequence[Tensor], arena: Tensor) -> int:
 
 
 def signature(step: Step, layout: Layout) -> str:
-    """A text that is the same for steps that launch the same kernels on tensors that lie alike."""
+    """The same for steps that launch the same kernels on tensors that lie alike."""
     return repr((type(step).__name__, [(f.name, _described(getattr(step, f.name), layout)) for f in _content(step)]))
 
 
@@ -380,7 +332,6 @@ def _content(value: Any) -> list[Any]:
 
 
 def _described(value: object, layout: Layout) -> object:
-    """A field of a step without names and scales."""
     if isinstance(value, Grid):
         return ("grid", len(value.scale), value.zero != 0)
     if isinstance(value, Tensor):

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo, check_inputs, reason
+from compress.engines.gpu import array_of, time_batch
+from compress.engines.gpu import check_tensors as check_given
 from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
 from compress.engines.tensorrt.build import build_tensorrt
-from compress.engines.tensorrt.context import ExecutionContext, time_context
 from compress.engines.tensorrt.library import (
     FLAVOURS,
     Library,
@@ -41,16 +42,131 @@ from compress.files import replacing, write_text
 if TYPE_CHECKING:
     import tensorrt
 
+# torch's type for each type that an ONNX input or output can have.
+TORCH_TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+
+
+class ExecutionContext:
+    """An execution context with memory of its own; with `cuda_graph`, a run of each new shape is replayed."""
+
+    def __init__(
+        self,
+        context: tensorrt.IExecutionContext,
+        metadata: EngineMetadata,
+        *,
+        device: torch.device,
+        cuda_graph: bool = False,
+    ) -> None:
+        self._context, self._metadata, self._device, self._cuda_graph = context, metadata, device, cuda_graph
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._pinned_in: dict[str, Tensor] = {}
+        self._pinned_out: dict[str, Tensor] = {}
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+
+    def submit(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Queue a batch: copy in, compute, copy out. Its result must be taken before the next batch is queued."""
+        self._bind({name: array.shape for name, array in arrays.items()})
+        for name, array in arrays.items():
+            self._pinned_in[name].copy_(torch.from_numpy(array))
+        self.copy_in()
+        self.compute()
+        self.copy_out()
+        self._done.record(self.stream)
+
+    def result(self) -> Arrays:
+        self._done.synchronize()
+        return {name: array_of(tensor).copy() for name, tensor in self._pinned_out.items()}
+
+    def copy_in(self) -> None:
+        with torch.cuda.stream(self.stream):
+            for name, pinned in self._pinned_in.items():
+                self._inputs[name].copy_(pinned, non_blocking=True)
+
+    def compute(self) -> None:
+        if self._graph is not None:
+            with torch.cuda.stream(self.stream):
+                self._graph.replay()
+            return
+        self._enqueue(self.stream)
+
+    def copy_out(self) -> None:
+        with torch.cuda.stream(self.stream):
+            for name, pinned in self._pinned_out.items():
+                pinned.copy_(self._outputs[name], non_blocking=True)
+
+    def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._release()
+        for name, tensor in inputs.items():
+            self._context.set_input_shape(name, tuple(tensor.shape))
+            self._context.set_tensor_address(name, tensor.data_ptr())
+        outputs = self._new_outputs(pinned=False)
+        for name, tensor in outputs.items():
+            self._context.set_tensor_address(name, tensor.data_ptr())
+        self._enqueue(torch.cuda.current_stream(self._device))
+        return outputs
+
+    def _bind(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        if shapes == self._shapes:
+            return
+        self._release()
+        types = {tensor.name: TORCH_TYPES[tensor.dtype] for tensor in self._metadata.inputs}
+        for name, shape in shapes.items():
+            self._pinned_in[name] = torch.empty(shape, dtype=types[name], pin_memory=True)
+            self._inputs[name] = torch.empty(shape, dtype=types[name], device=self._device)
+            self._context.set_input_shape(name, shape)
+        self._outputs = self._new_outputs(pinned=False)
+        self._pinned_out = self._new_outputs(pinned=True)
+        for name, tensor in (*self._inputs.items(), *self._outputs.items()):
+            self._context.set_tensor_address(name, tensor.data_ptr())
+        self._shapes = shapes
+        if self._cuda_graph:
+            self._capture()
+
+    def _new_outputs(self, *, pinned: bool) -> dict[str, Tensor]:
+        place: dict[str, Any] = {"pin_memory": True} if pinned else {"device": self._device}
+        outputs = {}
+        for tensor in self._metadata.outputs:
+            dims = self._context.get_tensor_shape(tensor.name)
+            shape = tuple(dims[i] for i in range(len(dims)))
+            outputs[tensor.name] = torch.empty(shape, dtype=TORCH_TYPES[tensor.dtype], **place)
+        return outputs
+
+    def _release(self) -> None:
+        self.stream.synchronize()
+        self._shapes, self._graph = {}, None
+        for tensors in (self._pinned_in, self._pinned_out, self._inputs, self._outputs):
+            tensors.clear()
+
+    def _capture(self) -> None:
+        self._enqueue(self.stream)  # not recorded: the first run with a shape may allocate
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self._enqueue(self.stream)
+        self._graph = graph
+
+    def _enqueue(self, stream: torch.cuda.Stream) -> None:
+        if not self._context.execute_async_v3(stream.cuda_stream):
+            raise RuntimeError("execute_async_v3 refused the batch; the library's log holds the reason")
+
 
 def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngine:
     """Load an engine file, or an ONNX file, from which the engine is built first if there is none yet.
 
-    - `build`: `threads` has no meaning here; `precision` must be that of the file.
-    - `engine`: a key of `FLAVOURS`; the lean runtime runs the engine that TensorRT built.
-
-    Raises:
-        EngineUnavailableError: the library or a GPU is not here.
-        EngineError: the file or an option is bad, or the engine is foreign, stale or truncated.
+    The lean runtime runs the engine that TensorRT built.
     """
     file = existing_file(path)
     given = {"tf32": "no", **build.options} if build.precision == "f32" else build.options
@@ -82,11 +198,6 @@ def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngin
 
 
 def checked_metadata(path: Path, engine: str) -> EngineMetadata:
-    """Read the metadata of an engine file, and refuse one that is damaged, of another kind or older than its model.
-
-    Raises:
-        EngineError: the file is refused.
-    """
     metadata = read_metadata(path)
     wanted = FLAVOURS[engine].runs or engine
     if metadata.engine != wanted:
@@ -105,16 +216,12 @@ def checked_metadata(path: Path, engine: str) -> EngineMetadata:
     return metadata
 
 
+# The command that builds an engine for the lean runtime.
 COMPATIBLE = "--engine tensorrt --option version_compatible=yes"
-"""The command that builds an engine for the lean runtime."""
 
 
 def engine_beside(onnx: Path, engine: str) -> Path:
-    """Return the one version-compatible engine of TensorRT that was built from a model and lies beside it.
-
-    Raises:
-        EngineUnavailableError: there is none, or several.
-    """
+    """The one version-compatible engine of TensorRT that was built from a model and lies beside it."""
     files = sorted(onnx.parent.glob(f"{onnx.stem}.{FLAVOURS[engine].runs}.sm*.engine"))
     found = [file for file in files if read_metadata(file).options.get("version_compatible")]
     if len(found) == 1:
@@ -129,7 +236,6 @@ def engine_beside(onnx: Path, engine: str) -> Path:
 
 
 def cannot_run(path: Path, engine: str, problem: str) -> str:
-    """Explain why a file cannot run here, and name the engine for another machine or how to build it."""
     built = [path] if path.suffix in ENGINE_SUFFIXES else sorted(path.parent.glob(f"{path.stem}.{engine}.sm*.engine"))
     sms = {file.name: read_metadata(file).sms for file in built if metadata_path(file).is_file()}
     if not sms:
@@ -146,11 +252,7 @@ class TensorRTEngine(Engine):
     Args:
         metadata: of the engine file, already checked against it.
         options: `device` is the GPU; `batch` of equal numbers fixes the batch of `inputs`.
-        cuda_graph: replay a run as one CUDA graph.
         contexts: execution contexts that `run_many` overlaps.
-
-    Raises:
-        EngineError: the engine was built for another GPU or version, the library refuses the file, or memory is short.
     """
 
     takes_tensors = True
@@ -236,17 +338,12 @@ class TensorRTEngine(Engine):
         return self._contexts[index]
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        """See `Engine.run`; the time includes the copies to the GPU and back."""
         context = self._context(0)
         self._submit(context, inputs)
         return self._result(context)
 
     def run_many(self, batches: Iterable[Mapping[str, NDArray[np.generic]]]) -> Iterator[Arrays]:
-        """Run batches in order; each is copied to the GPU while the one before computes.
-
-        Raises:
-            EngineError: as in `run`.
-        """
+        """Run batches in order; each is copied to the GPU while the one before computes."""
         waiting: list[ExecutionContext] = []
         for index, inputs in enumerate(batches):
             if len(waiting) == self._context_count:
@@ -258,22 +355,17 @@ class TensorRTEngine(Engine):
             yield self._result(context)
 
     def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Engine.run_tensors`."""
         check_tensors(inputs, self._engine_metadata, self._device, label=self.info.label)
         with self._failing():
             return self._context(0).run_tensors(inputs)
 
     def gpu_times(self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100) -> GpuTimes:
-        """See `Engine.gpu_times`."""
         self.run(inputs)  # leaves the inputs on the GPU
-        return time_context(self._context(0), len(next(iter(inputs.values()))), warmup=warmup, runs=runs)
+        context, size = self._context(0), len(next(iter(inputs.values())))
+        steps = (context.copy_in, context.compute, context.copy_out)
+        return time_batch(*steps, context.stream, batch_size=size, warmup=warmup, runs=runs)
 
     def inspector_json(self) -> str:
-        """Return the layers of the engine as JSON from its inspector.
-
-        Raises:
-            EngineError: the engine is closed, or the inspector returns nothing.
-        """
         if self._engine is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
         with self._library.listening() as log:
@@ -317,21 +409,8 @@ def _with_batch(tensors: tuple[TensorInfo, ...], batch: int | None) -> tuple[Ten
 
 
 def check_tensors(inputs: Mapping[str, Tensor], metadata: EngineMetadata, device: torch.device, *, label: str) -> None:
-    """Refuse tensors that an engine cannot read without a copy.
-
-    Raises:
-        EngineError: a tensor is refused; the message says what it is and what the engine takes.
-    """
-    names = [tensor.name for tensor in metadata.inputs]
-    if set(inputs) != set(names):
-        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
-    for tensor in metadata.inputs:
-        given = inputs[tensor.name]
-        dtype = str(given.dtype).removeprefix("torch.")
-        if dtype != tensor.dtype:
-            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
-        if given.device != device:
-            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
+    check_given(inputs, metadata.inputs, device, label=label)
+    for name, given in inputs.items():
         if not given.is_contiguous():
-            raise EngineError(f"{label}: input {tensor.name!r} is not contiguous in NCHW; call .contiguous() on it")
-        check_admitted(tensor.name, tuple(given.shape), metadata.profiles[tensor.name], label=label)
+            raise EngineError(f"{label}: input {name!r} is not contiguous in NCHW; call .contiguous() on it")
+        check_admitted(name, tuple(given.shape), metadata.profiles[name], label=label)

@@ -27,8 +27,6 @@ class Flavour:
     """One of the libraries.
 
     Attributes:
-        name: of the engine in compress.
-        title: NVIDIA's name.
         portable: True if it builds for named compute capabilities; else it builds for the GPU here.
         timing_cache: True if it times kernels while it builds, and can store the times.
         runs: engine whose files it runs; "" = its own. Then it has no builder.
@@ -43,6 +41,7 @@ class Flavour:
     runs: str = ""
 
 
+# All libraries. The lean runtime runs version-compatible engines of TensorRT, in 45 MB instead of 2 GB.
 FLAVOURS: dict[str, Flavour] = {
     "tensorrt": Flavour(
         name="tensorrt",
@@ -70,13 +69,12 @@ FLAVOURS: dict[str, Flavour] = {
         runs="tensorrt",
     ),
 }
-"""All libraries. The lean runtime runs version-compatible engines of TensorRT, in 45 MB instead of 2 GB."""
 
+# Those that build engines.
 BUILDERS = {name: flavour for name, flavour in FLAVOURS.items() if not flavour.runs}
-"""Those that build engines."""
 
+# Major version of TensorRT from which networks are explicit and can be strongly typed throughout.
 OLDEST = 10
-"""Major version of TensorRT from which networks are explicit and can be strongly typed throughout."""
 
 
 @dataclass
@@ -86,11 +84,9 @@ class Log:
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     def text(self) -> str:
-        """Return all messages, each after its severity in brackets."""
         return "".join(f"[{severity}] {text}\n" for severity, text in self.lines)
 
     def errors(self) -> str:
-        """Return the errors on one line; "" if there is none."""
         return " ".join(" ".join(text.split()) for severity, text in self.lines if severity in "EF")
 
 
@@ -121,7 +117,7 @@ class Library:
                 self._sinks.remove(log)
 
     def sms(self) -> tuple[int, ...]:
-        """Return the compute capabilities that a build can name, as 75, 80, ...; () if the library has no list."""
+        """Compute capabilities that a build can name, as 75, 80, ...; () if the library has no list."""
         members = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         return tuple(sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name)))
 
@@ -142,11 +138,6 @@ def _make_logger(trt: Any) -> tuple[tensorrt.ILogger, list[Log]]:
 
 
 def start_runtime(library: Library) -> tensorrt.Runtime:
-    """Make a runtime, which loads engines.
-
-    Raises:
-        EngineUnavailableError: the library does not start, such as without a driver.
-    """
     with library.listening() as log:
         runtime: tensorrt.Runtime = library.trt.Runtime(library.logger)
     if log.errors():
@@ -159,12 +150,6 @@ _LOADED: dict[str, Library] = {}
 
 
 def tensorrt_library(name: str) -> Library:
-    """Return the library of an engine, imported on first use; `name` is a key of `FLAVOURS`.
-
-    Raises:
-        EngineError: the name is another.
-        EngineUnavailableError: it is missing, a placeholder, older than TensorRT 10, or two versions are mixed.
-    """
     if name not in FLAVOURS:
         raise EngineError(
             f"{name!r} is no TensorRT engine{near_misses(name, FLAVOURS)} (one of: {', '.join(FLAVOURS)})"
@@ -253,7 +238,6 @@ install the package for CUDA 12'
 
 
 def driver_cuda() -> int | None:
-    """Return the CUDA version of the driver of this machine, such as 13000; None without a driver."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             version = ctypes.c_int(0)
@@ -278,7 +262,6 @@ def library_cuda(module: str, installed: Mapping[str, str] | None = None) -> int
 
 
 def gpu_problem(flavour: Flavour, device: int = 0) -> str:
-    """Explain why engines of a library cannot run on a GPU here; "" if no reason is known."""
     old = driver_problem(driver_cuda(), library_cuda(flavour.module), title=flavour.title)
     if old:
         return old
@@ -304,7 +287,7 @@ def sm_problem(flavour: Flavour, known: Sequence[int], here: tuple[str, int] | N
 
 
 def gpu(device: int = 0) -> tuple[str, int] | None:
-    """Return name and compute capability (89 for 8.9) of a GPU; None if there is none."""
+    """Name and compute capability (89 for 8.9) of a GPU; None if there is none."""
     if not torch.cuda.is_available() or device >= torch.cuda.device_count():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -312,7 +295,6 @@ def gpu(device: int = 0) -> tuple[str, int] | None:
 
 
 def tensorrt_availability(name: str) -> Availability:
-    """Report if engines of `name` can be built and run here; never raises."""
     flavour = FLAVOURS[name]
     version, reasons, wanted = "", [], []
     known: tuple[int, ...] = ()

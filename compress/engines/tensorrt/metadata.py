@@ -27,18 +27,14 @@ class EngineMetadata:
     """Description of an engine file.
 
     Attributes:
-        engine: `tensorrt` or `tensorrt-rtx`.
         version, parser_version: of the library that built it, and of its ONNX parser.
         gpu: that it was built on; "" if it was built without one.
         sms: compute capabilities that it was built for.
         recipe, variant: digest of the recipe, and variant, from the ONNX file; "" if it has none.
         onnx, onnx_sha256: name and hash (`model_sha256`) of the ONNX file.
-        options: as in `TensorRTOptions`.
         profiles: shapes that it admits, by input.
         inputs, outputs: those of the ONNX file; -1 where the profile has a range.
         float_types: types of everything that is not quantized.
-        onnx_metadata: `metadata_props` of the ONNX file.
-        notes: remarks on the build.
     """
 
     engine: str
@@ -62,16 +58,10 @@ class EngineMetadata:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {"format": _FORMAT, **TypeAdapter(EngineMetadata).dump_python(self, mode="json")}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> EngineMetadata:
-        """Read `to_dict`'s form back.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is of another form.
-        """
         if row["format"] != _FORMAT:
             raise ValueError(f"format is {row['format']!r}; this version of compress reads {_FORMAT}")
         names = {field.name for field in fields(cls)}
@@ -86,7 +76,7 @@ class EngineMetadata:
 
     @property
     def float_precision(self) -> str:
-        """Type of everything that is not quantized. Strongly typed engines compute in the types of the file."""
+        """Strongly typed engines compute in the types of the file."""
         kinds = set(self.float_types)
         narrow = kinds - {"f32"} or kinds
         kind = narrow.pop() if len(narrow) == 1 else "unknown"
@@ -94,17 +84,12 @@ class EngineMetadata:
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_sha256(onnx: Path) -> str:
-    """Return the hash of an ONNX model, in hex: of its file, and of the files of its weights if it has any.
-
-    Raises:
-        EngineError: the file is no ONNX model, or a file of its weights is missing.
-    """
+    """Of its file, and of the files of its weights if it has any."""
     weights = read_onnx(onnx).weight_files
     for path in weights:
         if not path.is_file():
@@ -114,26 +99,19 @@ def model_sha256(onnx: Path) -> str:
 
 
 def metadata_path(engine: Path) -> Path:
-    """Return `<engine>.json`."""
     return engine.with_name(engine.name + ".json")
 
 
 def log_path(engine: Path) -> Path:
-    """Return `<engine>.log`, the file with all messages of the builder."""
     return engine.with_name(engine.name + ".log")
 
 
 def layers_path(engine: Path) -> Path:
-    """Return `<engine>.layers.json`, the file with the inspector's layers; written for TensorRT alone, on the GPU."""
+    """The file with the inspector's layers; written for TensorRT alone, on the GPU."""
     return engine.with_name(engine.name + ".layers.json")
 
 
 def read_metadata(engine: Path) -> EngineMetadata:
-    """Read the metadata of an engine file.
-
-    Raises:
-        EngineError: it is missing or cannot be read: the engine was not built by compress, or lost its `.json`.
-    """
     path = metadata_path(engine)
     if not path.is_file():
         raise EngineError(
@@ -148,11 +126,6 @@ def read_metadata(engine: Path) -> EngineMetadata:
 
 
 def check_whole(engine: Path, metadata: EngineMetadata) -> None:
-    """Refuse an engine file that is not the one that was written.
-
-    Raises:
-        EngineError: it is truncated, or its bytes have changed.
-    """
     size = engine.stat().st_size
     if size != metadata.engine_bytes:
         state = "truncated" if size < metadata.engine_bytes else "another file than was built"
@@ -162,11 +135,6 @@ def check_whole(engine: Path, metadata: EngineMetadata) -> None:
 
 
 def check_fresh(engine: Path, metadata: EngineMetadata, onnx: Path) -> None:
-    """Refuse an engine whose ONNX file, or a file of its weights, has changed since the build.
-
-    Raises:
-        EngineError: `onnx` is another model than it was built from.
-    """
     try:
         same = model_sha256(onnx) == metadata.onnx_sha256
     except EngineError as error:
@@ -176,13 +144,6 @@ def check_fresh(engine: Path, metadata: EngineMetadata, onnx: Path) -> None:
 
 
 def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu: str, sm: int) -> None:
-    """Refuse an engine that this library and GPU cannot run.
-
-    `version`, `gpu` and `sm` (89 for 8.9) are those here.
-
-    Raises:
-        EngineError: the engine is refused; the message says why and what to do.
-    """
     flavour = FLAVOURS[metadata.engine]
     later = metadata.options.get("version_compatible") and _numbers(version) >= _numbers(metadata.version)
     if version != metadata.version and not later:
@@ -208,5 +169,4 @@ def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version in order, such as (10, 13, 0, 35)."""
     return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -14,9 +14,9 @@ from compress.errors import EngineError, near_misses
 Hardware = Literal["none", "ampere-plus", "same-compute-capability"]
 Shape = tuple[int, ...]
 
+# Compute capabilities that TensorRT-RTX builds for by default: Ampere and later (its documentation, CPU-only AOT
+# engines).
 PORTABLE_SMS = (80, 86, 89, 120)
-"""Compute capabilities that TensorRT-RTX builds for by default: Ampere and later (its documentation, CPU-only AOT
-engines)."""
 
 DEFAULT_BATCH = (1, 8, 32)
 
@@ -30,7 +30,6 @@ class Profile:
     max: Shape
 
     def admits(self, shape: Sequence[int]) -> bool:
-        """Return True if an engine with this profile takes an input of `shape`."""
         return len(shape) == len(self.min) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )
@@ -51,11 +50,6 @@ def _integer(name: str, text: str) -> int:
 
 
 def yes_or_no(name: str, text: str) -> bool:
-    """Parse a switch.
-
-    Raises:
-        EngineError: the text is neither yes nor no.
-    """
     if text.lower() not in {"yes", "no", "true", "false"}:
         raise EngineError(f"{name} is {text!r}: it must be yes or no")
     return text.lower() in {"yes", "true"}
@@ -101,7 +95,7 @@ class TensorRTOptions:
                 raise EngineError(f"{name} is {got!r}: it must be {allowed}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values of the options that change the engine; timing cache and GPU index do not."""
+        """The options that change the engine; timing cache and GPU index do not."""
         values = asdict(self)
         del values["timing_cache"], values["device"]
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
@@ -111,6 +105,7 @@ def _ordered(numbers: Sequence[int]) -> bool:
     return len(numbers) == 3 and 1 <= numbers[0] <= numbers[1] <= numbers[2]
 
 
+# Parser and meaning of each option; all but `cuda_graph`, which is an option of a run, are fields of the build's.
 _OPTIONS: dict[str, tuple[Callable[[str, str], Any], str]] = {
     "sm": (
         _integers,
@@ -136,19 +131,11 @@ _OPTIONS: dict[str, tuple[Callable[[str, str], Any], str]] = {
     "device": (_device, "GPU, such as cuda:1; cuda:0 by default"),
     "cuda_graph": (yes_or_no, "yes: replay a run as one CUDA graph; for fixed shapes"),
 }
-"""Parser and meaning of each option; all but `cuda_graph`, which is an option of a run, are fields of the build's."""
 
 OPTIONS = {name: meaning for name, (_, meaning) in _OPTIONS.items()}
 
 
 def parse_options(given: Mapping[str, str], *, batch_size: int | None = None) -> TensorRTOptions:
-    """Parse options that are given as text, by the names of `OPTIONS`.
-
-    `batch_size` is the one batch that the engine admits; None = that of `given`.
-
-    Raises:
-        EngineError: a name is unknown, or a text is not a value of its option.
-    """
     for name in given:
         if name not in OPTIONS:
             raise EngineError(f"unknown option {name!r}{near_misses(name, OPTIONS)} (options: {', '.join(OPTIONS)})")
@@ -162,13 +149,7 @@ def parse_options(given: Mapping[str, str], *, batch_size: int | None = None) ->
 
 
 def profiles_of(inputs: Sequence[TensorInfo], options: TensorRTOptions, *, where: str) -> dict[str, Profile]:
-    """Return the shapes that an engine of these inputs will admit, by input.
-
-    The first dimension is the batch; of images (four dimensions) the last two are the size.
-
-    Raises:
-        EngineError: no option closes an open dimension.
-    """
+    """The shapes that an engine of these inputs admits: the first dimension is the batch, the last two are sizes."""
     return {tensor.name: _profile(tensor, options, where) for tensor in inputs}
 
 
@@ -191,11 +172,6 @@ def _profile(tensor: TensorInfo, options: TensorRTOptions, where: str) -> Profil
 
 
 def check_admitted(name: str, shape: Sequence[int], profile: Profile, *, label: str) -> None:
-    """Refuse an input that an engine was not built for.
-
-    Raises:
-        EngineError: the input is refused; the message says what the engine takes, and how to build another.
-    """
     if profile.admits(shape):
         return
     batch_only = len(shape) == len(profile.min) and Profile(min=profile.min[1:], opt=(), max=profile.max[1:]).admits(
@@ -209,14 +185,7 @@ def check_admitted(name: str, shape: Sequence[int], profile: Profile, *, label: 
 
 
 def choose_sms(options: TensorRTOptions, known: Sequence[int], here: int | None, *, title: str) -> tuple[int, ...]:
-    """Return the compute capabilities that a portable engine is built for.
-
-    - `known`: those that the library can name.
-    - `here`: of the GPU of this machine; None without one.
-
-    Raises:
-        EngineError: the library does not build for one of them.
-    """
+    """The compute capabilities that a portable engine is built for; `here` is of this machine's GPU."""
     if not options.sms:
         return (here,) if here is not None and here in known else tuple(sm for sm in PORTABLE_SMS if sm in known)
     for sm in options.sms:

@@ -13,8 +13,7 @@ from torch import Tensor
 from compress.kernels.epilogue import Epilogue, rounding_threshold
 from compress.kernels.memory_format import empty_as, like
 from compress.kernels.triton.fake_quantize import Strips, on_grid, step_of, steps_of, strip
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 _FORWARD = (2048, 2112)  # elements of a tile, and programs in all, about
 _BACKWARD = (1024, 1056)
@@ -161,7 +160,6 @@ def backward_kernel(
 
 
 def smooth_quantize(y: Tensor, amax: Tensor, epilogue: Epilogue, activation: str, bias: Tensor | None) -> Tensor:
-    """As `compress.kernels.fake_quantize.smooth_quantize`, of a `y` and a bias that fit."""
     e = epilogue
     return _SmoothQuantize.apply(y, bias, amax, activation, e.low, e.high, e.bias_dim)
 

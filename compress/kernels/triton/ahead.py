@@ -23,12 +23,7 @@ from torch import Tensor
 
 
 class TensorType(NamedTuple):
-    """A tensor as the compiler sees it.
-
-    Attributes:
-        dtype: of its elements, such as `int8`.
-        aligned: it begins at a multiple of 16 bytes.
-    """
+    """A tensor as the compiler sees it; `aligned`: it begins at a multiple of 16 bytes."""
 
     dtype: str
     aligned: bool
@@ -43,12 +38,7 @@ class DescriptorType(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile.
-
-    Attributes:
-        arguments: as it is launched; tensors as `TensorType`, their descriptors as `DescriptorType`.
-        options: of the launch, such as `num_warps`, as sorted pairs.
-    """
+    """A kernel to compile, with tensors as `TensorType` or `DescriptorType` and sorted options, such as `num_warps`."""
 
     module: str
     name: str
@@ -58,14 +48,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The outcome of a request.
-
-    Attributes:
-        error: why it cannot be compiled; "" when it was.
-        registers: of a thread; 0 where unknown.
-        spilled: bytes of a thread that do not fit into registers.
-        shared: bytes of shared memory of a program.
-    """
+    """The outcome of a request: an error or "", registers and spilled bytes of a thread, shared of a program."""
 
     error: str = ""
     registers: int = 0
@@ -132,10 +115,7 @@ def compile_requests(
 ) -> list[Compiled]:
     """Compile kernels in processes of their own; one that fails is no error here.
 
-    - `capability`: of the GPU, such as (9, 0).
-    - `resources`: find registers and spills too, which costs a call of a tool for each.
-    - `seconds`: after which the rest is given up, with an error in its result; None = never.
-    - `progress`: called with the number of kernels that are done.
+    `resources`: find registers and spills too, which costs a call of a tool for each. `seconds`: limit of the whole.
     """
     late = Compiled(error="" if seconds is None else f"not compiled in {seconds:.0f} s")
     results = [late] * len(requests)
@@ -251,7 +231,6 @@ def _start(capability: tuple[int, int]) -> None:
 
 
 def _stand_in(argument: Any) -> object:
-    """An argument for the compiler alone: tensors without memory."""
     from triton.runtime.jit import MockTensor  # optional: Triton is not installed everywhere
 
     if isinstance(argument, TensorType):

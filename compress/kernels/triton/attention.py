@@ -1,11 +1,19 @@
-"""The kernels of attention with quantized probabilities: softmax(s q k^T), quantized, times v; no score is stored."""
+"""Attention with quantized probabilities: of separate q, k and v, of packed ones, and within windows of few tokens."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels.epilogue import IntegerGrid, rounding_threshold
+from compress.kernels.memory_format import BITS_PER_BYTE
 from compress.kernels.triton.fake_quantize import below, on_grid, step_of, steps_of
-from compress.kernels.triton.language import tl, triton
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 
 @triton.jit
@@ -279,3 +287,567 @@ def keys_kernel(
     if MASKED:
         v_total = _masked(v_total, bits_ptr + (v_to + v_start) // 8, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     _put(out_ptr + v_to + v_start, v_total, first_key, keys, v_row, WIDE, ROWS, WIDTH)
+
+
+# Largest width of a query or of a value.
+WIDEST = 256
+# Elements of a head, or of the rows of a batch: indices have 32 bits.
+LARGEST = 2**31
+_LOG2_E = math.log2(math.e)
+_MOST = 128  # rows or columns of a tile
+
+
+class AttentionTile(NamedTuple):
+    """The block that a program holds at a time; in `keys_kernel` rows are keys and columns queries, else the reverse.
+
+    Attributes:
+        whole: one block of columns holds them all.
+        stages: blocks of columns whose loads are in flight.
+    """
+
+    rows: int
+    columns: int
+    whole: bool
+    warps: int
+    stages: int
+
+
+class AttentionTiles(NamedTuple):
+    """One tile for each kernel; powers of two, at most `_MOST`, and `keys.columns` at most `forward.rows`."""
+
+    forward: AttentionTile
+    queries: AttentionTile
+    keys: AttentionTile
+
+
+class HeadLayout(NamedTuple):
+    """Sizes and memory layout of heads, in elements.
+
+    Attributes:
+        total: heads, of all batches; `heads` lie side by side in a row.
+        row, v_row, out_row: from one row of q and k, of v, of the result to the next.
+        k_at, v_at: from q to k and v; 0 for separate tensors.
+        k_to, v_to: from the gradient of q to those of k and v.
+        deep, wide: widths of a query and of a value.
+    """
+
+    total: int
+    tokens: int
+    keys: int
+    heads: int
+    row: int
+    v_row: int
+    out_row: int
+    k_at: int
+    v_at: int
+    k_to: int
+    v_to: int
+    deep: int
+    wide: int
+
+
+def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> AttentionTiles:
+    half = dtype.itemsize == 2
+    if half and width <= 64:  # steps of 32 with three in flight: the fastest of seven tiles on an H200 (197 tokens)
+        rows, columns = min(64, _padded(tokens)), min(64, _padded(keys))
+        ahead = AttentionTile(rows, 32, False, 4, 3) if keys > 64 else AttentionTile(rows, columns, True, 4, 2)
+        return AttentionTiles(ahead, ahead, AttentionTile(columns, min(32, _padded(tokens)), False, 4, 3))
+    most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
+    rows, columns = min(most, _padded(tokens)), min(most, _padded(keys))
+    whole = keys <= columns
+    ahead = AttentionTile(rows, columns, whole, 4, 2)
+    step = min(most, 32 if half else 16, _padded(tokens))
+    return AttentionTiles(ahead, ahead, AttentionTile(columns, step, False, 4, 2))
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these types and shapes: (..., T, D), (..., S, D), (..., S, E)."""
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    shaped = q.dim() >= 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    if not alike or not shaped or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return False
+    widest = max(q.shape[-1], v.shape[-1])
+    longest = max(q.shape[-2], k.shape[-2])
+    return widest <= WIDEST and widest * longest < LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: AttentionTiles | None = None
+) -> Tensor:
+    """fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous, of tensors for which `fits`.
+
+    `amax` is (), the range of the probabilities; one step is amax / high, odd and at most 255.
+    """
+    if tiles is None:
+        tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
+    return _Attention.apply(q, k, v, amax, scaling, high, *flat(tiles))
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, *tiles: Any
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        sums = torch.empty((*q.shape[:-2], room_for(q.shape[-2])), dtype=torch.float32, device=q.device)
+        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), AttentionTile(*tiles[:5]))
+        ctx.save_for_backward(q, k, v, amax, sums)
+        ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
+        q, k, v, amax, sums = ctx.saved_tensors
+        layout = _apart(q, k, v)
+        grads = torch.empty(q.numel() + k.numel() + v.numel(), dtype=q.dtype, device=q.device)
+        run_backward((q, k, v, amax, sums, grad.contiguous()), grads, layout, ctx.numbers, ctx.tiles)
+        q_grad, k_grad, v_grad = grads.split([q.numel(), k.numel(), v.numel()])
+        return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape), *(None,) * 18
+
+
+def run_forward(
+    tensors: tuple[Tensor, ...],
+    layout: HeadLayout,
+    numbers: tuple[float, int],
+    tile: AttentionTile,
+    bounds: tuple[int, int] = (0, 0),
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the result and the logarithms of the sums.
+
+    - `tensors`: q, k, v, the range of the probabilities, the result, the sums.
+    - `numbers`: factor of the scores, and the largest integer of a probability.
+    - `bounds`: smallest and largest integer of the result, if it is quantized.
+    - `rounded`: range of the result and its bits, which are written; None = it is not quantized.
+    """
+    scaling, high = numbers
+    amax = tensors[3]
+    out_amax, out_bits = rounded or (amax, amax)
+    blocks = -(-layout.tokens // tile.rows)
+    launch(
+        forward_kernel,
+        (blocks * layout.total,),
+        (*tensors[:4], out_amax, *tensors[4:], out_bits),
+        (
+            layout.tokens,
+            tensors[5].shape[-1],
+            layout.keys,
+            blocks,
+            *layout[3:9],
+            scaling * _LOG2_E,
+            float(high),
+            rounding_threshold(bounds[0]),
+            float(bounds[0]),
+            float(bounds[1]),
+            *_sizes(layout),
+            rounded is not None,
+            tile.whole,
+            tile.rows,
+            tile.columns,
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def run_backward(
+    tensors: tuple[Tensor, ...],
+    grads: Tensor,
+    layout: HeadLayout,
+    numbers: tuple[float, int],
+    tiles: tuple[Any, ...],
+    bits: Tensor | None = None,
+    out_bits: Tensor | None = None,
+) -> None:
+    """Write the gradients of q, k and v into `grads`.
+
+    - `tensors`: q, k, v, the range of the probabilities, the sums, the gradient of the result.
+    - `bits`, `out_bits`: of q, k and v and of the result, if quantized.
+    """
+    factors = (numbers[0] * _LOG2_E, numbers[0], float(numbers[1]))
+    q, k, v, amax, sums, grad = tensors
+    by_queries, by_keys = AttentionTile(*tiles[:5]), AttentionTile(*tiles[5:])
+    sizes = (*_sizes(layout), bits is not None)
+    masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
+    passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+    blocks = -(-layout.tokens // by_queries.rows)
+    launch(
+        queries_kernel,
+        (blocks * layout.total,),
+        (q, k, v, grad, sums, amax, masks, grad_masks, grads, deltas, passed),
+        (
+            *(layout.tokens, sums.shape[-1], layout.keys, blocks),
+            *layout[3:9],
+            *factors,
+            *sizes,
+            out_bits is not None,
+            by_queries.whole,
+            by_queries.rows,
+            by_queries.columns,
+        ),
+        num_warps=by_queries.warps,
+        num_stages=by_queries.stages,
+    )
+    blocks = -(-layout.keys // by_keys.rows)
+    launch(
+        keys_kernel,
+        (blocks * layout.total,),
+        (q, k, v, passed, sums, deltas, amax, masks, grads),
+        (
+            *(layout.tokens, sums.shape[-1], layout.keys, blocks),
+            *layout[3:11],
+            *factors,
+            *sizes,
+            by_keys.rows,
+            by_keys.columns,
+        ),
+        num_warps=by_keys.warps,
+        num_stages=by_keys.stages,
+    )
+
+
+def room_for(tokens: int) -> int:
+    """Elements allocated for the rows of a head: whole blocks, which are written and read without a mask."""
+    return -(-tokens // _MOST) * _MOST
+
+
+def flat(tiles: AttentionTiles) -> tuple[Any, ...]:
+    """All fields in one tuple, as an `autograd.Function` takes them."""
+    return tuple(number for tile in tiles for number in tile)
+
+
+def _apart(q: Tensor, k: Tensor, v: Tensor) -> HeadLayout:
+    deep, wide = q.shape[-1], v.shape[-1]
+    total = q.numel() // (q.shape[-2] * deep)
+    ends = (q.numel(), q.numel() + k.numel())
+    return HeadLayout(total, q.shape[-2], k.shape[-2], 1, deep, wide, wide, 0, 0, *ends, deep, wide)
+
+
+def _sizes(layout: HeadLayout) -> tuple[int, int, int, int]:
+    return layout.deep, layout.wide, _padded(layout.deep), _padded(layout.wide)
+
+
+def _padded(count: int) -> int:
+    """The next power of two, 16 or more; `count` may be a symbolic size."""
+    size = 16
+    while size < count:
+        size *= 2
+    return size
+
+
+_ROUND_TILE = (16, 16)  # rows, and groups of eight columns, of `round_kernel`
+_ROUND_TILES = 8  # of a program of it
+_ROUND_WARPS = 2
+
+
+def packed_fits(qkv: Tensor) -> bool:
+    """Whether `packed_attention` takes q, k and v: (B, T, 3, H, D), contiguous, D a multiple of eight."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3 or qkv.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    (_, tokens, _, heads, width), count = qkv.shape, qkv.numel()
+    small = width <= WIDEST and 3 * heads * width * tokens < LARGEST
+    return small and width % BITS_PER_BYTE == 0 and count > 0 and qkv.is_contiguous()
+
+
+def packed_attention(
+    qkv: Tensor,
+    weights: IntegerGrid,
+    scaling: float,
+    parts: tuple[IntegerGrid, IntegerGrid, IntegerGrid] | None = None,
+    result: IntegerGrid | None = None,
+    tiles: AttentionTiles | None = None,
+) -> Tensor:
+    """Softmax(scaling * q k^T), quantized to `weights`, times v, (B, T, H, D), contiguous; `qkv` `packed_fits`.
+
+    `parts`: grids of q, k and v, with the same integers, `result`: of the result; None = not quantized.
+    """
+    if tiles is None:
+        tiles = default_tiles(qkv.shape[1], qkv.shape[1], qkv.shape[4], qkv.dtype)
+    q_amax, k_amax, v_amax = [None] * 3 if parts is None else [part.amax for part in parts]
+    bounds = (0, 0) if parts is None else (parts[0].low, parts[0].high)
+    out_amax, *out_bounds = (None, 0, 0) if result is None else result[:3]
+    ranges = (weights.amax, q_amax, k_amax, v_amax, out_amax)
+    numbers = (scaling, weights.high, *bounds, *out_bounds)
+    return _PackedAttention.apply(qkv, *ranges, *numbers, *flat(tiles))
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Keeps its input, a bit for each quantized element, and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        amax: Tensor,
+        q_amax: Tensor | None,
+        k_amax: Tensor | None,
+        v_amax: Tensor | None,
+        out_amax: Tensor | None,
+        scaling: float,
+        high: int,
+        part_low: int,
+        part_high: int,
+        out_low: int,
+        out_high: int,
+        *tiles: Any,
+    ) -> Tensor:
+        batch, tokens, _, heads, width = qkv.shape
+        bits: list[Tensor] = []
+        if q_amax is not None and k_amax is not None and v_amax is not None:
+            qkv, part_bits = _quantized_parts(qkv, (q_amax, k_amax, v_amax), part_low, part_high)
+            bits.append(part_bits)
+        ctx.rounded = (q_amax is not None, out_amax is not None)
+        out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
+        sums = torch.empty((batch, heads, room_for(tokens)), dtype=torch.float32, device=qkv.device)
+        rounded = None
+        if out_amax is not None:
+            bits.append(torch.empty(out.numel() // BITS_PER_BYTE, dtype=torch.uint8, device=qkv.device))
+            rounded = (out_amax, bits[-1])
+        ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
+        tensors = (qkv, qkv, qkv, amax, out, sums)
+        run_forward(tensors, _packed_layout(qkv), ctx.numbers, AttentionTile(*tiles[:5]), (out_low, out_high), rounded)
+        ctx.save_for_backward(qkv, amax, sums, *bits)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
+        qkv, amax, sums, *found = ctx.saved_tensors
+        bits, out_bits = [found[i] if there else None for i, there in zip((0, -1), ctx.rounded, strict=True)]
+        grads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        tensors = (qkv, qkv, qkv, amax, sums, grad.contiguous())
+        run_backward(tensors, grads, _packed_layout(qkv), ctx.numbers, ctx.tiles, bits, out_bits)
+        return grads, *(None,) * 26
+
+
+def _quantized_parts(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor]:
+    """(q, k and v quantized, a bit for each element: 0 where it saturated)."""
+    out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    bits = torch.empty(qkv.numel() // BITS_PER_BYTE, dtype=torch.uint8, device=qkv.device)
+    rows = qkv.shape[0] * qkv.shape[1]
+    groups = qkv.shape[3] * qkv.shape[4] // BITS_PER_BYTE
+    row_tile, group_tile = _ROUND_TILE
+    strips = -(-groups // group_tile)
+    launch(
+        round_kernel,
+        (-(-rows // (row_tile * _ROUND_TILES)), 3 * strips),
+        (qkv, *ranges, out, bits),
+        (rows, groups, strips, _ROUND_TILES, rounding_threshold(low), float(low), float(high), row_tile, group_tile),
+        num_warps=_ROUND_WARPS,
+    )
+    return out, bits
+
+
+def _packed_layout(qkv: Tensor) -> HeadLayout:
+    batch, tokens, _, heads, width = qkv.shape
+    part = heads * width
+    starts = (part, 2 * part)
+    return HeadLayout(batch * heads, tokens, tokens, heads, 3 * part, 3 * part, part, *starts, *starts, width, width)
+
+
+_WINDOW_MOST = 64  # tokens of a window, and width of a head
+_PROGRAMS = 2112  # about
+
+
+@triton.jit
+def _rounded(ptr, amax_ptr, tokens, row, low, high, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """(a part of a window, quantized; its steps of the grid)."""
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    x = _rows(ptr, 0, tokens, row, WIDE, ROWS, PADDED)
+    steps = steps_of(x.to(tl.float32), float("-inf"), float("inf"), scale, reciprocal)
+    return (on_grid(steps, low, high) * scale).to(x.dtype), steps
+
+
+@triton.jit
+def _passes(steps, least, high):
+    return (steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
+
+
+@triton.jit
+def _table(table_ptr, tokens, ROWS: tl.constexpr):
+    """A (tokens, tokens) table in the exponent of two; minus infinity past the last column."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, ROWS)[None, :]
+    there = (row < tokens) & (column < tokens)
+    found = tl.load(table_ptr + row * tokens + column, mask=there, other=0.0).to(tl.float32)
+    return tl.where(column < tokens, found * 1.4426950408889634, float("-inf"))
+
+
+@triton.jit
+def _attend(q, k, v, table, amax_ptr, factor, high):
+    """(probabilities, their steps, the attended values)."""
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    x = tl.dot(q, tl.trans(k), input_precision="ieee") * factor + table
+    p = tl.exp2(x - tl.max(x, axis=1)[:, None])
+    p *= tl.div_rn(tl.full(p.shape, 1.0, tl.float32), tl.broadcast_to(tl.sum(p, axis=1)[:, None], p.shape))
+    steps = p * reciprocal
+    return p, steps, tl.dot(below(steps, high).to(v.dtype), v, input_precision="ieee") * scale
+
+
+@triton.jit
+def window_kernel(
+    qkv_ptr, table_ptr, mask_ptr, amax_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_amax_ptr, out_ptr,
+    count, masks, tokens, heads, steps, factor, high, low, most, out_low, out_high,
+    WIDE: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Compute the quantized results of a head of some windows. MASKED: a second table, of the window modulo `masks`."""
+    factor = tl.cast(factor, tl.float32)  # torch.compile passes Python's numbers in float64
+    high = tl.cast(high, tl.float32)
+    low = tl.cast(low, tl.float32)
+    most = tl.cast(most, tl.float32)
+    out_low = tl.cast(out_low, tl.float32)
+    out_high = tl.cast(out_high, tl.float32)
+    head = tl.program_id(0)
+    table = _table(table_ptr + head * tokens * tokens, tokens, ROWS)
+    out_scale, out_reciprocal = step_of(tl.load(out_amax_ptr), out_high)
+    first = tl.program_id(1) * steps
+    for window in range(first, tl.minimum(first + steps, count)):
+        start = qkv_ptr + tl.cast(window, tl.int64) * tokens * (3 * heads * WIDE) + head * WIDE
+        q, _ = _rounded(start, q_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        k, _ = _rounded(start + heads * WIDE, k_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        v, _ = _rounded(start + 2 * heads * WIDE, v_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        scores = table
+        if MASKED:
+            scores += _table(mask_ptr + window % masks * tokens * tokens, tokens, ROWS)
+        _, _, total = _attend(q, k, v, scores, amax_ptr, factor, high)
+        found = steps_of(total, float("-inf"), float("inf"), out_scale, out_reciprocal)
+        found = on_grid(found, out_low, out_high) * out_scale
+        to = out_ptr + tl.cast(window, tl.int64) * tokens * (heads * WIDE) + head * WIDE
+        _put(to, found, 0, tokens, heads * WIDE, WIDE, ROWS, PADDED)
+
+
+@triton.jit
+def window_gradient_kernel(
+    qkv_ptr, table_ptr, mask_ptr, amax_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_amax_ptr, grad_ptr, out_ptr,
+    sums_ptr, count, masks, tokens, heads, steps, factor, high, low, most, out_low, out_high, least, out_least, scaling,
+    WIDE: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a head of some windows, and their sum for the table; all is computed again from q, k, v.
+
+    MASKED: as in `window_kernel`.
+    """
+    factor = tl.cast(factor, tl.float32)
+    high = tl.cast(high, tl.float32)
+    low = tl.cast(low, tl.float32)
+    most = tl.cast(most, tl.float32)
+    out_low = tl.cast(out_low, tl.float32)
+    out_high = tl.cast(out_high, tl.float32)
+    least = tl.cast(least, tl.float32)
+    out_least = tl.cast(out_least, tl.float32)
+    scaling = tl.cast(scaling, tl.float32)
+    head = tl.program_id(0)
+    table = _table(table_ptr + head * tokens * tokens, tokens, ROWS)
+    out_scale, out_reciprocal = step_of(tl.load(out_amax_ptr), out_high)
+    scale, _ = step_of(tl.load(amax_ptr), high)
+    of_table = tl.zeros([ROWS, ROWS], dtype=tl.float32)
+    first = tl.program_id(1) * steps
+    for window in range(first, tl.minimum(first + steps, count)):
+        at = tl.cast(window, tl.int64) * tokens * (3 * heads * WIDE) + head * WIDE
+        start = qkv_ptr + at
+        q, q_steps = _rounded(start, q_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        start += heads * WIDE
+        k, k_steps = _rounded(start, k_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        start += heads * WIDE
+        v, v_steps = _rounded(start, v_amax_ptr, tokens, 3 * heads * WIDE, low, most, WIDE, ROWS, PADDED)
+        scores = table
+        if MASKED:
+            scores += _table(mask_ptr + window % masks * tokens * tokens, tokens, ROWS)
+        p, found, total = _attend(q, k, v, scores, amax_ptr, factor, high)
+        out_steps = steps_of(total, float("-inf"), float("inf"), out_scale, out_reciprocal)
+        grad_at = tl.cast(window, tl.int64) * tokens * (heads * WIDE) + head * WIDE
+        grad = _rows(grad_ptr + grad_at, 0, tokens, heads * WIDE, WIDE, ROWS, PADDED)
+        grad = tl.where(_passes(out_steps, out_least, out_high), grad, 0.0).to(v.dtype)
+        of_v = tl.dot(tl.trans(below(found, high).to(v.dtype)), grad, input_precision="ieee") * scale
+        of_v = tl.where(_passes(v_steps, least, most), of_v, 0.0)
+        to = out_ptr + at
+        _put(to + 2 * heads * WIDE, of_v, 0, tokens, 3 * heads * WIDE, WIDE, ROWS, PADDED)
+        passed = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        passed = tl.where(found < high + 0.5, passed, 0.0)  # none is below 0, the least integer
+        passed = p * (passed - tl.sum(p * passed, axis=1)[:, None])
+        of_table += passed
+        narrow = passed.to(v.dtype)
+        of_q = tl.dot(narrow, k, input_precision="ieee") * scaling
+        of_q = tl.where(_passes(q_steps, least, most), of_q, 0.0)
+        _put(to, of_q, 0, tokens, 3 * heads * WIDE, WIDE, ROWS, PADDED)
+        of_k = tl.dot(tl.trans(narrow), q, input_precision="ieee") * scaling
+        of_k = tl.where(_passes(k_steps, least, most), of_k, 0.0)
+        _put(to + heads * WIDE, of_k, 0, tokens, 3 * heads * WIDE, WIDE, ROWS, PADDED)
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, ROWS)[None, :]
+    sums_ptr += (tl.program_id(1) * heads + head) * tokens * tokens
+    tl.store(sums_ptr + row * tokens + column, of_table, mask=(row < tokens) & (column < tokens))
+
+
+def window_fits(qkv: Tensor) -> bool:
+    """As `packed_fits`, of at most 64 tokens and 64 columns; in float32 32 of each, for shared memory."""
+    most = _WINDOW_MOST if qkv.dtype.itemsize == 2 else _WINDOW_MOST // 2
+    return packed_fits(qkv) and qkv.shape[1] <= most and qkv.shape[4] <= most
+
+
+def window_attention(
+    qkv: Tensor,
+    table: Tensor,
+    mask: Tensor | None,
+    weights: IntegerGrid,
+    parts: tuple[IntegerGrid, IntegerGrid, IntegerGrid],
+    result: IntegerGrid,
+    scaling: float,
+) -> Tensor:
+    """Softmax(scaling * q k^T + table + mask), quantized, times v, quantized: (B, T, H, D), contiguous.
+
+    - `qkv`: (B, T, 3, H, D), `window_fits`; q, k and v are quantized, with the same integers.
+    - `table`: (H, T, T) or (1, H, T, T).
+    - `mask`: of W * T * T elements, where window b has the part b modulo W; it gets no gradient.
+    """
+    ranges = (weights.amax, *(part.amax for part in parts), result.amax)
+    numbers = (weights.high, parts[0].low, parts[0].high, result.low, result.high)
+    return _WindowAttention.apply(qkv, table, mask, *ranges, scaling, *numbers)
+
+
+class _WindowAttention(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        ranges, scaling, integers = rest[:5], rest[5], rest[6:]
+        batch, tokens, _, heads, width = qkv.shape
+        ctx.numbers = (scaling * _LOG2_E, *[float(integer) for integer in integers]), scaling
+        ctx.least = rounding_threshold(integers[1]), rounding_threshold(integers[3])
+        ctx.kept = mask is not None
+        out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
+        tensors = (qkv, table.contiguous(), table if mask is None else mask.contiguous(), *ranges)
+        ctx.save_for_backward(*tensors)
+        grid, sizes, constants = _window_sizes(tensors[0], tensors[2], ctx.kept)
+        launch(window_kernel, grid, (*tensors, out), (*sizes, *ctx.numbers[0], *constants), num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
+        tensors = ctx.saved_tensors
+        qkv, table = tensors[0], tensors[1]
+        grid, sizes, constants = _window_sizes(qkv, tensors[2], ctx.kept)
+        out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        sums = torch.empty((grid[1], *table.shape), dtype=torch.float32, device=qkv.device)
+        numbers, scaling = ctx.numbers
+        launch(
+            window_gradient_kernel,
+            grid,
+            (*tensors, grad.contiguous(), out, sums),
+            (*sizes, *numbers, *ctx.least, scaling, *constants),
+            num_warps=4,
+        )
+        return out, sums.sum(0).to(table.dtype), *(None,) * 12
+
+
+def _window_sizes(qkv: Tensor, mask: Tensor, masked: bool) -> tuple[tuple[int, int], tuple[int, ...], tuple[Any, ...]]:
+    batch, tokens, _, heads, width = qkv.shape
+    steps = -(-batch // max(1, _PROGRAMS // heads))
+    masks = mask.numel() // (tokens * tokens) if masked else 1
+    rows, padded = (max(16, 1 << (size - 1).bit_length()) for size in (tokens, width))
+    return (heads, -(-batch // steps)), (batch, masks, tokens, heads, steps), (width, masked, rows, padded)

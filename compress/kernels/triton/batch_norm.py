@@ -12,8 +12,7 @@ from torch import Tensor
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.memory_format import empty_as, is_channels_last, like
 from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, on_grid, step_of, steps_of, strip
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 _FORWARD = (2048, 2112)  # elements of a tile, and programs in all, about
 _BACKWARD = (2048, 1056)
@@ -186,13 +185,7 @@ def backward_kernel(
 
 
 class Running(NamedTuple):
-    """Statistics that follow those of the batches.
-
-    Attributes:
-        mean: (C,), float32; changed in place with a batch's statistics.
-        var: (C,), float32, unbiased; changed alike.
-        momentum: weight of a new batch; None = these statistics are used.
-    """
+    """Statistics (C,), float32, changed in place with a batch's; `momentum` None = these are used instead."""
 
     mean: Tensor
     var: Tensor
@@ -208,17 +201,9 @@ def fits(x: Tensor) -> bool:
 def batch_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor, amax: Tensor, running: Running, eps: float, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the fake quantization of the activated batch norm of images, in float32.
+    """Fake quantization of the activated batch norm of images (N, C, H, W) for which `fits`, in float32.
 
-    - `x`: (N, C, H, W) for which `fits`.
-    - `weight`, `bias`: (C,), float32.
-    - `amax`: (), the range of the result.
-
-    Returns:
-        (the result, laid out as `x` and in its type; mean and reciprocal of the standard deviation of each channel)
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
+    Returns the result, laid out as `x`, and mean and reciprocal of the standard deviation of each channel.
     """
     found = _BatchNormQuantize.apply(x, weight, bias, amax, *running, eps, epilogue)
     return found
@@ -227,13 +212,7 @@ def batch_norm_quantize(
 def batch_norm_again(
     x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor, amax: Tensor, *, epilogue: Epilogue
 ) -> Tensor:
-    """Return the result of `batch_norm_quantize`, by its kernel, from its arguments and its other results.
-
-    - `x`: (N, C, H, W).
-    - `mean`, `weight`, `bias`: (C,).
-    - `deviation`: the reciprocal of each channel's standard deviation, (C,).
-    - `amax`: (), the range of the result.
-    """
+    """The result of `batch_norm_quantize`, by its kernel, from its arguments and its other results."""
     to_out, out = empty_as(x, x.dtype)
     columns = x.shape[1]
     s = Strips.of(x.numel(), columns, *_FORWARD)

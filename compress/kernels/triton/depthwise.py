@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.memory_format import empty_channels_last, is_channels_last
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 _LAST = torch.channels_last
 _LEAST_TAPS, _MOST_TAPS = 7, 9  # for fewer cuDNN has kernels of its own
@@ -170,7 +169,6 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Grid:
-        """For (N, C, H, W)."""
         images, channels, height, width = shape
         groups = -(-width // _STRIP)
         positions = images * height * groups
@@ -185,11 +183,7 @@ def fits(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
 ) -> bool:
-    """Whether the kernels compute a convolution, with a filter for each channel, and pay off.
-
-    - `x`: (N, C, H, W).
-    - `weight`: (C, 1, R, S).
-    """
+    """Whether the kernels compute (N, C, H, W) with a filter (C, 1, R, S) for each channel, and pay off."""
     if x.dim() != 4 or weight.dim() != 4 or dtype not in (torch.float16, torch.bfloat16) or not is_channels_last(x):
         return False
     taps = weight.shape[2:]
@@ -200,16 +194,7 @@ def fits(
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution of `x` for which `fits`, in its type and channels_last; sums are float32.
-
-    Args:
-        x: (N, C, H, W), floating point.
-        weight: (C, 1, R, S).
-        bias: (C,).
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
-    """
+    """The convolution of `x` for which `fits`, in its type and channels_last; sums are float32."""
     return _Depthwise.apply(x.contiguous(memory_format=_LAST), weight, bias)
 
 

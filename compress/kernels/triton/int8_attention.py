@@ -32,8 +32,7 @@ def attention(
     """Launch the attention of all heads.
 
     - `q`, `k`, `v`: codes (B, H, L, D), (B, H, D, S), (B, H, S, E).
-    - `mask`: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B or divides it
-      (then it repeats). None = none.
+    - `mask`: float32 (M, H, L, S), strides of 0 where it broadcasts; M is B or divides it (then it repeats).
     - `factor`: of a product of codes, in the scores.
     - `probability`, `limits`: scale, lowest and highest integer of the probabilities' grid.
     - `finish`: its factor is that of a sum of products of codes.

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Activations by the number that kernels know them by.
 ACTIVATIONS = (
     "none",
     "clip",
@@ -27,7 +28,6 @@ ACTIVATIONS = (
     "elu",
     "softplus",
 )
-"""Activations by the number that kernels know them by."""
 
 _ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction bits, so it rounds half to even
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -36,13 +36,7 @@ _FAR = 1e9  # steps: beyond every grid; infinities are no good as arguments of p
 
 
 class Residual(NamedTuple):
-    """The residual that is added to a product's result.
-
-    Attributes:
-        scale: real value of one code; 1 for values.
-        zero: code of 0; 0 for values.
-        codes: True for codes, False for floating-point values.
-    """
+    """The residual that is added to a product's result: codes with a scale and a zero, or values (1 and 0)."""
 
     scale: float
     zero: int
@@ -50,11 +44,7 @@ class Residual(NamedTuple):
 
 
 class OutputGrid(NamedTuple):
-    """The grid that a result is put on.
-
-    Attributes:
-        scale: float64; one number, or one for each column.
-    """
+    """The grid that a result is put on; `scale` is float64, one number or one for each column."""
 
     scale: Tensor
     zero: int = 0
@@ -63,12 +53,7 @@ class OutputGrid(NamedTuple):
 
 
 class Function(NamedTuple):
-    """An activation.
-
-    Attributes:
-        kind: one of `ACTIVATIONS`.
-        lower, upper: bounds of `clip`; `lower` is the slope of `leaky_relu`.
-    """
+    """An activation of `ACTIVATIONS`; bounds of `clip`, `lower` is the slope of `leaky_relu`."""
 
     kind: str = "none"
     lower: float = -math.inf
@@ -144,19 +129,11 @@ class Finish(NamedTuple):
     kind: Kind
 
     def to(self, device: torch.device) -> Finish:
-        """The same with its tensors on a device."""
         return self._replace(vectors=Vectors(*(None if t is None else t.to(device) for t in self.vectors)))  # type: ignore[arg-type]
 
 
 class Outputs(NamedTuple):
-    """The tensors that a kernel adds and writes: rows of pixels, channels last; None for one that is missing.
-
-    Attributes:
-        residual: codes or values.
-        codes: int8.
-        value: floating point.
-        residual_pitch, codes_pitch, value_pitch: elements from one pixel to the next.
-    """
+    """The tensors that a kernel adds and writes, rows of pixels, channels last; pitches are elements between pixels."""
 
     residual: Any
     codes: Any
@@ -177,7 +154,7 @@ def finish_of(
     grid: OutputGrid | None = None,
     value: bool = False,
 ) -> Finish:
-    """Return the arguments of an epilogue, on the CPU.
+    """The arguments of an epilogue, on the CPU.
 
     - `factor`, `bias`: (O,) float64; real value of one unit of the sum, and what is added to it.
     - `middle`: grid with one scale on which the branch is rounded before the residual is added.
@@ -410,6 +387,6 @@ def write_tile(y, steps, row, column, there, outputs, numbers, KIND: tl.constexp
         tl.store(outputs.value + row[:, None] * outputs.value_pitch + column, value, mask=there)
 
 
+# The constants of a function count in Triton's key of a kernel that calls it only if its own key was asked for before.
+# So it is asked for here, and every process finds the kernels that another one compiled ahead.
 _FIRST_KEY = getattr(finish_tile, "cache_key", "")
-"""The constants of a function count in Triton's key of a kernel that calls it only if its own key was asked for before.
-So it is asked for here, and every process finds the kernels that another one compiled ahead."""

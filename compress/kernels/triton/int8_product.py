@@ -1,7 +1,8 @@
-"""Convolutions and matrix products of codes for inference, in one kernel with all that follows them."""
+"""The kernel of INT8 convolutions and matrix products of an engine; one that holds the whole weight."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile, finished, residual_of, write_tile
 
+# Bytes of one memory access; rows of channels are multiples of it.
 ALIGNED = 16
-"""Bytes of one memory access; rows of channels are multiples of it."""
 
 
 class Geometry(NamedTuple):
@@ -82,19 +83,12 @@ class Weight(NamedTuple):
 
 
 def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Tensor | None:
-    """Sums that the code of 0 adds to each output channel, negative: int32 (O,); None if `zero` is 0.
-
-    `weight` is int8 (O, ...).
-    """
+    """Sums that the code of 0 adds to each output channel, negative: int32 (O,); None if `zero` is 0."""
     return (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
 
 
 def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.device | str = "cpu") -> Weight:
-    """Lay a weight out for the kernel; groups of fewer than 16 channels are joined, with zeros between them.
-
-    - `weight`: int8 (O, C / groups, R, S), or (O, C) of a matrix product.
-    - `zero`: the input's code of 0.
-    """
+    """Lay int8 (O, C / groups, R, S), or (O, C), out; groups of fewer than 16 channels are joined, zeros between."""
     weight = weight.reshape(*weight.shape, *[1] * (4 - weight.dim()))
     correction = zero_correction(weight, zero, device)
     joined = 1
@@ -117,19 +111,13 @@ def _joined_groups(weight: Tensor, groups: int, joined: int) -> Tensor:
 
 
 class Workspace(NamedTuple):
-    """Memory for sums that are split; zeros before and after every run.
-
-    Attributes:
-        sums: int32.
-        counts: int32, for each tile.
-    """
+    """Memory for int32 sums that are split, and counts of tiles; zeros before and after every run."""
 
     sums: Tensor
     counts: Tensor
 
 
 def workspace(device: torch.device, tiles: int, elements: int) -> Workspace:
-    """Zeros for `tiles` tiles of `elements` elements each."""
     return Workspace(
         torch.zeros(tiles * elements, dtype=torch.int32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -137,7 +125,6 @@ def workspace(device: torch.device, tiles: int, elements: int) -> Workspace:
 
 
 def tiles_of(rows: int, columns: int, tile: Tile) -> int:
-    """How many tiles a result has."""
     return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
@@ -157,9 +144,7 @@ def product(
     """Launch the convolution of `x`.
 
     - `x`: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
-    - `weight`, `finish`: of `pack_weight` and `finish_of`, on the device.
     - `columns`, `out_size`: output channels and (OH, OW).
-    - `zero`: the input's code of 0, which pads.
     - `space`: memory for a tile with splits.
     """
     images, _, height, width = x.shape
@@ -355,3 +340,149 @@ def _joined(total, tile, sums_ptr, counts_ptr, SPLITS: tl.constexpr, ROWS: tl.co
         tl.store(sums, tl.zeros([ROWS, COLUMNS], dtype=tl.int32))
         tl.store(counts_ptr + tile, 0)
     return total, last
+
+
+class WideTile(NamedTuple):
+    """The work of one program.
+
+    Attributes:
+        widths: columns that are computed at a time, powers of two; a program computes all of these.
+        depth: all input channels, a power of two.
+        stages: tiles whose loads are under way at a time.
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+    depth: int
+    stages: int = 2
+    warps: int = 4
+    programs: int = 4
+
+
+def wide(
+    x: Tensor,
+    weight: Weight,
+    finish: Finish,
+    outputs: Outputs,
+    columns: int,
+    tile: WideTile,
+    multiprocessors: int,
+    *,
+    zero: int = 0,
+) -> None:
+    """Launch a product of int8 (rows, K), with room for the weight's channels, and a weight of one tap and group."""
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    strip = sum(tile.widths)
+    strips = -(-columns // strip)
+    programs = min(-(-rows // tile.rows), -(-tile.programs * multiprocessors // strips))
+    _wide_kernel[(strips, programs)](
+        x,
+        weight.codes,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        channels,
+        columns,
+        x.stride(0),
+        finish.kind,
+        zero != 0,
+        tile.rows,
+        strip,
+        tile.widths,
+        tile.depth,
+        tile.stages,
+        num_warps=tile.warps,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _wide_kernel(
+    x_ptr,
+    weight_ptr,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    channels,
+    columns,
+    pitch,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIP: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    depth = tl.arange(0, DEPTH)
+    filters = ()
+    factors = ()
+    biases = ()
+    first = tl.program_id(0) * STRIP
+    for part in tl.static_range(len(WIDTHS)):
+        column = first + tl.arange(0, WIDTHS[part])
+        there = (depth < channels)[:, None] & (column < columns)[None, :]
+        found = tl.load(weight_ptr + column[None, :] * channels + depth[:, None], mask=there, other=0)
+        filters = filters + (found,)  # noqa: RUF005  (Triton knows no unpacking)
+        factor = tl.load(vectors.factor + column, mask=column < columns, other=0.0)
+        factors = factors + (factor[None, :],)  # noqa: RUF005
+        bias = tl.load(vectors.bias + column, mask=column < columns, other=0.0)
+        biases = biases + (bias[None, :],)  # noqa: RUF005
+        first += WIDTHS[part]
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        at = x_ptr + row.to(tl.int64)[:, None] * pitch + depth[None, :]
+        pixels = tl.load(at, mask=(row < rows)[:, None] & (depth < channels)[None, :], other=0)
+        _all_columns(
+            pixels,
+            filters,
+            factors,
+            biases,
+            correction_ptr,
+            row,
+            row < rows,
+            columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            X_ZERO,
+            STRIP,
+            WIDTHS,
+        )
+
+
+@triton.jit
+def _all_columns(
+    pixels,
+    filters,
+    factors,
+    biases,
+    correction_ptr,
+    row,
+    row_there,
+    columns,
+    vectors,
+    outputs,
+    numbers,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    STRIP: tl.constexpr,
+    WIDTHS: tl.constexpr,
+):
+    first = tl.program_id(0) * STRIP
+    for part in tl.static_range(len(WIDTHS)):
+        column = first + tl.arange(0, WIDTHS[part])
+        inside = column < columns
+        there = row_there[:, None] & inside[None, :]
+        total = tl.dot(pixels, filters[part], out_dtype=tl.int32)
+        if X_ZERO:
+            total += tl.load(correction_ptr + column, mask=inside, other=0)[None, :]
+        pixel = row.to(tl.int64)
+        added = residual_of(total, pixel, column[None, :], there, outputs, KIND)
+        y, steps = finished(total, added, factors[part], biases[part], vectors, column, inside, numbers, KIND)
+        write_tile(y, steps, pixel, column[None, :], there, outputs, numbers, KIND)
+        first += WIDTHS[part]

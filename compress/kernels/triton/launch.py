@@ -1,15 +1,50 @@
-"""Launches of Triton kernels that look the compiled kernel up only once, and when Triton computes."""
+"""The one import of Triton, or a stand-in where it is not installed, and launches that look a kernel up only once."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from compress.errors import QuantizationError
-from compress.kernels.triton.language import HAS_TRITON
 
+if TYPE_CHECKING:
+    import triton as triton
+    import triton.language as tl
+
+    HAS_TRITON: bool
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        HAS_TRITON = True
+    except ImportError:
+
+        class _Missing:
+            def __getattr__(self, name: str) -> _Missing:
+                return self
+
+            def __call__(self, *args: object, **options: object) -> object:
+                return args[0] if args else self
+
+        triton = tl = _Missing()
+        HAS_TRITON = False
+
+__all__ = [
+    "HAS_TRITON",
+    "BoundedCache",
+    "Kernels",
+    "Launch",
+    "launch",
+    "refuse_second_derivative",
+    "tl",
+    "triton",
+    "use_triton",
+    "use_triton_compiled",
+    "use_triton_eager",
+]
 _CACHE_SIZE = 4096  # launches, or plans of them
 
 
@@ -33,7 +68,6 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, device: int, *tensors: Any) -> None:
-        """Run on the current stream of `device`."""
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(device, *tensors)
@@ -67,11 +101,7 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...], **options: int
 ) -> None:
-    """Run a kernel; its launch is looked up by the types of its tensors. In a compiled graph, torch's code launches it.
-
-    - `kernel`: a function under `triton.jit`.
-    - `options`: of Triton's compiler: `num_warps`, `num_stages`.
-    """
+    """Run a kernel; its launch is looked up by its tensors' types. In a compiled graph, torch's code launches it."""
     if torch.compiler.is_compiling():
         kernel[grid](*tensors, *constants, **options)
         return
@@ -109,16 +139,10 @@ def use_triton_compiled(x: Tensor, kernels: Kernels | None) -> bool:
 
 
 def use_triton(x: Tensor, kernels: Kernels | None) -> bool:
-    """Whether Triton kernels compute on `x`, eager or compiled."""
     return use_triton_compiled(x, kernels) or use_triton_eager(x, kernels)
 
 
 def refuse_second_derivative(*grads: Tensor | None) -> None:
-    """Refuse the gradient of a gradient, which Triton kernels do not compute.
-
-    Raises:
-        QuantizationError: a gradient requires a gradient.
-    """
     if not torch.compiler.is_compiling() and any(grad is not None and grad.requires_grad for grad in grads):
         raise QuantizationError(
             "our Triton kernels have no second derivative; for one, fuse with forward='float', kernels='torch' "

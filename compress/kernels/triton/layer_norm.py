@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compress.kernels.epilogue import Epilogue, IntegerGrid, forward_torch, rounding_threshold
 from compress.kernels.triton.fake_quantize import bounds_of, on_grid, step_of, steps_of
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
+# Largest number of elements of a row.
 WIDEST = 2048
-"""Largest number of elements of a row."""
 _PROGRAMS = 1056  # 8 on each of 132 multiprocessors
 _ELEMENTS = 1024  # that a program takes at a time; backward two rows at least: narrow ones would leave memory idle
 _WARPS = 1
@@ -144,17 +143,9 @@ def norm_quantize(
     keep_sum: bool = False,
     keep_statistics: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute the fake quantization of the layer norm of x + added over the last axis, in `dtype`.
+    """Fake quantization of the layer norm of x + added, (..., C), over the last axis, in `dtype`.
 
-    - `x`: (..., C), contiguous, at most `WIDEST` wide.
-    - `weight`, `bias`: (C,).
-    - `grid`: of the result; one range.
-    - `added`: shape of `x`, contiguous; None = nothing is added.
-    - `keep_sum`: x + added is a result too.
-    - `keep_statistics`: mean and reciprocal of the standard deviation of each row are the last results.
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
+    `keep_sum`: x + added is a result too; `keep_statistics`: mean and reciprocal of the deviation are the last.
     """
     numbers = (eps, grid.low, grid.high, dtype, keep_sum, keep_statistics)
     results = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)
@@ -173,12 +164,7 @@ def norm_again(
     high: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the quantized norm of `norm_quantize` once more, to the last bit, from what it keeps.
-
-    - `total`: x + added, (..., C).
-    - `mean`, `deviation`: of each row, float32; `deviation` is the reciprocal of the standard deviation.
-    - `weight`, `bias`: (C,); no bias = None.
-    """
+    """The quantized norm of `norm_quantize` once more, to the last bit, from what it keeps."""
     result = torch.empty_like(total, dtype=dtype)
     tensors = (total, total, weight, weight if bias is None else bias, amax, total, result, mean, deviation)
     _launch_forward(tensors, 0.0, Epilogue(low, high), (False, bias is not None, True))
@@ -276,8 +262,8 @@ class _NormQuantize(torch.autograd.Function):
         )
 
 
+# Quantized norm, sum, and the mean and the reciprocal of the standard deviation of each of its rows.
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Quantized norm, sum, and the mean and the reciprocal of the standard deviation of each of its rows."""
 
 
 def _forward(
@@ -303,7 +289,6 @@ def _forward(
 def _launch_forward(
     tensors: tuple[Tensor, ...], eps: float, epilogue: Epilogue, constants: tuple[bool, bool, bool]
 ) -> None:
-    """Launch `forward_kernel` on its tensors; the constants are ADD, BIAS and AGAIN."""
     x, _, weight, *_ = tensors
     width = weight.numel()
     rows, padded = x.numel() // width, 1 << (width - 1).bit_length()
@@ -323,7 +308,7 @@ def _forward_compiled(
     epilogue: Epilogue,
     dtype: torch.dtype,
 ) -> _Forward:
-    """Compute the forward pass by torch's operations; a mask has no consumer in the graph, and is not computed."""
+    """By torch's operations; a mask has no consumer in the graph, and is not computed."""
     total = x if added is None else x + added
     tensors = (_wide(weight), None if bias is None else _wide(bias))
     y, mean, deviation = torch.native_layer_norm(_wide(total), weight.shape, *tensors, eps)

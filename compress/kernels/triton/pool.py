@@ -12,8 +12,7 @@ from torch import Tensor
 from compress.kernels.epilogue import Epilogue, Window
 from compress.kernels.memory_format import empty_channels_last
 from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, on_grid, step_of, steps_of
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 _LAST = torch.channels_last
 _PROGRAMS = 2112  # of the backward kernel: 16 on each of 132 multiprocessors
@@ -182,11 +181,10 @@ def _taken(
 
 
 class Pooled(NamedTuple):
-    """The results of a chain that ends in a pool, all channels_last.
+    """The results of a chain that ends in a pool, all channels_last; codes are int8, if asked for.
 
     Attributes:
         places: uint8, the index of each value in its window; 255 where no gradient passes.
-        codes: int8, of `value`; None unless asked for.
     """
 
     value: Tensor
@@ -195,7 +193,6 @@ class Pooled(NamedTuple):
 
 
 def fits(y: Tensor) -> bool:
-    """Whether type and layout are those of the kernels."""
     laid_out = y.dim() == 4 and y.is_contiguous(memory_format=_LAST)
     return laid_out and y.dtype != torch.float64 and 0 < y.numel() < _LARGEST
 
@@ -203,7 +200,6 @@ def fits(y: Tensor) -> bool:
 def pooled_quantize(
     y: Tensor, amax: Tensor, epilogue: Epilogue, window: Window, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Max pooling of `compress.kernels.fake_quantize.fused_quantize`; `y` `fits`."""
     return _Pooled.apply(y, bias, amax, tuple(epilogue), tuple(window), dtype)
 
 
@@ -248,9 +244,6 @@ def pool(
     """Compute bias, activation, fake quantization and max pooling in one kernel; or pooling of codes alone.
 
     - `y`: (N, C, H, W) for which `fits`; or, with `bits`, codes of a result of the epilogue, C a multiple of 8.
-    - `amax`: (), the range.
-    - `epilogue`: one range, and the bias along axis 1.
-    - `bias`: (C,).
     - `bits`: of the codes, packed (`compress.kernels.memory_format`).
     - `emits`: write codes too, of at most 8 bits and a sign.
     """
@@ -292,15 +285,7 @@ def pool(
 def unpool(
     grad: Tensor, places: Tensor, window: Window, size: tuple[int, int], dtype: torch.dtype, wants_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of `y`, its sum over all axes but that of the channels, float32, if wanted).
-
-    - `places`: of `pool`.
-    - `size`: (H, W) of `y`.
-    - `dtype`: of `y`.
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
-    """
+    """(the gradient of `y` of (H, W), its float32 sum over all axes but that of the channels, if wanted)."""
     refuse_second_derivative(grad)
     grad = grad.contiguous(memory_format=_LAST)
     images, channels, out_height, out_width = grad.shape

@@ -14,8 +14,7 @@ from compress.kernels.epilogue import IntegerGrid, rounding_threshold
 from compress.kernels.memory_format import BITS_PER_BYTE, empty_as, is_channels_last, like
 from compress.kernels.triton.activation import bias_of, smooth_factor, with_bias
 from compress.kernels.triton.fake_quantize import on_grid, step_of, steps_of
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import launch, refuse_second_derivative
+from compress.kernels.triton.launch import launch, refuse_second_derivative, tl, triton
 
 _FORWARD = (1024, 4, 4224)  # elements of a tile, warps of a program, and programs for parts of images, about:
 _BACKWARD = (1024, 4, 2112)  # the best of four on an H200
@@ -294,7 +293,6 @@ class Tiles(NamedTuple):
         return cls(images, height * width, columns // BITS_PER_BYTE, rows, strip, strips, steps, parts, warps)
 
     def run(self, kernel: Any, tensors: tuple[Tensor, ...], constants: tuple[Any, ...], split: bool = False) -> None:
-        """Launch a kernel; if `split`, with several programs for a strip."""
         grid = (self.strips, self.images, *((self.parts,) if split else ()))
         sizes = (self.pixels, self.eights, self.steps if split else -(-self.pixels // self.rows))
         launch(kernel, grid, tensors, (*sizes, *constants, self.rows, self.columns), num_warps=self.warps)
@@ -302,12 +300,7 @@ class Tiles(NamedTuple):
 
 @dataclass(eq=False)
 class Link:
-    """What `squeeze` and `excite` of one block tell each other.
-
-    Attributes:
-        bias, activation: of `squeeze`; the bias without its gradient.
-        found: of `excite`'s backward pass: the gate, and the integers of its quantizer.
-    """
+    """What `squeeze` and `excite` of one block share: the bias, gate and integers of `excite`'s backward pass."""
 
     bias: Tensor | None
     activation: str
@@ -315,23 +308,13 @@ class Link:
 
 
 def fits(y: Tensor) -> bool:
-    """Whether the kernels take type, layout and shape of a layer's result."""
     return is_channels_last(y) and y.dtype in _FLOATS and y.numel() > 0 and y.shape[1] % BITS_PER_BYTE == 0
 
 
 def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid | None) -> tuple[Tensor, Tensor, Link]:
-    """Average activation(y + bias), quantized, over the pixels.
+    """Average activation(y + bias), quantized to `grid` if given, over the pixels of a `y` (N, C, H, W) that `fits`.
 
-    - `y`: (N, C, H, W), the result of a layer without its bias; `fits`.
-    - `bias`: (C,).
-    - `activation`: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
-    - `grid`: with one range; None = the mean is of values that are not quantized.
-
-    Returns:
-        (the means, (N, C, 1, 1), in the type of `y`; what `excite` takes for `y`; what it takes besides).
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
+    Returns the means (N, C, 1, 1) in the type of `y`, what `excite` takes for `y`, and what it takes besides.
     """
     link = Link(None if bias is None else bias.detach(), activation)
     pooled, kept = _Squeeze.apply(y, bias, grid, link)
@@ -339,18 +322,7 @@ def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid |
 
 
 def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
-    """Fake quantization of activation(y + bias) * gate.
-
-    - `kept`: from `squeeze`.
-    - `gate`: (N, C, 1, 1) or (1, C, 1, 1).
-    - `link`: from `squeeze`.
-
-    Returns:
-        (N, C, H, W), channels_last, in the type of the product.
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
-    """
+    """Fake quantization of activation(y + bias) * gate: (N, C, H, W), channels_last; `kept` and `link` of `squeeze`."""
     return _Excite.apply(kept, _rows(gate, kept), grid, link)
 
 
@@ -447,20 +419,10 @@ def response_quantize(
     activation: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Fake quantization of a global response norm (arXiv 2301.00808) of activation(y + bias).
+    """Fake quantization of a global response norm (arXiv 2301.00808) of a = activation(y + bias).
 
-    It is a + weight * a * n + shift of the activation a, where n is its norm over the pixels of a channel, over the
-    mean of an image's norms + eps.
-
-    - `y`: (N, C, H, W), the result of a layer without its bias; `fits`.
-    - `weight`, `shift`, `bias`: (C,).
-    - `activation`: as of `squeeze`.
-
-    Returns:
-        (the result, in the type and layout of `y`; 1 + weight * n, (N, C), for `response_again`).
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
+    It is a + weight * a * n + shift, where n is the norm of a over the pixels of a channel, over the mean of an image's
+    norms + eps. Returns it and 1 + weight * n, (N, C), for `response_again`.
     """
     return _Response.apply(y, bias, weight, shift, grid.amax, activation, eps, grid.low, grid.high)
 
@@ -476,7 +438,7 @@ def response_again(
     high: int,
     activation: str,
 ) -> Tensor:
-    """The result of `response_quantize`, to the last bit, without gradients; arguments as of it, with its `gain`."""
+    """The result of `response_quantize`, to the last bit, without gradients; with its `gain`."""
     to_out, out = empty_as(y, y.dtype)
     tensors = (y, y if bias is None else bias, gain, shift, amax, to_out)
     constants = (float(low), float(high), activation, bias is not None, True)

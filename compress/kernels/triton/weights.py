@@ -13,8 +13,7 @@ from torch import Tensor
 
 from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.memory_format import BITS_PER_BYTE, is_channels_last
-from compress.kernels.triton.language import tl, triton
-from compress.kernels.triton.launch import BoundedCache, Launch, refuse_second_derivative
+from compress.kernels.triton.launch import BoundedCache, Launch, refuse_second_derivative, tl, triton
 
 _GROUPS = 256  # of eight elements, in a tile
 _ALIGNMENT = 256  # elements: offsets in the buffer are its multiples
@@ -93,9 +92,6 @@ def quantize_weights(
 
     - `owner`: key of a cache for everything that depends on shapes alone: the same object call after call.
     - `coded`: of which weights the integers are wanted too; they follow, int8, None where they are not.
-
-    Raises:
-        QuantizationError: a second derivative is asked for.
     """
     shapes = [(w.shape, w.stride(), w.dtype, *grid[1:]) for w, grid in zip(weights, grids, strict=True)]
     key = (shapes, dtype, weights[0].get_device())

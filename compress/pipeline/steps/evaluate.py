@@ -24,8 +24,14 @@ from compress.errors import CompressError, DataError, EngineError, EngineUnavail
 from compress.export.names import module_of
 from compress.files import replacing, write_json
 from compress.graph.ops import onnx_operators
-from compress.measure.accuracy import EngineFigures, compare_figures, kept_images, measure_accuracy, measure_metric
-from compress.measure.bootstrap import compare_evidence
+from compress.measure.accuracy import (
+    EngineFigures,
+    compare_evidence,
+    compare_figures,
+    kept_images,
+    measure_accuracy,
+    measure_metric,
+)
 from compress.measure.latency import (
     Latency,
     cpu_time,
@@ -37,9 +43,9 @@ from compress.measure.latency import (
     paired_interval,
     random_inputs,
 )
-from compress.measure.layer_parity import LayerDifference, first_difference
 from compress.measure.machine import describe_machine
 from compress.measure.metric import PAIRED, Metric
+from compress.measure.parity import LayerDifference, first_difference
 from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles, Run
 from compress.quantization.spec import Target

@@ -18,8 +18,8 @@ from compress.export.onnx import export_onnx, metadata_entries
 from compress.export.spec import ExportSpec
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
+from compress.measure.file_check import model_sizes
 from compress.measure.metric import Metric
-from compress.measure.sizes import model_sizes
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.pt2e import export_executorch

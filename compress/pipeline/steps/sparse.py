@@ -22,7 +22,7 @@ from compress.sparsity.parametrization import MaskSchedule, apply_masks, masked_
 from compress.sparsity.sparsifier import mask_options, prune_channels, sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training.checkpoint import load_model, save_model
-from compress.training.freezing import recalibrate_batchnorm
+from compress.training.optim import recalibrate_batchnorm
 from compress.variants import Variant
 
 GPU = "a100"  # device of the report's bound: the first kind with 2:4 tensor cores

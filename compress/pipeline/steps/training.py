@@ -19,9 +19,8 @@ from compress.recipe.tree import Recipe
 from compress.records.files import TRAIN
 from compress.support.meters import TaskMetric
 from compress.training.checkpoint import load_model, save_model
-from compress.training.fitting import fit
 from compress.training.log import TrainReport
-from compress.training.loop import AfterStep
+from compress.training.loop import AfterStep, fit
 from compress.training.spec import TrainSpec
 from compress.variants import Variant
 

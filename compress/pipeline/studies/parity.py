@@ -18,7 +18,7 @@ from compress.errors import EngineError, RecipeError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files
-from compress.measure.layer_parity import LayerParity, layer_parity
+from compress.measure.parity import LayerParity, layer_parity
 from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.run import task_of

@@ -14,8 +14,8 @@ from compress.graph.inputs import Batches, Inputs, as_inputs, each_input
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
-from compress.training.best import WeightAverage
-from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
+from compress.training.checkpoint import WeightAverage
+from compress.training.optim import drop_frozen_gradients, freeze_batchnorm
 from compress.training.spec import QATSpec
 
 
@@ -26,7 +26,6 @@ class QuantizationCycle:
     Attributes:
         example_inputs: inputs that the model is traced and exported with.
         batches: calibration data, as for `compress.quantize`.
-        spec: None = `QuantSpec()`.
         qat: only `scales`, `ema_decay`, `freeze_batchnorm_epoch` and `freeze_ranges_epoch` are followed.
         export_to: ONNX file to write at the end; None = none.
         export: further arguments of `export_onnx`, such as {"precision": "fp16"}.
@@ -52,11 +51,7 @@ class QuantizationCycle:
     average: WeightAverage | None = None
 
     def begin(self, model: nn.Module) -> fx.GraphModule:
-        """Return the model quantized and calibrated, for the optimizer; the model itself is not changed.
-
-        Raises:
-            CompressError: as `compress.quantize`.
-        """
+        """Return the model quantized and calibrated, for the optimizer; the model itself is not changed."""
         qmodel: fx.GraphModule = quantize(model, self.example_inputs, self.batches, spec=self.spec)
         if self.qat.scales == "learned":
             learn_scales(qmodel)
@@ -84,11 +79,7 @@ class QuantizationCycle:
         return nullcontext() if self.average is None else self.average.swapped()
 
     def end(self) -> Path | None:
-        """Install the mean weights, fix learned ranges, and export the file.
-
-        Raises:
-            CompressError: as `compress.export_onnx`.
-        """
+        """Install the mean weights, fix learned ranges, and export the file."""
         model = self._model()
         if self.average is not None:
             self.average.install()

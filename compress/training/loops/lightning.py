@@ -13,7 +13,7 @@ except ModuleNotFoundError:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Callback
 
-from compress.training.best import WeightAverage
+from compress.training.checkpoint import WeightAverage
 from compress.training.loops.cycle import QuantizationCycle
 
 
@@ -31,16 +31,13 @@ class QuantizationCallback(Callback):
         self._swapped = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace the float network, before optimizers are made."""
         if stage == "fit" and self.cycle.model is None:
             setattr(pl_module, self.attribute, self.cycle.begin(getattr(pl_module, self.attribute)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Freeze what the epoch freezes."""
         self.cycle.epoch(trainer.current_epoch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Leave frozen ranges out."""
         self.cycle.before_step(trainer.current_epoch)
 
     def on_train_batch_end(
@@ -56,22 +53,17 @@ class QuantizationCallback(Callback):
             self.cycle.after_step(self._step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the mean of the weights."""
         self._swapped.enter_context(self.cycle.averaged())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the weights of the last step."""
         self._swapped.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the mean and export, on the main process."""
         if trainer.is_global_zero:
             self.cycle.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean for Lightning's checkpoint."""
         return {} if self.cycle.average is None else {"means": dict(self.cycle.average.means)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the mean of a checkpoint."""
         self._means = state_dict.get("means")

@@ -42,20 +42,16 @@ class QuantizationTrainerCallback(TrainerCallback):
         self.cycle = cycle
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Freeze what the epoch freezes."""
         self.cycle.epoch(int(state.epoch or 0))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Leave frozen ranges out."""
         self.cycle.before_step(int(state.epoch or 0))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Update the mean."""
         self.cycle.after_step(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Install the mean and export, on the main process."""
         if state.is_world_process_zero:
             self.cycle.end()

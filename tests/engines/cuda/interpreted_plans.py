@@ -21,12 +21,10 @@ from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.tuning import differences
 from compress.kernels.triton import int8_epilogue as epilogue
-from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows, pack_dots
-from compress.kernels.triton.int8_descriptors import PointwiseTile, deep, pointwise
+from compress.kernels.triton.int8_depthwise import RowsTile, depthwise_rows, pack_dots
+from compress.kernels.triton.int8_descriptors import PointwiseTile, WindowTile, deep, pointwise, window
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
-from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
-from compress.kernels.triton.int8_wide import WideTile, wide
-from compress.kernels.triton.int8_window import WindowTile, window
+from compress.kernels.triton.int8_product import Geometry, Tile, WideTile, pack_weight, wide
 from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.test_plan import networks
 

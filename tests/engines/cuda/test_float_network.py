@@ -7,11 +7,18 @@ import torch
 from onnx import helper, numpy_helper
 
 from compress.engines.cuda.executor import Candidate, runtime_layer
-from compress.engines.cuda.float_network import compiled, float_graph, float_network
 from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.program import Program, machine_of, read_plan, recorded_network
+from compress.engines.cuda.program import (
+    Program,
+    compiled,
+    float_graph,
+    float_network,
+    machine_of,
+    read_plan,
+    recorded_network,
+)
 from tests.engines.cuda.qdq import Builder
 from tests.exact import open_session
 

@@ -18,7 +18,7 @@ import compress
 import compress.engines.tensorrt as package
 from compress import build_engine, build_tensorrt
 from compress.audit.files import read_engine_layers
-from compress.engines.tensorrt.builder import UNITS, BuildProgress, PhaseMeter, keep_timing_cache, use_timing_cache
+from compress.engines.tensorrt.build import UNITS, BuildProgress, PhaseMeter, keep_timing_cache, use_timing_cache
 from compress.engines.tensorrt.engine import checked_metadata
 from compress.engines.tensorrt.library import Library, tensorrt_library
 from compress.engines.tensorrt.metadata import (

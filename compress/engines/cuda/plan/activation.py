@@ -27,19 +27,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
 }
 
-KINDS = ("none", "clip", "leaky_relu", *_FUNCTIONS)
-"""Names of activations, in the order of the kernels' numbers."""
-
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function.
-
-    Attributes:
-        kind: one of `KINDS`.
-        lower, upper: bounds of `clip`; ReLU is a clip from 0 to infinity.
-        slope: of negative values, of `leaky_relu`.
-    """
+    """An elementwise function: `clip` has bounds (ReLU: 0 to infinity), `leaky_relu` the slope of negative values."""
 
     kind: str = "none"
     lower: float = -math.inf
@@ -47,7 +38,6 @@ class Activation:
     slope: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute it in the type of `x`."""
         if self.kind == "none":
             return x
         if self.kind == "clip":
@@ -182,7 +172,6 @@ def _simple(graph: Graph, node: Node) -> Activation | None:
 
 
 def _run(graph: Graph, group: list[Node], source: str, x: Tensor) -> Tensor | None:
-    """The result of a group for the numbers `x`, in float64."""
     values = {source: x}
     for member in reversed(group):  # consumers were added first
         inputs: list[Tensor | None] = []

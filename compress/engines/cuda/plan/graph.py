@@ -13,7 +13,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from compress.engines.base import TensorInfo, library_errors, shape_text
+from compress.engines.base import library_errors, shape_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host, pads_of
 from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
@@ -21,18 +21,16 @@ from compress.onnx_graph.graph import opset_of
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
+# Types of integers by ONNX's number, where a quantizer has no zero point that says it.
 _TYPES = {0: torch.uint8, onnx.TensorProto.UINT8: torch.uint8, onnx.TensorProto.INT8: torch.int8}
-"""Types of integers by ONNX's number, where a quantizer has no zero point that says it."""
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One operation. An input that is left out is "".
+    """One operation, an ONNX operator or one of the planner's own. An input that is left out is "".
 
     Attributes:
-        op: ONNX operator, or a name of the planner's own.
-        attributes: plain Python values and tensors.
         origins: names of the file's nodes that it was made of.
     """
 
@@ -44,7 +42,6 @@ class Node:
     origins: tuple[str, ...] = ()
 
     def given(self, index: int) -> str:
-        """Name of an input; "" where it is left out."""
         return self.inputs[index] if index < len(self.inputs) else ""
 
 
@@ -65,7 +62,6 @@ class Graph:
     outputs: tuple[str, ...]
 
     def producers(self) -> dict[str, Node]:
-        """The node that writes each tensor."""
         return {name: node for node in self.nodes for name in node.outputs if name}
 
     def consumers(self) -> dict[str, list[Node]]:
@@ -79,14 +75,7 @@ class Graph:
 
 
 def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = None, *, batch_size: int = 1) -> Graph:
-    """Read an ONNX file for inputs of given shapes.
-
-    - `sizes`: shape of an input, by name; the file's own where it is left out.
-    - `batch_size`: of inputs whose first dimension the file leaves open.
-
-    Raises:
-        EngineError: the file is missing or broken, an operator is not supported, or a shape is not known.
-    """
+    """Read an ONNX file; `sizes` are shapes by input, `batch_size` is of inputs whose first dimension is open."""
     outside = read_onnx(path)
     with library_errors(EngineError, f"{path}: its weights cannot be read (", ")"):
         proto = onnx.load(str(outside.path))
@@ -97,7 +86,7 @@ def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = Non
         known[tensor.name] = _tensor(numpy_helper.to_array(tensor))
     values: dict[str, Tensor] = dict(known)
     for info in outside.inputs:
-        values[info.name] = torch.empty(shapes[info.name], dtype=_dtype(info), device="meta")
+        values[info.name] = torch.empty(shapes[info.name], dtype=getattr(torch, info.dtype), device="meta")
     kept = _infer(nodes, values, path)
     missing = [value.name for value in proto.graph.output if value.name not in values]
     if missing:
@@ -125,7 +114,6 @@ def without_dead(graph: Graph, nodes: Iterable[Node] | None = None) -> Graph:
 
 
 def without_casts(graph: Graph) -> Graph:
-    """`graph` without casts between floating-point types."""
     same: dict[str, str] = {}
     nodes: list[Node] = []
     consumers = graph.consumers()
@@ -155,10 +143,7 @@ def _is_float_cast(graph: Graph, node: Node) -> bool:
 
 
 def sorted_nodes(nodes: Sequence[Node], known: Iterable[str]) -> list[Node]:
-    """`nodes` in an order in which they can run, as near to the given one as possible.
-
-    - `known`: tensors that are there before any of them runs.
-    """
+    """In an order in which they can run, as near to the given one as possible; `known` are there before."""
     producers = {name: node for node in nodes for name in node.outputs}
     done, ready, result = set(known), set(), []
     for node in nodes:
@@ -257,10 +242,6 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(np.array(array))  # a copy that is writable and contiguous, () included
 
 
-def _dtype(info: TensorInfo) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, np.dtype(info.dtype))).dtype
-
-
 def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -> list[Node]:
     """Run what is known, and all else without data; add results to `values`, return what must run."""
     kept = []
@@ -284,7 +265,6 @@ def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -
 
 
 def _pads_nothing(node: Node, inputs: Sequence[Tensor | None]) -> bool:
-    """True for a Pad of no pixels."""
     if node.op != "Pad" or inputs[0] is None:
         return False
     return all(pair == (0, 0) for pair in pads_of(node.attributes, tuple(inputs), inputs[0].dim()))

@@ -1,4 +1,4 @@
-"""The memory layout of a plan: buffer, offset and strides of every tensor."""
+"""The memory layout of a plan: place of every tensor; images of few channels in blocks."""
 
 from __future__ import annotations
 
@@ -6,42 +6,158 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import apply, pads_of
-from compress.engines.cuda.plan.stem import PackImage, overlapping_rows, pack_stems
 from compress.engines.cuda.plan.steps import (
+    NO_PADDING,
     Attention,
     AveragePool,
     Computed,
     Convolution,
+    Elementwise,
     Linear,
     MaxPool,
     Move,
+    Output,
     Plan,
+    PlanTensor,
     Product,
+    Source,
     Step,
 )
 
+_MOST_CHANNELS = 8
+_MOST_BLOCK = 32  # pixels a side
+_ALIGNED = 16  # bytes
+_LARGEST_VECTOR = 32  # codes of a whole filter: one step of a tensor core
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackImage(Computed):
+    """An image as codes in blocks: `out` is (N, rows, columns, V).
+
+    Attributes:
+        move: pixels from one block to the next; fewer than `block` where blocks overlap.
+        before: pixels of padding above and on the left.
+        view: the tensor as the convolution reads it, (N, K, rows, OW).
+    """
+
+    block: int
+    move: int
+    before: tuple[int, int]
+    view: str
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out.codes, self.view)
+
+
+def pack_stems(plan: Plan) -> Plan:
+    """Rearrange every convolution that alone reads a few quantized channels of the network's input."""
+    writers = {name: step for step in plan.steps for name in step.writes}
+    readers: dict[str, int] = {}
+    for step in plan.steps:
+        for name in step.reads:
+            readers[name] = readers.get(name, 0) + 1
+    replaced: dict[int, Step] = {}
+    tensors = dict(plan.tensors)
+    for step in plan.steps:
+        if not isinstance(step, Convolution) or not fits(step, plan):
+            continue
+        quantize = writers.get(step.x.name)
+        if not isinstance(quantize, Elementwise) or quantize.combination != "none" or quantize.out.value:
+            continue
+        if quantize.x.name not in plan.inputs or quantize.activation.kind != "none" or readers[step.x.name] != 1:
+            continue
+        packed, convolution = _packed(step, quantize, tensors)
+        replaced[id(quantize)], replaced[id(step)] = packed, convolution
+    return replace(plan, steps=tuple(replaced.get(id(step), step) for step in plan.steps), tensors=tensors)
+
+
+def fits(step: Convolution, plan: Plan) -> bool:
+    square = step.stride[0] == step.stride[1] <= _MOST_BLOCK and step.dilation == (1, 1)
+    return step.groups == 1 and step.weight.shape[1] <= _MOST_CHANNELS and square and step.stride[0] > 0
+
+
+def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTensor]) -> tuple[PackImage, Convolution]:
+    """The two steps that take the place of a quantizer and a convolution; adds their tensors."""
+    _, channels, taps_y, taps_x = step.weight.shape
+    move = step.stride[0]
+    block = taps_y if _holds_whole_filter(step) else move
+    out = tensors[step.epilogue.out.names[0]].shape
+    blocks_y, blocks_x = -(-taps_y // block), -(-taps_x // block)
+    vector = -(-block * block * channels // _ALIGNED) * _ALIGNED
+    rows, columns = out[2] - 1 + blocks_y, out[3] - 1 + blocks_x
+    images = tensors[step.x.name].shape[0]
+    packed, view = f"{step.x.name}/packed", f"{step.x.name}/rows"
+    tensors[packed] = PlanTensor(shape=(images, rows, columns, vector), dtype=torch.int8)
+    tensors[view] = PlanTensor(shape=(images, blocks_x * vector, rows, out[3]), dtype=torch.int8)
+    (above, _), (left, _) = step.padding
+    pack = PackImage(
+        name=quantize.name,
+        origins=quantize.origins,
+        x=quantize.x,
+        out=Output(packed, quantize.out.grid),
+        block=block,
+        move=move,
+        before=(above, left),
+        view=view,
+    )
+    weight = packed_filter(step.weight, block, vector)
+    convolution = replace(step, x=Source(view, step.x.grid), weight=weight, stride=(1, 1), padding=NO_PADDING)
+    return pack, convolution
+
+
+def _holds_whole_filter(step: Convolution) -> bool:
+    """True if a vector holds all that a filter reads."""
+    _, channels, taps_y, taps_x = step.weight.shape
+    return step.stride == (1, 1) and taps_y == taps_x and taps_y * taps_x * channels <= _LARGEST_VECTOR
+
+
+def packed_filter(weight: Tensor, block: int, vector: int) -> Tensor:
+    """A filter (O, C, R, S) for packed images: (O, blocks in a row * vector, blocks in a column, 1)."""
+    outputs, channels, taps_y, taps_x = weight.shape
+    blocks_y, blocks_x = -(-taps_y // block), -(-taps_x // block)
+    weight = F.pad(weight, (0, blocks_x * block - taps_x, 0, blocks_y * block - taps_y))
+    weight = weight.reshape(outputs, channels, blocks_y, block, blocks_x, block).permute(0, 2, 4, 3, 5, 1)
+    weight = weight.reshape(outputs, blocks_y, blocks_x, block * block * channels)
+    weight = F.pad(weight, (0, vector - weight.shape[-1]))
+    return weight.reshape(outputs, blocks_y, 1, blocks_x * vector).permute(0, 3, 1, 2).contiguous()
+
+
+def packed_image(codes: Tensor, step: PackImage, shape: tuple[int, ...], zero: int) -> Tensor:
+    """Codes (N, C, H, W) in blocks, of `shape`, by torch operations."""
+    images, rows, columns, vector = shape
+    _, channels, height, width = codes.shape
+    (above, left), block = step.before, step.block
+    below, right = (rows - 1) * step.move + block - height - above, (columns - 1) * step.move + block - width - left
+    padded = F.pad(codes, (left, right, above, below), value=zero)  # what lies beyond the last filter is cut off
+    blocks = padded.unfold(2, block, step.move).unfold(3, block, step.move).permute(0, 2, 3, 4, 5, 1)
+    blocks = blocks.reshape(images, rows, columns, block * block * channels)
+    return F.pad(blocks, (0, vector - blocks.shape[-1]), value=zero)
+
+
+def overlapping_rows(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The view (N, K, rows, OW) of a packed image (N, rows, columns, V)."""
+    _, row, column, _ = packed.stride()
+    return packed.as_strided(shape, (packed.stride(0), 1, row, column), packed.storage_offset())
+
+
+# Bytes; what CUDA's own allocator gives, and more than any kernel needs.
 ALIGNMENT = 256
-"""Bytes; what CUDA's own allocator gives, and more than any kernel needs."""
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """When a buffer is needed.
-
-    Attributes:
-        size: bytes.
-        first, last: steps from which and to which it is needed, both included.
-    """
+    """The steps, both included, from which and to which a buffer of `size` bytes is needed."""
 
     size: int
     first: int
     last: int
 
     def overlaps(self, other: Lifetime) -> bool:
-        """True if both are needed at some step."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -74,11 +190,7 @@ _ROW_BYTES = 16  # rows of channels begin at multiples of this
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor in memory.
-
-    Attributes:
-        shape, strides, offset: in elements, as of a torch tensor.
-    """
+    """The place of a tensor in memory, in elements."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -87,13 +199,11 @@ class Place:
     dtype: torch.dtype
 
     def meta(self) -> Tensor:
-        """A tensor without data that lies so."""
         size = 1 + self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         base = torch.empty(size, dtype=self.dtype, device="meta")
         return base.as_strided(self.shape, self.strides, self.offset)
 
     def like(self, view: Tensor) -> Place:
-        """The place of a view of `meta`."""
         offset = int(view.storage_offset())
         return replace(self, shape=tuple(view.shape), strides=tuple(view.stride()), offset=offset)
 
@@ -114,12 +224,10 @@ class Copy(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         return (self.source,) if isinstance(self.source, str) else ()
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """See `Step`."""
         return (self.whole, self.target) if self.whole else (self.target,)
 
 
@@ -141,7 +249,6 @@ class Layout:
     buffer_bytes: dict[str, int]
 
     def views(self, arena: Tensor) -> dict[str, Tensor]:
-        """All placed tensors as views of an arena."""
         found = {}
         for name, place in self.places.items():
             if place.buffer in self.offsets:
@@ -162,8 +269,8 @@ class _Layouter:
     places: dict[str, Place] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
+    # A part of a concatenation: (the whole, axis, where it begins).
     inside: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    """A part of a concatenation: (the whole, axis, where it begins)."""
 
     def run(self) -> Layout:
         self._join_parts()
@@ -218,7 +325,6 @@ class _Layouter:
         return Place(name, tensor.shape, tuple(strides), 0, tensor.dtype)
 
     def _pads_rows(self, name: str, order: Sequence[int]) -> bool:
-        """True if rows of channels are padded."""
         image = len(order) == 4 and tuple(order) == (0, 2, 3, 1)
         rows = len(order) in (2, 3) and list(order) == sorted(order)
         same = len(order) == 4 and list(order) == sorted(order) and name in self._followers
@@ -255,7 +361,6 @@ class _Layouter:
         return None
 
     def _feeds_image(self, name: str) -> bool:
-        """True if something that wants channels last reads a tensor of four axes."""
         for step in self.plan.steps:
             if name not in step.reads:
                 continue
@@ -272,7 +377,7 @@ class _Layouter:
             self._concat(step)
             return
         source = self.places[step.reads[0]]
-        results = _viewed(step, source)
+        results = apply(step.op, step.attributes, [source.meta() if isinstance(x, str) else x for x in step.inputs])
         for name, result in zip(step.outputs, results, strict=False):
             if result._base is not None and 0 not in result.stride():
                 self.places[name] = source.like(result)
@@ -280,12 +385,11 @@ class _Layouter:
                 self._copied(step, name, source)
 
     def _copied(self, step: Move, name: str, source: Place) -> None:
-        """A move that is no view, as a copy."""
         shape = self.plan.tensors[name].shape
         image = len(shape) == 4 and self._feeds_image(name)
         place = self._dense(name, [0, 2, 3, 1] if image else list(range(len(shape))))
         self.places[name] = place
-        if step.op == "Pad" and _is_enlarging(step, source.shape, shape):
+        if step.op == "Pad" and all(n <= m for n, m in zip(source.shape, shape, strict=True)):
             self._copy(step, step.reads[0], place.like(_inner(step, place.meta(), source.shape)), whole=name)
             return
         if step.op in {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"}:
@@ -362,15 +466,6 @@ class _Layouter:
             if name in self.places:
                 last[self.places[name].buffer] = len(self.steps)
         return {buffer: Lifetime(self.sizes[buffer], first[buffer], last[buffer]) for buffer in first}
-
-
-def _viewed(step: Move, source: Place) -> tuple[Tensor, ...]:
-    inputs = [source.meta() if isinstance(x, str) else x for x in step.inputs]
-    return apply(step.op, step.attributes, inputs)
-
-
-def _is_enlarging(step: Move, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    return all(n <= m for n, m in zip(before, after, strict=True))
 
 
 def _inner(step: Move, whole: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import axes_of
 from compress.engines.cuda.plan.activation import NONE, recognize_activations
-from compress.engines.cuda.plan.attention import match_attention
 from compress.engines.cuda.plan.graph import Graph, Node, read_graph
-from compress.engines.cuda.plan.moving import move_quantizers
-from compress.engines.cuda.plan.products import match_product
-from compress.engines.cuda.plan.quantizers import MOVES, TAKES, resolve_quantizers
+from compress.engines.cuda.plan.products import View, match_attention, match_product
+from compress.engines.cuda.plan.quantizers import MOVES, TAKES, move_quantizers, resolve_quantizers
 from compress.engines.cuda.plan.steps import (
     AveragePool,
     Combination,
@@ -31,7 +29,6 @@ from compress.engines.cuda.plan.steps import (
     Source,
     Step,
 )
-from compress.engines.cuda.plan.view import View
 from compress.onnx_graph.graph import read_window
 
 Found = tuple[Step, int]
@@ -44,25 +41,11 @@ def make_plan(
     batch_size: int = 1,
     dtype: torch.dtype = torch.float16,
 ) -> Plan:
-    """Read a file and plan its steps for one set of input shapes.
-
-    - `path`: of an ONNX file; without Q/DQ nodes everything is computed in floating point.
-    - `sizes`: shape of an input, by name; the file's own where it is left out.
-    - `batch_size`: of inputs whose first dimension is open.
-    - `dtype`: of what is not quantized.
-
-    Raises:
-        EngineError: a file, an operator or a quantizer that the engine cannot run.
-    """
+    """Plan an ONNX file's steps for one set of input shapes; `dtype` is of what is not quantized (see `read_graph`)."""
     return lower(read_graph(path, sizes, batch_size=batch_size), dtype)
 
 
 def lower(graph: Graph, dtype: torch.dtype = torch.float16) -> Plan:
-    """Plan the steps of a graph as it was read.
-
-    Raises:
-        EngineError: a quantizer that the engine cannot run.
-    """
     quantized = resolve_quantizers(recognize_activations(graph))
     view = View.of(replace(quantized, graph=move_quantizers(quantized.graph)))
     by_node: dict[str, Found] = {}
@@ -94,11 +77,18 @@ def _step_of(view: View, node: Node) -> Found:
         found = match(view, node)
         if found is not None:
             return found
-    return _operation(view, node), view.index[node.name]
+    step = FloatOperation(
+        name=node.name,
+        origins=node.origins,
+        op=node.op,
+        inputs=_inputs(view, node),
+        outputs=node.outputs,
+        attributes=node.attributes,
+    )
+    return step, view.index[node.name]
 
 
 def _tensors(view: View, steps: Sequence[Step], dtype: torch.dtype) -> dict[str, PlanTensor]:
-    """Shape and type of all that steps read and write."""
     border = {*view.graph.inputs, *view.graph.outputs}
     names = [name for step in steps for name in (*step.reads, *step.writes)]
     found = {}
@@ -196,7 +186,6 @@ def _average_pool(view: View, node: Node) -> Found | None:
 
 
 def _over_image(view: View, node: Node) -> bool:
-    """True if a mean is taken over height and width."""
     axes = axes_of(node.attributes, view.graph.constants.get(node.given(1)))
     return sorted(axis % 4 for axis in axes) == [2, 3]
 
@@ -277,19 +266,7 @@ def _move(view: View, node: Node) -> Found | None:
     return step, view.index[node.name]
 
 
-def _operation(view: View, node: Node) -> FloatOperation:
-    return FloatOperation(
-        name=node.name,
-        origins=node.origins,
-        op=node.op,
-        inputs=_inputs(view, node),
-        outputs=node.outputs,
-        attributes=node.attributes,
-    )
-
-
 def _inputs(view: View, node: Node) -> tuple[str | Tensor | None, ...]:
-    """Inputs of an operation as they are: names of tensors, constants, None."""
     return tuple(
         None if not name else name if (constant := view.constant(name)) is None else constant for name in node.inputs
     )

@@ -1,20 +1,106 @@
-"""Convolutions and matrix products of codes, with all that their kernels compute on the way out."""
+"""Convolutions, matrix products and attention of codes, with all that their kernels compute on the way out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress.engines.cuda.plan.activation import NONE, Activation
-from compress.engines.cuda.plan.graph import Node
-from compress.engines.cuda.plan.moving import padding_of
-from compress.engines.cuda.plan.quantizers import Grid, QuantizedConstant
-from compress.engines.cuda.plan.steps import NOTHING, Convolution, Epilogue, Linear, Padding, Product, Source
-from compress.engines.cuda.plan.view import View, number_of
+from compress.engines.cuda.plan.graph import Graph, Node
+from compress.engines.cuda.plan.quantizers import Grid, QuantizedConstant, QuantizedGraph, padding_of, real_weight
+from compress.engines.cuda.plan.steps import (
+    NOTHING,
+    Attention,
+    Convolution,
+    Epilogue,
+    Linear,
+    Output,
+    Padding,
+    Product,
+    Source,
+)
 from compress.onnx_graph.graph import read_window
+
+
+@dataclass
+class View:
+    """A quantized graph, and the names of its nodes that are part of a step already."""
+
+    graph: Graph
+    weights: Mapping[str, QuantizedConstant]
+    producers: Mapping[str, Node]
+    consumers: Mapping[str, list[Node]]
+    index: Mapping[str, int]
+    absorbed: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(quantized: QuantizedGraph) -> View:
+        graph = quantized.graph
+        return View(
+            graph,
+            quantized.weights,
+            graph.producers(),
+            graph.consumers(),
+            {node.name: i for i, node in enumerate(graph.nodes)},
+        )
+
+    def source(self, name: str) -> Source:
+        node = self.producers.get(name)
+        if node is not None and node.op == "Dequantize":
+            return Source(node.inputs[0], node.attributes["grid"])
+        return Source(name)
+
+    def codes(self, name: str) -> Source | None:
+        """The codes of a tensor, on one grid; None if there are none."""
+        found = self.source(name)
+        return found if found.grid is not None and len(found.grid.scale) == 1 else None
+
+    def only_consumer(self, name: str) -> Node | None:
+        """None where several read it, or the network returns it."""
+        found = self.consumers.get(name, [])
+        return found[0] if len(found) == 1 and name not in self.graph.outputs else None
+
+    def constant(self, name: str) -> Tensor | None:
+        if name in self.graph.constants:
+            return self.graph.constants[name]
+        return real_weight(self.weights[name]) if name in self.weights else None
+
+    def is_constant(self, name: str) -> bool:
+        return name in self.graph.constants or name in self.weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.graph.shapes[name]
+
+    def channel_vector(self, name: str, shape: tuple[int, ...], axis: int) -> Tensor | None:
+        """A constant as one float64 number for each index along `axis` of `shape`; None for others."""
+        constant = self.graph.constants.get(name)
+        if constant is None or not constant.is_floating_point() or constant.dim() > len(shape):
+            return None
+        sizes = [1] * (len(shape) - constant.dim()) + list(constant.shape)
+        if any(n != 1 and (i != axis or n != shape[axis]) for i, n in enumerate(sizes)):
+            return None
+        return constant.double().reshape(-1).expand(shape[axis]).clone()
+
+    def output(self, name: str, *, channels: bool = False) -> Output:
+        """The outputs of a step whose consumers want codes, values, or both; absorbs a Quantize."""
+        readers = self.consumers.get(name, [])
+        fitting = [r for r in readers if r.op == "Quantize" and (channels or len(r.attributes["grid"].scale) == 1)]
+        value = name if name in self.graph.outputs or not readers or len(fitting) < len(readers) else ""
+        if not fitting:
+            return Output(value=name)
+        first = fitting[0]
+        self.absorbed.add(first.name)
+        rest = any(r is not first for r in fitting)  # another grid: quantized from the values, by a step of its own
+        return Output(codes=first.outputs[0], grid=first.attributes["grid"], value=name if rest else value)
+
+
+def number_of(tensor: Tensor | None) -> float | None:
+    return float(tensor.reshape(-1)[0]) if tensor is not None and tensor.numel() == 1 else None
+
 
 _ALONE = frozenset({"Quantize", "Dequantize", "Activation"})
 
@@ -224,7 +310,6 @@ def _other(view: View, chain: _Chain, reader: Node) -> str | None:
 
 
 def _root(view: View, name: str) -> int:
-    """Place of the node that computes a tensor; -1 for an input."""
     node = view.producers.get(name)
     while node is not None and node.op in _ALONE and node.inputs[0] in view.producers:
         node = view.producers[node.inputs[0]]
@@ -232,6 +317,107 @@ def _root(view: View, name: str) -> int:
     return view.index[node.name] if node is not None and products else -1
 
 
-def scalar(view: View, name: str) -> float | None:
-    """The one number that a constant holds; None if it is no such constant."""
-    return number_of(view.graph.constants.get(name))
+def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
+    """The step that begins with the product of queries and keys, and the place of its last node; else None."""
+    if node.op != "MatMul":
+        return None
+    q, k = _symmetric(view, node.inputs[0]), _symmetric(view, node.inputs[1])
+    scores = _Scores([node], 1.0, None) if q is not None and k is not None else None
+    while scores is not None:
+        reader = view.only_consumer(scores.nodes[-1].outputs[0])
+        if reader is not None and reader.op == "Softmax":
+            same = view.shape(reader.outputs[0]) == view.shape(node.outputs[0])
+            nodes = [*scores.nodes, reader]
+            return _from_softmax(view, q, k, nodes, scores.scale, scores.mask) if q and k and same else None
+        scores = None if reader is None else _followed(view, scores, reader)
+    return None
+
+
+class _Scores(NamedTuple):
+    """The scores after some nodes."""
+
+    nodes: list[Node]
+    scale: float
+    mask: Tensor | None
+
+
+def _followed(view: View, scores: _Scores, node: Node) -> _Scores | None:
+    """The scores after one more node: a factor, a constant that is added, windows apart from images, or joined."""
+    current, nodes, mask = scores.nodes[-1].outputs[0], [*scores.nodes, node], scores.mask
+    before, after = view.shape(current), view.shape(node.outputs[0])
+    if node.op == "Reshape" and node.inputs[0] == current:
+        if mask is None:
+            return scores._replace(nodes=nodes) if before[-2:] == after[-2:] else None
+        mask = _regrouped(mask, before, after)
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if node.op not in {"Mul", "Div", "Add"} or before != after:
+        return None
+    constant = view.graph.constants.get(node.inputs[1 - node.inputs.index(current)])
+    number = number_of(constant)
+    if node.op == "Add":
+        mask = None if constant is None else _mask_sum(mask, constant.float(), len(before))
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if number is None or mask is not None or (node.op == "Div" and node.inputs[1] == current):
+        return None
+    return scores._replace(nodes=nodes, scale=scores.scale * (number if node.op == "Mul" else 1 / number))
+
+
+def _mask_sum(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
+    constant = constant.reshape([1] * (rank - constant.dim()) + list(constant.shape))
+    if mask is None:
+        return constant
+    return mask + constant if len({len(mask), len(constant)} - {1}) < 2 else None
+
+
+def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
+    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these."""
+    if len(after) == len(before) + 1 and after[2:] == before[1:]:
+        return mask[None] if len(mask) in (1, after[1]) else None
+    if len(after) == len(before) - 1 == 4 and before[2:] == after[1:]:
+        return mask[0] if len(mask) == 1 else None
+    return None
+
+
+def _from_softmax(
+    view: View, q: Source, k: Source, nodes: list[Node], scale: float, mask: Tensor | None
+) -> tuple[Attention, int] | None:
+    softmax = nodes[-1]
+    rank = len(view.shape(softmax.outputs[0]))
+    quantize = view.only_consumer(softmax.outputs[0])
+    back = view.only_consumer(quantize.outputs[0]) if quantize is not None and quantize.op == "Quantize" else None
+    product = view.only_consumer(back.outputs[0]) if back is not None and back.op == "Dequantize" else None
+    if quantize is None or back is None or product is None or product.op != "MatMul":
+        return None
+    v = _symmetric(view, product.inputs[1])
+    grid = quantize.attributes["grid"]
+    over_keys = int(softmax.attributes.get("axis", -1)) % rank == rank - 1
+    if (
+        v is None
+        or product.inputs[0] != back.outputs[0]
+        or not over_keys
+        or grid.scale != back.attributes["grid"].scale
+    ):
+        return None
+    shapes = [view.shape(source.name) for source in (q, k, v)]
+    if any(len(shape) != rank or shape[:-2] != shapes[0][:-2] for shape in shapes) or grid.zero != 0:
+        return None
+    nodes = [*nodes, quantize, back, product]
+    view.absorbed.update(n.name for n in nodes[1:])
+    step = Attention(
+        name=product.name,
+        origins=tuple(o for n in nodes for o in n.origins),
+        x=q,
+        k=k,
+        v=v,
+        scale=scale,
+        mask=mask,
+        probabilities=grid,
+        out=view.output(product.outputs[0]),
+    )
+    return step, view.index[product.name]
+
+
+def _symmetric(view: View, name: str) -> Source | None:
+    """The codes of a tensor, on a grid around 0."""
+    found = view.codes(name)
+    return found if found is not None and found.grid is not None and found.grid.zero == 0 else None

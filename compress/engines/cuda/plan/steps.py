@@ -13,20 +13,14 @@ from compress.engines.cuda.plan.activation import NONE, Activation
 from compress.engines.cuda.plan.quantizers import Grid
 
 Pair = tuple[int, int]
+# ((above, below), (left, right)).
 Padding = tuple[Pair, Pair]
-"""((above, below), (left, right))."""
 NO_PADDING: Padding = ((0, 0), (0, 0))
 
 
 @dataclass(frozen=True)
 class Output:
-    """The outputs of a step: codes, values, or both.
-
-    Attributes:
-        codes: tensor of codes; "" = none.
-        grid: of the codes; one scale, or one for each channel.
-        value: tensor of floating-point values; "" = none.
-    """
+    """The outputs of a step: tensor of codes on `grid`, of floating-point values, or both; "" = none."""
 
     codes: str = ""
     grid: Grid | None = None
@@ -34,18 +28,12 @@ class Output:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors."""
         return tuple(name for name in (self.codes, self.value) if name)
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input of a step: codes on a grid, or floating-point values.
-
-    Attributes:
-        name: of the tensor; "" for nothing.
-        grid: of codes; None for values.
-    """
+    """An input of a step: codes on a grid, or floating-point values (None); "" = nothing."""
 
     name: str = ""
     grid: Grid | None = None
@@ -56,24 +44,17 @@ NOTHING = Source()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """One operation of a plan.
-
-    Attributes:
-        name: of the ONNX node that gives it its name.
-        origins: names of all ONNX nodes that it computes.
-    """
+    """One operation of a plan, with the names of the ONNX nodes that it computes."""
 
     name: str
     origins: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Tensors that it reads; constants are left out."""
         raise NotImplementedError
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Tensors that it writes."""
         raise NotImplementedError
 
 
@@ -102,12 +83,7 @@ class Epilogue:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Product(Step):
-    """A convolution, or a matrix product, of codes with a constant weight.
-
-    Attributes:
-        x: codes; their grid's `zero` is the code of a real 0, which also pads.
-        weight: int8.
-    """
+    """A convolution, or a matrix product, of codes with a constant int8 weight; the zero of `x` also pads."""
 
     x: Source
     weight: Tensor
@@ -115,23 +91,17 @@ class Product(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         residual = self.epilogue.residual.name
         return (self.x.name, residual) if residual else (self.x.name,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """See `Step`."""
         return self.epilogue.out.names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Convolution(Product):
-    """A two-dimensional convolution of codes (N, C, H, W) with a weight (O, C / groups, R, S).
-
-    Attributes:
-        stride, dilation: each (vertical, horizontal).
-    """
+    """A convolution of codes (N, C, H, W) with (O, C / groups, R, S); strides are (vertical, horizontal)."""
 
     stride: Pair = (1, 1)
     dilation: Pair = (1, 1)
@@ -141,11 +111,7 @@ class Convolution(Product):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Linear(Product):
-    """A matrix product of codes (..., K) with a weight (O, K).
-
-    Attributes:
-        axis: of the channels in the result: the last one, or 1 of an image (N, O, H, W).
-    """
+    """A matrix product of codes (..., K) with a weight (O, K); channels are the last axis, or 1 of (N, O, H, W)."""
 
     axis: int = -1
 
@@ -159,12 +125,10 @@ class Computed(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         return (self.x.name,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """See `Step`."""
         return self.out.names
 
 
@@ -180,12 +144,7 @@ class MaxPool(Computed):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AveragePool(Computed):
-    """Averages of windows of codes (N, C, H, W).
-
-    Attributes:
-        kernel: of the whole image for a global average.
-        counts_padding: padding counts as zeros; else only what lies in the image is averaged.
-    """
+    """Averages of windows of codes (N, C, H, W); `counts_padding` as zeros, else over what lies in the image."""
 
     kernel: Pair
     stride: Pair
@@ -206,17 +165,12 @@ class Elementwise(Computed):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         return (self.x.name, self.y.name) if self.y.name else (self.x.name,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerNorm(Computed):
-    """Normalization over the last axis.
-
-    Attributes:
-        weight, bias: float32, of the last axis; None for ones and zeros.
-    """
+    """Normalization over the last axis; weight and bias are float32, None for ones and zeros."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -242,17 +196,12 @@ class Attention(Computed):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         return (self.x.name, self.k.name, self.v.name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operation(Step):
-    """An ONNX operator on tensors.
-
-    Attributes:
-        inputs: tensors; a `Tensor` in the place of a constant, None for one that is left out.
-    """
+    """An ONNX operator on tensors; a `Tensor` in the place of a constant, None for an input that is left out."""
 
     op: str
     inputs: tuple[str | Tensor | None, ...]
@@ -261,22 +210,16 @@ class Operation(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """See `Step`."""
         return tuple(name for name in self.inputs if isinstance(name, str))
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """See `Step`."""
         return tuple(name for name in self.outputs if name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Move(Operation):
-    """An operation that only moves values, of any type; nothing is launched where the result is a view of its input.
-
-    Attributes:
-        fill: what a Pad of codes pads with.
-    """
+    """An operation that only moves values; nothing is launched for a view. `fill` is what a Pad of codes pads with."""
 
     fill: int = 0
 
@@ -288,11 +231,7 @@ class FloatOperation(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTensor:
-    """A tensor of a plan.
-
-    Attributes:
-        dtype: int8 for codes; values have the plan's type; indices and booleans keep theirs.
-    """
+    """A tensor of a plan: int8 for codes; values have the plan's type; indices and booleans keep theirs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
