@@ -151,11 +151,7 @@ def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator
         rows = [row for placement in placements for row in placement.decisions if row.quantizer in error.quantizers]
         paths = {weight.path.replace(".", "_"): weight.path for p in placements for weight in p.weights}
         # An operation that needs a pair at its output, as on ONNX Runtime, is float with the consumers of that pair.
-        around = {name for row in rows for name in row.layer.split()}
-        names |= dict.fromkeys(name for name in paths.values() if name in around)
-        if error.infinite:  # a mask is added by an operation without a weight, which has a pair at its output
-            names |= dict.fromkeys(around)
-        names |= dict.fromkeys(tensor for site in sites for tensor, _ in site.edges if tensor in around)
+        names |= dict.fromkeys(name for row in rows for name in row.layer.split())
         raise ClosedError(error, [paths.get(name, name) for name in names]) from None
 
 

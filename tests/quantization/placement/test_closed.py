@@ -51,6 +51,17 @@ def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
     assert (torch.from_numpy(found) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
 
 
+def test_a_product_of_tensors_that_are_zero_stays_float():
+    class Attends(Gated):
+        def forward(self, x):
+            gates = self.gate(self.first(x).relu()).relu().flatten(2)
+            return self.last(self.first(x)).mean((2, 3)) + (gates @ gates.reshape(gates.shape).mT).mean()
+
+    with pytest.warns(compress.CompressWarning, match="are zero on calibration images"):
+        qmodel = compress.quantize(Attends().eval(), X[:1], [X], spec=compress.QuantSpec(target="openvino"))
+    assert {weight.path for weight in qmodel.placement.weights} == {"first", "gate", "last"}
+
+
 def test_a_generator_is_refused_since_it_can_be_read_once():
     with pytest.raises(compress.CompressError, match="all collected values are zero"):
         compress.quantize(Gated().eval(), X[:1], iter([X]), spec=compress.QuantSpec(target="openvino"))
