@@ -334,9 +334,9 @@ def biases_apart(proto: onnx.ModelProto) -> int:
     """Replace the constant bias of every convolution by an Add after it, where sizes are open and computed with.
 
     OpenVINO's reader asks for the shape of a convolution's result to bring its bias to that rank, and shares the
-    question with others for the same open size (a class token repeated for each image, the first states of a recurrent
-    network). The convolution then has two consumers, and a quantizer after its bias is computed with the bias of one
-    channel for all: near 0 dB with an open batch, right with a fixed one. A sum asks for no shape.
+    question with others for the same open size (a class token repeated for each image). The convolution then has two
+    consumers, and a quantizer after its bias is computed with the bias of one channel for all: near 0 dB with an open
+    batch. A sum asks for no shape.
     """
     if not _has_open_input(proto.graph) or not _computes_with_sizes(proto.graph.node):
         return 0

@@ -26,11 +26,9 @@ class TargetTable:
         residual: inputs of a residual add that are quantized: the `identity` branch, `both`, or `none`.
         residual_after: kinds of layer that an add fuses with.
         commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is quantized instead.
-        apart: kinds for which parts of one tensor (such as query, key and value) have scales of their own: requests
-            are not traced back through the operation that takes the tensor apart.
+        apart: kinds for which parts of one tensor (such as query, key and value) have scales of their own.
         joined_parts: True also traces a part of a concat's result (`chunk`, `split`) back to the inputs of that concat,
-            if these need a sign all or none: one range for the blocks of ShuffleNetV2, whose concats are float
-            otherwise on ONNX Runtime.
+            if these need a sign all or none: one range for the blocks of ShuffleNetV2.
         concat_shares: False gives the result of a concat of tensors with and without a sign a scale of its own: ONNX
             Runtime's QLinearConcat takes a scale for each input, and a shared one with a sign keeps the activation out
             of the convolution before it. Elsewhere one scale is faster.
@@ -38,22 +36,18 @@ class TargetTable:
             concat's result, of a roll's, or of a concat along another axis than the channels: OpenVINO 2026.4 does not
             carry a zero point through these, and computes the layer in float.
         fuses: activations that an engine computes in the epilogue of the layer before.
-        clips_at_zero: True lets clips of `fuses` fuse only if their lower limit is 0: ONNX Runtime drops a Clip whose
-            limits the integers after it cannot exceed.
+        clips_at_zero: True lets clips of `fuses` fuse only if their lower limit is 0.
         unsigned: True quantizes tensors that are never negative unsigned: twice the resolution, and the x86 kernels
             absorb a ReLU only into a quantizer that cannot hold negative values.
         offset: kinds of layer whose signed activations are stored as unsigned integers around 128, the same grid. ONNX
             Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a signed input of
-            a convolution to it by itself, in many networks with a concat with 9 levels instead of 256, and refuses it
-            for matrix products after some concats. The file gives the zero point to the bias (`export.openvino`).
+            a convolution to it by itself, with a concat often with 9 levels instead of 256.
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
-        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only: what they read has none,
-            whatever else reads it.
+        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only.
         signed_second: True stores the second factor of a product of two activations as int8 without a zero point, also
-            if it is never negative: OpenVINO multiplies in float by any other, such as attention weights on the right.
-        stays_float: kinds that stay float, each with the reason.
-        grouped_float: kinds that stay float where they have groups, each with the reason.
+            if it is never negative: OpenVINO multiplies in float by any other.
+        stays_float, grouped_float: kinds that stay float, always or where they have groups, each with the reason.
         results: True also quantizes results that the model returns.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """

@@ -55,8 +55,7 @@ class Node:
     """An operation, or an input, output or constant of the graph; nodes are compared by identity.
 
     Attributes:
-        name: unique name of the node and of the tensor that it computes.
-        path: of its module; "" if it is none.
+        name: unique name of the node and of the tensor that it computes; `path`: of its module, "" if it is none.
         inputs, consumers: each once, in order.
         floating: True if its result is a floating-point tensor.
         parameters: of a layer with constants of its own; None for other operations.
@@ -65,8 +64,7 @@ class Node:
         numbers: numbers among the operands of an arithmetic operation.
         factor: largest positive constant that a `mul` multiplies by; 0.0 if none.
         axes: of a reduction, counted from the front; None means all, or unknown.
-        cast: type of an explicit cast, such as `float32`.
-        converts: True if its result has another type than its input.
+        cast: type of an explicit cast, such as `float32`; `converts`: its result has another type than its input.
         filling: what it pads with; 0.0 if that is taken from the tensor.
     """
 

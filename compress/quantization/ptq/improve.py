@@ -281,8 +281,8 @@ def improve(
     """Apply the rounding and bias correction of `spec` to a calibrated network, in place; return the report.
 
     With `all_reduce` every process learns on its own images, and all take the result of rank 0. AdaRound saves finished
-    layers in `folder`, to go on from after a stop. `smoothing`, of `smoothed`, is for the report. `bias_correction:
-    auto` looks at `seen`, some of the batches, and leaves what `reconstruct` learned.
+    layers in `folder`, to go on from after a stop. `bias_correction: auto` looks at `seen`, some of the batches, and
+    leaves what `reconstruct` learned.
     """
     report = quantization_report_of(qmodel)
     if report.prepared is None:
