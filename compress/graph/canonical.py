@@ -26,7 +26,7 @@ from compress.graph.functional import (
     products_to_linear,
 )
 from compress.graph.inputs import Inputs, as_inputs, copies_of
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import node_kind, node_module, replace_node
 from compress.graph.spelled import activations_in_one, open_einsums
 from compress.graph.trace import check_module, propagate_shapes, trace, unwrapped
 from compress.graph.traits import SHAPES
@@ -308,9 +308,7 @@ def select_by_index(graph_module: fx.GraphModule) -> tuple[str, ...]:
         with graph_module.graph.inserting_before(node):
             rows_node = graph_module.graph.get_attr(name)
             selected = graph_module.graph.call_function(torch.index_select, (source, axis, rows_node))
-        selected.meta.update(node.meta)
-        node.replace_all_uses_with(selected)
-        graph_module.graph.erase_node(node)
+        replace_node(node, selected)
         made.append(selected.name)
     graph_module.recompile()
     return tuple(made)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.modules import NamedLinear
-from compress.graph.ops import altered, attribute_of, calls_alike, node_kind, node_module, run_node
+from compress.graph.ops import altered, attribute_of, calls_alike, node_kind, node_module, replace_node, run_node
 
 _CONVOLUTIONS: dict[Any, type[nn.Module]] = {
     F.conv1d: nn.Conv1d,
@@ -70,9 +70,7 @@ def products_to_linear(graph_module: fx.GraphModule) -> None:
         with graph_module.graph.inserting_before(node):
             weight = graph_module.graph.call_method("t", (turned,)) if weight is None else weight
             linear = graph_module.graph.call_function(F.linear, (x, weight, *bias))
-        linear.meta.update(node.meta)
-        node.replace_all_uses_with(linear)
-        graph_module.graph.erase_node(node)
+        replace_node(node, linear)
     graph_module.recompile()
 
 
@@ -131,34 +129,24 @@ def _replace(
     path, reason = _owner(graph_module, arguments.get("running_mean" if kind == "batch_norm" else "weight"))
     if reason:
         return reason
+    settings = {k: v for k, v in arguments.items() if k != "input"}
     if path in made:
-        return _call_again(node, path, arguments, made[path])
-    if any(n.op == "call_module" and n.target == path for n in graph_module.graph.nodes):
-        return f"the module {path} that holds its weight is called too"
-    if not is_constant(arguments.get("bias")):
-        return "its bias is computed from the input"
-    layer = _norm(graph_module, node, arguments) if kind == "batch_norm" else _weighted(graph_module, node, arguments)
-    if isinstance(layer, str):
-        return layer
-    _take_place(graph_module, path, layer)
+        if made[path].meta["arguments"] != settings:
+            return f"{path} is used before with other settings"
+    else:
+        if any(n.op == "call_module" and n.target == path for n in graph_module.graph.nodes):
+            return f"the module {path} that holds its weight is called too"
+        if not is_constant(arguments.get("bias")):
+            return "its bias is computed from the input"
+        layer = (_norm if kind == "batch_norm" else _weighted)(graph_module, node, arguments)
+        if isinstance(layer, str):
+            return layer
+        _take_place(graph_module, path, layer)
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(path, (arguments["input"],))
-    call.meta.update(node.meta)
-    made[path] = call
-    call.meta["arguments"] = {k: v for k, v in arguments.items() if k != "input"}
-    node.replace_all_uses_with(call)
-    graph_module.graph.erase_node(node)
-    return ""
-
-
-def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.Node) -> str:
-    if first.meta["arguments"] != {k: v for k, v in arguments.items() if k != "input"}:
-        return f"{path} is used before with other settings"
-    with node.graph.inserting_before(node):
-        call = node.graph.call_module(path, (arguments["input"],))
-    call.meta.update(node.meta)
-    node.replace_all_uses_with(call)
-    node.graph.erase_node(node)
+    replace_node(node, call)
+    call.meta["arguments"] = settings
+    made.setdefault(path, call)
     return ""
 
 

@@ -203,6 +203,13 @@ def node_module(node: fx.Node) -> nn.Module:
     return owner.get_submodule(str(node.target))
 
 
+def replace_node(node: fx.Node, new: fx.Node) -> None:
+    """Let a new node have the meta and the users of one, which is erased."""
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 def layer_name(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else node.name
 

@@ -116,9 +116,10 @@ ATTRIBUTES = frozenset({"meta", "report", "placement"})
 
 def attach_report(graph_module: fx.GraphModule, report: GraphReport) -> None:
     """Set `graph_module.report`, and `graph_module.placement` where the report has one."""
-    _attach(graph_module, "report", report)
-    if hasattr(report, "placement"):
-        _attach(graph_module, "placement", report.placement)
+    values = {"report": report, **({"placement": report.placement} if hasattr(report, "placement") else {})}
+    graph_module.meta.setdefault(_PRESERVED, {}).update(values)
+    for name, value in values.items():
+        setattr(graph_module, name, value)
 
 
 def report_of(model: nn.Module) -> GraphReport:
@@ -129,8 +130,3 @@ def report_of(model: nn.Module) -> GraphReport:
 
 def leaves_of(model: nn.Module) -> tuple[Leaf, ...]:
     return report_of(model).leaves
-
-
-def _attach(graph_module: fx.GraphModule, name: str, value: object) -> None:
-    graph_module.meta.setdefault(_PRESERVED, {})[name] = value
-    setattr(graph_module, name, value)

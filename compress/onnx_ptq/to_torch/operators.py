@@ -116,19 +116,14 @@ def linear_with_sum(b: Builder, found: Compound) -> Value:
     )
 
 
-def batch_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    scale, shift, mean, variance = (constant(b, name) for name in node.input[1:5])
-    module = _NORMS[len(b.shapes[node.input[0]])](len(scale), eps=attribute(node, "epsilon", 1e-5))
-    _filled(module, scale, shift)
-    module.running_mean, module.running_var = mean.clone(), variance.clone()
+def channel_norm(b: Builder, node: onnx.NodeProto) -> Value:
+    """Convert BatchNormalization that was not folded, and InstanceNormalization, which has no statistics."""
+    scale, shift, *statistics = (constant(b, name) for name in node.input[1:5])
+    kind = (_NORMS if statistics else _INSTANCE)[len(b.shapes[node.input[0]])]
+    module = _filled(kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True), scale, shift)
+    if statistics:
+        module.running_mean, module.running_var = (values.clone() for values in statistics)
     return b.layer(node, module, b.tensor(node.input[0]))
-
-
-def instance_norm(b: Builder, node: onnx.NodeProto) -> Value:
-    scale, shift = (constant(b, name) for name in node.input[1:3])
-    kind = _INSTANCE[len(b.shapes[node.input[0]])]
-    module = kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True)
-    return b.layer(node, _filled(module, scale, shift), b.tensor(node.input[0]))
 
 
 def group_norm(b: Builder, node: onnx.NodeProto) -> Value:
@@ -229,8 +224,8 @@ LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Value]] = {
     "ConvTranspose": transposed,
     "Gemm": product,
     "MatMul": product,
-    "BatchNormalization": batch_norm,
-    "InstanceNormalization": instance_norm,
+    "BatchNormalization": channel_norm,
+    "InstanceNormalization": channel_norm,
     "GroupNormalization": group_norm,
     "LayerNormalization": layer_norm,
     "RMSNormalization": rms_norm,

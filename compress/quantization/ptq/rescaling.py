@@ -36,7 +36,7 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.graph.fold import foldable_pair
 from compress.graph.inputs import model_inputs
 from compress.graph.layers import tensor_args
-from compress.graph.ops import Watching, layer_name, module_kind, node_kind, node_module, tensor_of
+from compress.graph.ops import Watching, layer_name, module_kind, node_kind, node_module, replace_node, tensor_of
 from compress.graph.traits import AVERAGES, PASSING, WEIGHTED, kinds
 from compress.quantization.report import Equalization, Moments, Norm, Pair, Smoothing
 from compress.support.progress import NoProgress, Progress
@@ -195,10 +195,8 @@ def replace_relu6(graph_module: fx.GraphModule) -> tuple[str, ...]:
             continue
         with graph_module.graph.inserting_before(node):
             relu = graph_module.graph.call_function(torch.relu, (tensor_args(node)[0],))
-        relu.meta = dict(node.meta)
-        node.replace_all_uses_with(relu)
-        graph_module.graph.erase_node(node)
         replaced.append(node.name)
+        replace_node(node, relu)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(replaced)
