@@ -149,15 +149,10 @@ class BlockedSamples:
         self._own = threading.local()
 
     def draw(self, tensor: Blocked, *, start: int, total: int, signed: bool = True) -> Sample:
-        """Return the sample that `drawn_from` draws of the tensor in the file's order.
+        """Return the sample that `drawn_from` draws of the tensor in the file's order, of which `start` is its place.
 
-        Its memory is the tensor's, or is used again by the next call of the same thread.
-
-        Args:
-            tensor: a stretch of one, or a whole one.
-            start: place of its first value in the whole tensor, in the file's order.
-            total: number of values of the whole tensor.
-            signed: False if it is known that no value is negative.
+        Its memory is the tensor's, or is used again by the next call of the same thread. `signed` is False if it is
+        known that no value is negative.
         """
         flat = tensor.values.reshape(-1)
         if not is_sampled(total) and tensor.channels == tensor.values.shape[1]:  # all of them, in any order

@@ -80,16 +80,10 @@ def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any
 class FloatSession:
     """A float graph, ready to run, with some of its tensors as results.
 
-    Args:
-        source: the file.
-        tensors: names of the results; inputs of the graph among them are returned as they are given.
-        threads: of one run; 0 = one for each core.
-        plain: every operation by itself, in the order of the file: quantized files are computed as they say.
-        optimized: file that ONNX Runtime writes its optimized graph to, with `<name>.weights` beside it; None = none.
-
-    Attributes:
-        given: the results that are inputs of the graph.
-        computed: the others.
+    Inputs of the graph among `tensors` (`given`) are returned as they are given. `threads` are of one run; 0 = one for
+    each core. With `plain` every operation is computed by itself, in the order of the file: quantized files are
+    computed as they say. ONNX Runtime writes its optimized graph to the file `optimized`, with `<name>.weights` beside
+    it.
     """
 
     def __init__(
