@@ -83,10 +83,6 @@ class LearnedQuantizer(Quantizer):
     def scale(self) -> Tensor:
         return scale_from_amax(self.positive_amax, self.format)
 
-    @torch.no_grad()
-    def set_amax(self, amax: Tensor) -> None:
-        super().set_amax(amax)
-
     def frozen(self) -> Quantizer:
         fixed = Quantizer(self.format, channels=self.amax.numel(), name=self.name).to(self.amax.device)
         fixed.set_amax(self.positive_amax)

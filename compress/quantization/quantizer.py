@@ -84,6 +84,7 @@ class Quantizer(nn.Module):
         """The integer of 0.0, as ONNX counts."""
         return int(zero_of(self.scale, self.format))
 
+    @torch.no_grad()
     def set_amax(self, amax: Tensor) -> None:
         """Set the ranges.
 

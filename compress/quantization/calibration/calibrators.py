@@ -1,17 +1,17 @@
 """Calibrators, which collect statistics of tensors (`collect`) and then choose a range (`compute_amax`).
 
 Statistics stay on the device of the tensors, and the host reads nothing while they are collected. Values that have no
-range (NaN, Inf, none at all, only zeros) are found by `compute_amax`, whose caller adds the layer's name. `all_reduce`
-merges statistics and not ranges, so that every rank computes the amax of all images. A tensor on a CPU may also come in
-stretches, looked at by several threads (`part`, `collect_parts`). A single channel of zeros (pruned) gets the largest
-amax of all channels, so that its scale is a usable number.
+range (NaN, Inf, none at all, only zeros) are found by `compute_amax`, whose caller adds the layer's name.
+`all_reduce_together` merges statistics and not ranges, so that every rank computes the amax of all images. A tensor on
+a CPU may also come in stretches, looked at by several threads (`part`, `collect_parts`). A single channel of zeros
+(pruned) gets the largest amax of all channels, so that its scale is a usable number.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
@@ -158,9 +158,6 @@ class Calibrator(ABC):
     def histogram(self) -> tuple[Tensor, Tensor] | None:
         """(counts, edges) on the CPU: (bins,) int64 and (bins + 1,) float64, or (C, ...) each; None without one."""
         return None
-
-    def all_reduce(self, group: ProcessGroup | None = None) -> None:
-        all_reduce_together([self], group)
 
     @abstractmethod
     def _observe(self, rows: Tensor) -> None:
@@ -451,6 +448,11 @@ class LSQCalibrator(MaxCalibrator):
 
 
 CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
+_OF_INTEGERS: dict[str, Callable[..., Calibrator]] = {
+    "entropy": EntropyCalibrator,
+    "mse": MSECalibrator,
+    "lsq": LSQCalibrator,
+}
 
 
 def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
@@ -477,12 +479,8 @@ def make_calibrator(
         return MaxCalibrator(axis=axis)
     if name == "percentile":
         return PercentileCalibrator(percentile=percentile, axis=axis)
-    if name == "entropy":
-        return EntropyCalibrator(num_bits=num_bits, signed=signed, axis=axis)
-    if name == "mse":
-        return MSECalibrator(num_bits=num_bits, signed=signed, axis=axis)
-    if name == "lsq":
-        return LSQCalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    if name in _OF_INTEGERS:
+        return _OF_INTEGERS[name](num_bits=num_bits, signed=signed, axis=axis)
     raise CalibrationError(
         f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 import compress
 from compress.errors import CalibrationError
-from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
+from compress.quantization.calibration.calibrators import CALIBRATORS, all_reduce_together, make_calibrator
 from tests.fresh import finish, start
 
 
@@ -18,7 +18,7 @@ def images(seed, scale=1.0, rows=2000):
 def refusal(calibrator, merge):
     try:
         if merge:
-            calibrator.all_reduce()
+            all_reduce_together([calibrator])
         calibrator.compute_amax()
     except CalibrationError as error:
         return str(error)
@@ -47,7 +47,7 @@ def work(rank, folder):
             calibrator = make_calibrator(name, axis=axis, percentile=99.0)
             for batch in batches:
                 calibrator.collect(batch)
-            calibrator.all_reduce()
+            all_reduce_together([calibrator])
             total = None if calibrator.histogram is None else calibrator.histogram[0].sum().item()
             found[name, case] = calibrator.compute_amax(), total
         for case, x, axis in (
@@ -153,5 +153,5 @@ def test_every_rank_refuses(ranks, name):
 def test_alone_it_does_nothing():
     calibrator = make_calibrator("entropy")
     calibrator.collect(images(0))
-    calibrator.all_reduce()
+    all_reduce_together([calibrator])
     assert torch.equal(calibrator.compute_amax(), single("entropy", images(0)))
