@@ -184,16 +184,25 @@ def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def answered(*, integers: bool = False) -> Iterator[None]:
+def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
     """Let builtins and functions of torch that refuse symbolic values take proxies; restores them afterwards.
 
-    Builtins are replaced in every loaded module but those of Python, torch and numpy: a model calls code of others.
+    Functions are replaced in every loaded module but those of Python, torch and numpy: a model calls code of others,
+    and other threads see no difference. Classes are replaced in the packages that define the classes of `root` alone:
+    in other code `origin is type` would be False.
     """
+    loaded = {name: vars(module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
     own = sys.stdlib_module_names | {"torch", "numpy", __name__.partition(".")[0]}
-    loaded = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in own]
-    places = {id(vars(module)): vars(module) for module in loaded if isinstance(module, ModuleType)}.values()
-    builtin = _BUILTINS | ({"int": _Int()} if integers else {})
-    changed = [(place, name, function) for place in places for name, function in builtin.items() if name not in place]
+    kept = {id(place) for name, place in loaded.items() if name.partition(".")[0] in own}  # also under other names
+    packages = {type(module).__module__.partition(".")[0] for module in root.modules()}
+    classes = {"type": _Type()} | ({"int": _Int()} if integers else {})
+    changed = [
+        (place, key, function)
+        for name, place in loaded.items()
+        if id(place) not in kept
+        for key, function in (_BUILTINS | (classes if name.partition(".")[0] in packages else {})).items()
+        if key not in place
+    ]
     tensors = {name: _recorded(name) for name in _MAKER_NAMES} | {name: _Limits(name) for name in ("finfo", "iinfo")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
     before = {name: getattr(torch, name) for name in tensors}
@@ -208,7 +217,7 @@ def answered(*, integers: bool = False) -> Iterator[None]:
         vars(torch.jit)["isinstance"] = scripted
         vars(torch).update(before)
         for place, name, _ in changed:
-            del place[name]
+            place.pop(name, None)  # a module under two names is changed twice
 
 
 def _recorded(name: str) -> Callable[..., Any]:
@@ -319,7 +328,7 @@ class _Int(_Class):
         return args[0] if len(args) == 1 and isinstance(_seen(args[0]), int) else int(*args, **kwargs)
 
 
-_BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable, "type": _Type()}
+_BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
 _CHECKS = ("_check", "_check_with", "_check_value", "_check_tensor_all", "_check_tensor_all_with")
 _MAKER_NAMES = ("zeros", "ones", "full", "tensor")
 
@@ -693,7 +702,7 @@ def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple
     for concrete, buffers in itertools.product((False, True), repeat=2):
         values = Values(model, inputs) if concrete else None
         with contextlib.suppress(Exception):
-            with training_mode(model), answered() if concrete else contextlib.nullcontext():
+            with training_mode(model), answered(model) if concrete else contextlib.nullcontext():
                 training = Tracer(leaves, inputs, values, buffers=buffers).trace(model)
             whole = copy.deepcopy(graph_module)
             if add_training_parts(whole, training, model) and same_in_training(model, whole, inputs):
@@ -790,7 +799,7 @@ def _with_shapes(
 ) -> fx.GraphModule:
     """Trace with known shapes; an error of the graph at another batch size is raised."""
     grown = each_input(lambda x: torch.cat([x, x[:1]]) if x.dim() else x, inputs)
-    with answered(integers=integers):
+    with answered(model, integers=integers):
         graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
         reference = run_with(model, copies_of(grown))
