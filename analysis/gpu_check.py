@@ -9,8 +9,6 @@ each: recorded steps, calibration, images from JPEG files. The engine on four ne
 tests that skip without a GPU. It ends with 1 if a verdict is not OK.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
@@ -65,7 +63,6 @@ Row = tuple[str, str, bool]
 
 
 def main() -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(GOALS))
     parser.add_argument(
@@ -110,7 +107,6 @@ def _tried(what: str, action: Callable[[], tuple[str, bool]]) -> Row:
 
 
 def _called(*options: str, processes: int = 0, **environment: str) -> Any:
-    """Return the last line that a worker printed, read as JSON."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     command = [sys.executable, *start, "-m", "analysis.gpu_check", "--worker", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
@@ -120,7 +116,6 @@ def _called(*options: str, processes: int = 0, **environment: str) -> Any:
 
 
 def _trained(asked: argparse.Namespace) -> Iterator[Row]:
-    """A network on each GPU at a time, in a process of its own."""
     free: SimpleQueue[int] = SimpleQueue()
     for gpu in range(torch.cuda.device_count()):
         free.put(gpu)
@@ -358,7 +353,6 @@ def _engine(name: str, batch: int, folder: Path) -> tuple[str, bool]:
 
 
 def _tests(folders: list[str]) -> tuple[str, bool]:
-    """The tests of what runs on a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in result.stdout.splitlines() if line.strip()]

@@ -30,7 +30,6 @@ def tests_of(changed: str) -> list[str]:
 
 
 def main(base: str) -> None:
-    """Print the tests, one a line; the architecture is always among them."""
     git = ["git", "-C", str(ROOT)]
     asked = [
         ["diff", "--name-only", f"{base}...HEAD"],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 
@@ -27,3 +28,9 @@ def open_session(model: Path | str | onnx.ModelProto, *, optimize: bool = True) 
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def compute(model: Path | str | onnx.ModelProto, x: np.ndarray, *, optimize: bool = True) -> np.ndarray:
+    """Return the first result of a model with one input."""
+    session = open_session(model, optimize=optimize)
+    return session.run(None, {session.get_inputs()[0].name: x})[0]

@@ -1,6 +1,8 @@
 """Small networks that tests share, and factories that recipes name (`tests.networks:tiny`)."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -102,3 +104,11 @@ def narrow(num_classes: int = 10) -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, num_classes),
     )
+
+
+@contextmanager
+def unchanged(*models: nn.Module) -> Iterator[None]:
+    """Assert that weights, statistics and other buffers are the same after the block, to the bit."""
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    yield
+    torch.testing.assert_close([model.state_dict() for model in models], before, rtol=0, atol=0, equal_nan=True)

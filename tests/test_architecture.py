@@ -78,7 +78,6 @@ SOURCES = [path for folder in ("compress", "analysis", "tests") for path in sort
 
 
 def part(module: str) -> str:
-    """The part of the package that a module belongs to."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -88,7 +87,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def statements(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Import statements below a node, and whether a function holds them; those for type checkers are left out."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -116,7 +114,6 @@ def imports(module: str) -> tuple[Import, ...]:
 
 
 def edges(module: str) -> set[str]:
-    """The modules of the package that a module imports, at any depth of its functions."""
     return {name for item in imports(module) for name in item.modules if name in FILES} - {module}
 
 

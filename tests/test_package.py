@@ -1,5 +1,3 @@
-"""The public surface: names, version, what importing it loads, and that what the README shows runs."""
-
 import ast
 import os
 import re

@@ -1,5 +1,3 @@
-"""None"""
-
 import dataclasses
 import re
 from pathlib import Path
@@ -105,18 +103,23 @@ def test_bad_overrides(override):
         load_recipe("resnet50", [override])
 
 
-def test_missing_broken_and_doubled(tmp_path):
+def test_missing():
     with pytest.raises(RecipeError, match="did you mean 'resnet50'"):
         find_recipe("resnet5O.yaml")
-    (tmp_path / "broken.yaml").write_text("train: {epochs: 3")
-    with pytest.raises(RecipeError, match="not YAML"):
-        load_recipe(tmp_path / "broken.yaml")
-    (tmp_path / "doubled.yaml").write_text("train: {epochs: 3}\ntrain: {epochs: 4}\n")
-    with pytest.raises(RecipeError, match="'train' occurs twice"):
-        load_recipe(tmp_path / "doubled.yaml")
-    (tmp_path / "code.yaml").write_text("model: !!python/object/apply:os.system ['true']")
-    with pytest.raises(RecipeError, match="not YAML"):
-        load_recipe(tmp_path / "code.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {epochs: 3", "not YAML"),
+        ("train: {epochs: 3}\ntrain: {epochs: 4}\n", "'train' occurs twice"),
+        ("model: !!python/object/apply:os.system ['true']", "not YAML"),
+    ],
+)
+def test_broken_and_doubled(text, message, tmp_path):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "r.yaml")
 
 
 def test_two_of_four_needs_no_quotes(tmp_path):

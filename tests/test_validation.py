@@ -1,5 +1,3 @@
-"""Declared ranges: accepted and refused values, and the text of a refusal."""
-
 import dataclasses
 import math
 

@@ -11,8 +11,6 @@ SIZE = (32, 48)
 
 
 class Backbone(nn.Module):
-    """Two maps of 8 channels, strides 4 and 8."""
-
     out_channels = 8
 
     def __init__(self):
@@ -63,7 +61,6 @@ class _Wide(nn.Module):
 
 
 def ssd(num_classes=3):
-    """One class is the background, as in torchvision."""
     boxes = DefaultBoxGenerator([[2], [2]], scales=[0.2, 0.4, 0.6])
     backbone = Backbone()
     backbone.out_channels = [8, 8]

@@ -1,7 +1,5 @@
 """Write calibration_speed.md from calibration_speed.json."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path
@@ -20,12 +18,10 @@ def total(run: Timing) -> float:
 
 
 def median(values: list[float], spec: str) -> str:
-    """Return the median as text; empty if there are no values."""
     return format(statistics.median(values), spec) if values else ""
 
 
 def line(title: str, timings: list[Timing], plain: list[float]) -> str:
-    """Return a row of the table; `plain` holds the plain forward passes of the same rounds."""
     passes = [run["collect_s"] for run in timings if "collect_s" in run]
     cells = (
         title,
@@ -39,7 +35,6 @@ def line(title: str, timings: list[Timing], plain: list[float]) -> str:
 
 
 def markdown(result: Row) -> str:
-    """Return the table with its machine and versions."""
     runs, where = result["runs"], result["machine"]
     others = [run["others"] for timings in runs.values() for run in timings]
     plain = [run["collect_s"] for run in runs[PLAIN]]
@@ -68,7 +63,6 @@ def markdown(result: Row) -> str:
 
 
 def write(file: Path) -> None:
-    """Write the page beside a JSON file."""
     write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text())))
 
 

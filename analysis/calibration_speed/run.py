@@ -1,7 +1,5 @@
 """Duration of the calibration of ResNet-50: compress beside pytorch-quantization, ModelOpt and NNCF."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time
@@ -33,15 +31,12 @@ PEERS = ("torch", "torchvision", "pytorch-quantization", "nvidia-modelopt", "nnc
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the wall-clock time of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def forward(model: nn.Module, batches: list[Tensor]) -> Callable[[], None]:
-    """Return a function that passes all batches through the model."""
-
     def work() -> None:
         with torch.inference_mode():
             for batch in batches:
@@ -51,7 +46,6 @@ def forward(model: nn.Module, batches: list[Tensor]) -> Callable[[], None]:
 
 
 def weighted(model: nn.Module) -> list[nn.Module]:
-    """Return the 54 layers whose input is calibrated."""
     return [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
 
 
@@ -125,7 +119,6 @@ def modelopt_variants(model: nn.Module, batches: list[Tensor]) -> dict[str, Vari
 
 
 def nncf_variants(model: nn.Module, batches: list[Tensor]) -> dict[str, Variant]:
-    """Return `nncf.quantize` of the OpenVINO network, with its default statistics."""
     import nncf  # optional: a peer that is measured where it is installed
 
     network = openvino.convert_model(model, example_input=batches[0])
@@ -147,8 +140,50 @@ def available(tool: str, make: Callable[[], dict[str, Variant]], missing: dict[s
         return {}
 
 
+class QuietMachine:
+    """Measures the load of other processes, and repeats timings that they disturbed.
+
+    Args:
+        limit: tolerated share of all processors.
+        patience_s: seconds to wait for a quiet machine, in all; after that every timing counts.
+    """
+
+    def __init__(self, limit: float, patience_s: float) -> None:
+        self.limit = limit
+        self.ends = time.monotonic() + patience_s
+        self.discarded = 0
+
+    def timed(self, variant: Variant) -> Timing:
+        """Run a variant on a quiet machine, repeat it if others disturbed it, and add their share as `others`."""
+        while True:
+            while self.patient() and self.others_during(lambda: time.sleep(2))[1] > self.limit:
+                pass
+            timing, others = self.others_during(variant)
+            if others <= self.limit or not self.patient():
+                return {**timing, "others": others}
+            self.discarded += 1
+
+    def patient(self) -> bool:
+        return time.monotonic() < self.ends
+
+    @staticmethod
+    def others_during(work: Callable[[], Any]) -> tuple[Any, float]:
+        """Return the result of `work`, and the share of the processors that other processes used during it."""
+        start, own = cpu_seconds(), time.process_time()
+        result = work()
+        (busy, total), own = cpu_seconds(), time.process_time() - own
+        return result, max(0.0, busy - start[0] - own) / (total - start[1])
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return the busy and the total time of all processors since the system started, as Linux counts them."""
+    user, nice, system, idle, wait, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    busy = user + nice + system + sum(interrupts)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return busy / ticks, (busy + idle + wait) / ticks
+
+
 def measure(rounds: int, quiet: QuietMachine) -> Row:
-    """Time all variants in turn and return the report."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50().eval()
     batches = [torch.randn(BATCH_SIZE, 3, PIXELS, PIXELS) for _ in range(BATCHES)]
@@ -183,50 +218,6 @@ def measure(rounds: int, quiet: QuietMachine) -> Row:
     }
 
 
-class QuietMachine:
-    """Measures the load of other processes, and repeats timings that they disturbed.
-
-    Args:
-        limit: tolerated share of all processors.
-        patience_s: seconds to wait for a quiet machine, in all; after that every timing counts.
-    """
-
-    def __init__(self, limit: float, patience_s: float) -> None:
-        self.limit = limit
-        self.ends = time.monotonic() + patience_s
-        self.discarded = 0
-
-    def timed(self, variant: Variant) -> Timing:
-        """Run a variant on a quiet machine, repeat it if others disturbed it, and add their share as `others`."""
-        while True:
-            while self.patient() and self.others_during(lambda: time.sleep(2))[1] > self.limit:
-                pass
-            timing, others = self.others_during(variant)
-            if others <= self.limit or not self.patient():
-                return {**timing, "others": others}
-            self.discarded += 1
-
-    def patient(self) -> bool:
-        """Return True if there is time left to wait."""
-        return time.monotonic() < self.ends
-
-    @staticmethod
-    def others_during(work: Callable[[], Any]) -> tuple[Any, float]:
-        """Return the result of `work`, and the share of the processors that other processes used during it."""
-        start, own = cpu_seconds(), time.process_time()
-        result = work()
-        (busy, total), own = cpu_seconds(), time.process_time() - own
-        return result, max(0.0, busy - start[0] - own) / (total - start[1])
-
-
-def cpu_seconds() -> tuple[float, float]:
-    """Return the busy and the total time of all processors since the system started, as Linux counts them."""
-    user, nice, system, idle, wait, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
-    busy = user + nice + system + sum(interrupts)
-    ticks = os.sysconf("SC_CLK_TCK")
-    return busy / ticks, (busy + idle + wait) / ticks
-
-
 def run_in_turn(variants: dict[str, Variant], rounds: int, quiet: QuietMachine) -> dict[str, list[Timing]]:
     """Return timings by title: after a warm-up of each, A B C ... A B C ..., and last the variant that runs once."""
     often = [title for title in variants if title != ONCE]
@@ -246,7 +237,6 @@ def same(ours: list[float], theirs: list[float]) -> Row:
 
 
 def main() -> None:
-    """Measure, and write calibration_speed.json and .md."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -4,8 +4,6 @@ ResNets as in He et al. (arXiv 1512.03385, section 4.2) with convolutions in the
 first strides, VGG-16 with BatchNorm at half its width, a ViT and a ConvNeXt of two million parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -28,7 +26,6 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, outputs, H / stride, W / stride)."""
         y = torch.relu(self.bn1(self.conv1(x)))
         return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
@@ -47,13 +44,11 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, 10)."""
         x = self.layers(torch.relu(self.bn1(self.conv1(x))))
         return self.fc(self.pool(x).flatten(1))
 
 
 def mobilenet_v2() -> nn.Module:
-    """Return MobileNetV2 of width 0.5 with strides for small images."""
     settings = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2]]
     model = torchvision.models.MobileNetV2(10, width_mult=0.5, inverted_residual_setting=settings, dropout=0.0)
     stem = model.features[0][0]
@@ -62,7 +57,6 @@ def mobilenet_v2() -> nn.Module:
 
 
 def vgg16_bn() -> nn.Module:
-    """Return VGG-16 with BatchNorm, half its width and one linear layer."""
     layers: list[nn.Module] = []
     channels = 3
     for width, count in [(32, 2), (64, 2), (128, 3), (256, 3), (256, 3)]:
@@ -74,7 +68,6 @@ def vgg16_bn() -> nn.Module:
 
 
 def vit_tiny() -> nn.Module:
-    """Return a ViT of patches of 4 x 4, 6 layers, 3 heads and width 192."""
     sizes = {"patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 384}
     model = torchvision.models.VisionTransformer(image_size=32, num_classes=10, **sizes)
     nn.init.normal_(model.heads.head.weight, std=0.02)
@@ -82,7 +75,6 @@ def vit_tiny() -> nn.Module:
 
 
 def convnext() -> nn.Module:
-    """Return a ConvNeXt of widths 48, 96 and 192 with a stem of stride 2."""
     setting = torchvision.models.convnext.CNBlockConfig
     stages = [setting(48, 96, 2), setting(96, 192, 2), setting(192, None, 4)]
     model = torchvision.models.ConvNeXt(stages, num_classes=10)

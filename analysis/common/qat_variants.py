@@ -8,8 +8,6 @@
 - modelopt, pytorch-quantization: these tools, where they are installed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -49,7 +47,6 @@ def _vit_s() -> nn.Module:
 
 
 def _tiny() -> nn.Module:
-    """Return a network for trying a study on a CPU."""
     layers = (nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16))
     return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
@@ -88,13 +85,11 @@ def pretrained(network: Network) -> nn.Module:
 
 
 def images(network: Network, count: int) -> Tensor:
-    """Return random images, (count, 3, pixels, pixels)."""
     x = torch.randn(count, 3, network.pixels, network.pixels, device=DEVICE)
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module, nn.Module]:
-    """Return the module that a training step calls, and the module that holds the parameters."""
     x = images(network, min(32, network.batch))
     if variant == "float":
         return model, model
@@ -121,7 +116,6 @@ class _Native:
     """Torch's fake-quantize operations on the input and the weight of a layer."""
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the fake-quantized input and weight."""
         layer: Any = self
         weight = layer.weight.float()
         scale = weight.detach().abs().amax(tuple(range(1, weight.dim()))) / 127
@@ -134,7 +128,6 @@ class NativeConv(nn.Conv2d, _Native):
     """A convolution with fake-quantized input and weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve a tensor (N, C, H, W)."""
         return self._conv_forward(*self.quantized(input), self.bias)
 
 
@@ -142,7 +135,6 @@ class NativeLinear(nn.Linear, _Native):
     """A linear layer with fake-quantized input and weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply a tensor (..., C)."""
         return F.linear(*self.quantized(input), self.bias)
 
 
@@ -161,7 +153,6 @@ def torch_ops(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def modelopt(model: nn.Module, x: Tensor) -> nn.Module:
-    """Quantize with NVIDIA ModelOpt and its INT8 default."""
     import modelopt.torch.quantization as mtq  # optional: a peer that is measured where it is installed
 
     return mtq.quantize(model.eval(), copy.deepcopy(mtq.INT8_DEFAULT_CFG), lambda m: m(x[:8]))
@@ -230,7 +221,6 @@ class TrainingStep:
         self._repeat(3, self)
 
     def __call__(self) -> None:
-        """Take a step."""
         with (
             self._phase("forward"),
             torch.autocast(DEVICE.type, torch.bfloat16, enabled=self._precision == "bf16"),
@@ -268,12 +258,10 @@ class TrainingStep:
 
 
 def allocated() -> int:
-    """Return the bytes of tensors on the GPU."""
     return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
 
 
 def finish() -> None:
-    """Wait until the GPU has finished."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
@@ -284,5 +272,4 @@ def fast_arithmetic() -> None:
 
 
 def machine() -> Row:
-    """Return the GPU and the versions of the libraries."""
     return gpu_software("torchvision", "triton")

@@ -1,7 +1,5 @@
 """Studies that run recipes: each run is a folder that goes on after a stop, and the table is made of their metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +29,6 @@ class RecipeRun:
 
 
 def run_all(runs: Iterable[RecipeRun], folder: Path) -> list[tuple[str, RunData]]:
-    """Run each recipe, or go on with what its folder holds, and return what their reports are made of."""
     found = []
     for run in runs:
         recipe = compress.load_recipe(run.recipe, run.overrides)

@@ -3,8 +3,6 @@
 A study that takes an hour on one core takes minutes on a machine with many: each part is one process with one thread.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -40,12 +38,10 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        """Last line of the output."""
         return self.output.strip().rpartition("\n")[2]
 
     @property
     def why(self) -> str:
-        """Reason of the failure, in one line."""
         if self.returncode is None:
             return f"not done after {self.seconds:.0f} s"
         return f"process ended with {self.returncode}: {(self.errors.strip().splitlines() or [''])[-1][:300]}"

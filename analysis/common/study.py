@@ -1,7 +1,5 @@
 """The command line, the provenance and the exit that all studies share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -29,7 +27,6 @@ class Feeds:
         self._feeds = iter([{name: np.asarray(batch)} for batch in batches])
 
     def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch by the input's name; None after the last."""
         return next(self._feeds, None)
 
 
@@ -41,17 +38,22 @@ def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParse
     return parser
 
 
-def command_line(arguments: Sequence[str] | None = None) -> str:
+def command_line(arguments: Sequence[str] | None = None, **shown: str) -> str:
     """Return the command of this process as it is typed in the repository root, without paths of this machine.
 
     Args:
         arguments: arguments after the module's name; None takes those of this process.
+        shown: option -> the word that stands for its paths, such as `data="DIR"` for `--data`.
     """
     spec = sys.modules["__main__"].__spec__
     words, kept = list(sys.argv[1:] if arguments is None else arguments), []
     while words:
         word = words.pop(0)
-        if word in PATH_OPTIONS:
+        if word.removeprefix("--") in shown:
+            kept += [word, shown[word.removeprefix("--")]]
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+        elif word in PATH_OPTIONS:
             words = words[1:]
         elif word.partition("=")[0] not in PATH_OPTIONS:
             kept.append(word)
@@ -59,7 +61,6 @@ def command_line(arguments: Sequence[str] | None = None) -> str:
 
 
 def software(*packages: str) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -70,7 +71,6 @@ def software(*packages: str) -> dict[str, str]:
 
 
 def gpu_software(*packages: str) -> Row:
-    """Return the versions of Python, of `packages`, of the GPU's name and of cuDNN where there is a GPU."""
     import torch  # lazy: parts of this module are used without it
 
     found: Row = {**software(*packages), "torch": torch.__version__}
@@ -110,7 +110,6 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def append_row(file: Path, row: Row) -> None:
-    """Add a row to a file that several processes write; a row is one write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as opened:
         opened.write(json.dumps(row) + "\n")

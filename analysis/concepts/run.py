@@ -1,9 +1,5 @@
 """Draw the figures of the documentation's concept pages with the code that they explain."""
 
-from __future__ import annotations
-
-import math
-
 import torch
 import torchvision
 from matplotlib.axes import Axes
@@ -12,6 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
 from analysis.common.study import study_parser
+from compress.measure.parity import sqnr_db
 from compress.plots.layers import draw_block
 from compress.plots.style import LIGHT, caption, compact, save_figure, styled
 from compress.quantization.block_graph import block_graph
@@ -26,16 +23,10 @@ _COLOURS = ("alarm", "amber", "green", "purple")
 
 
 def activation(count: int = 400_000) -> Tensor:
-    """Return values like those after a ReLU: half of them zero, a bulk near zero, and a few far out, (count,)."""
     generator = torch.Generator().manual_seed(0)
     bulk = torch.randn(count, generator=generator)
     tail = 4 * torch.randn(count // 400, generator=generator)
     return torch.cat([bulk, tail]).relu()
-
-
-def sqnr_db(x: Tensor, y: Tensor) -> float:
-    """Return the ratio of x to the difference of x and y, in dB."""
-    return 10 * math.log10(float(x.square().sum() / (x - y).square().sum()))
 
 
 def ranges(x: Tensor, num_bits: int) -> dict[str, tuple[float, float]]:
@@ -46,7 +37,8 @@ def ranges(x: Tensor, num_bits: int) -> dict[str, tuple[float, float]]:
         calibrator = make_calibrator(name, num_bits=num_bits, signed=False)
         calibrator.collect(x)
         amax = calibrator.compute_amax()
-        found[name] = (float(amax), sqnr_db(x, fake_quantize(x, scale_from_amax(amax, quant_format), quant_format)))
+        quantized = fake_quantize(x, scale_from_amax(amax, quant_format), quant_format)
+        found[name] = (float(amax), sqnr_db(x.numpy(), quantized.numpy()))
     return found
 
 
@@ -78,7 +70,6 @@ def draw_calibration() -> Figure:
 
 
 def draw_two_four() -> Figure:
-    """Draw a small weight, and the same weight under its 2:4 mask."""
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     mask = nm_mask(weight, 2, 4)
     with styled():
@@ -109,7 +100,6 @@ def _weight(axes: Axes, weight: Tensor, mask: Tensor) -> None:
 
 
 def main() -> None:
-    """Write all figures."""
     out = study_parser(__doc__, out="docs/figures").parse_args().out
     torch.manual_seed(0)
     example = torch.randn(1, 3, 64, 64)

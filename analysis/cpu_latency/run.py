@@ -1,7 +1,5 @@
 """Latency of ResNet-50 at 224 px on this CPU: each target beside the INT8 model that NNCF makes of the same network."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,7 +30,6 @@ print(nncf.__version__)
 
 
 def main() -> None:
-    """Build the files, time them, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--nncf-python", type=Path, help="Python interpreter of an environment that has nncf")
     parser.add_argument("--runs", type=int, default=200)
@@ -78,7 +75,6 @@ def build(folder: Path, nncf_python: Path | None) -> tuple[dict[str, Path], str]
 
 
 def time_files(files: dict[str, Path], runs: int, threads: int) -> list[Row]:
-    """Time all files on OpenVINO and the ONNX files on ONNX Runtime, the variants of each engine in turn."""
     rows: list[Row] = []
     for engine in ("openvino", "onnxruntime"):
         with ExitStack() as stack:
@@ -107,7 +103,6 @@ def time_files(files: dict[str, Path], runs: int, threads: int) -> list[Row]:
 
 
 def markdown(document: Row) -> str:
-    """Return the table with its command and machine."""
     machine = document["machine"]
     lines = [
         "# ResNet-50, 224 px, batch 1, on the CPU",

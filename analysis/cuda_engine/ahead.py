@@ -1,7 +1,5 @@
 """All that needs no quiet GPU, before anything is timed: ONNX files, and the kernels of our own engine."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each network has a process of its own, which compiles beside everything else, th
 asked. Only then does it let cuDNN's benchmark choose the algorithms: while others compute, it would choose wrong ones.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -39,7 +37,6 @@ class Baseline:
         self._state: dict[str, Any] | None = None
 
     def compiled(self, seconds: float) -> dict[str, Any]:
-        """Wait for the compiler; {"fp16_compile_s": ...}, or why it failed."""
         if self._state is None and self._ours.poll(max(0.0, seconds)):
             self._state = self._ours.recv()
         return self._state or {"fp16_failed": "not compiled in time"}

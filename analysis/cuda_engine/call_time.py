@@ -1,7 +1,5 @@
 """The time of a call that starts work on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

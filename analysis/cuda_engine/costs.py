@@ -1,7 +1,5 @@
 """Lower bounds of a step: bytes that it moves, and products that it computes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +25,10 @@ class Cost:
 
     @property
     def moved_bytes(self) -> int:
-        """All bytes that must cross the memory bus, if no cache held any of them."""
         return self.read_bytes + self.written_bytes + self.weight_bytes
 
 
 def cost_of(step: Step, layout: Layout) -> Cost:
-    """The work of a step of a laid out plan."""
     weight = step.weight.numel() if isinstance(step, (Convolution, Linear)) else 0
     written = (step.target,) if isinstance(step, Copy) else step.writes[:1] if _packs(step) else step.writes
     return Cost(
@@ -44,7 +40,6 @@ def cost_of(step: Step, layout: Layout) -> Cost:
 
 
 def _packs(step: Step) -> bool:
-    """True if the second tensor that a step writes is a view of the first."""
     return type(step).__name__ == "PackImage"
 
 
@@ -64,7 +59,6 @@ def _bytes(name: str, layout: Layout) -> int:
 
 
 def _macs(step: Step, layout: Layout) -> int:
-    """Products of codes that a step computes."""
     if isinstance(step, (Convolution, Linear)):
         out = layout.plan.tensors[step.epilogue.out.names[0]].shape
         return torch.Size(out).numel() // step.weight.shape[0] * step.weight.numel()

@@ -1,7 +1,5 @@
 """The networks of the study: built, quantized and exported on the CPU, without weights from anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ SIZES = {"tiny": 32, "vit_tiny_of_32": 32}
 
 
 def image_size(name: str) -> int:
-    """Side of a network's input."""
     return SIZES.get(name, 224)
 
 

@@ -6,8 +6,6 @@
 Findings stand in `cuda_engine.notes.md` beside the data, and become a part of the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +34,6 @@ Row = Mapping[str, Any]
 
 
 def write(file: Path) -> None:
-    """Write the page beside the JSON file."""
     report = json.loads(file.read_text(encoding="utf-8"))
     notes = file.with_suffix(".notes.md")
     found = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
@@ -63,7 +60,6 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the page."""
     device = device_of(report["machine"]["gpu"])
     yield f"# INT8 on our own engine, {device.title}"
     yield ""
@@ -171,7 +167,6 @@ def roofs(layer: Row, seconds: float, device: Device) -> tuple[float, float]:
 
 
 def _layers(row: Row, device: Device) -> Iterator[str]:
-    """Layers above 2 % of the time, those of one kind together, with their shares of the roofs."""
     total, kept = row["layers_ms"], _groups(row)
     lines = [_layer(group, total, device) for group in kept]
     reached = sum(not line[6] for line in lines)
@@ -234,7 +229,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Take the rows of a new run, if there is one, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones")

@@ -7,11 +7,8 @@ every layer) after each network, the plan file and the page, prints each network
 line for each network, last.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
-import signal
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -25,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.common.study import command_line, gpu_software, study_parser
+from analysis.common.study import BudgetSpentError, command_line, gpu_software, study_parser, time_limit
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.costs import cost_of
@@ -42,12 +39,7 @@ _MOST_S, _LEAST_S = 75.0, 8.0
 """Seconds of one network's part at most, and seconds that are left for each network that follows."""
 
 
-class BudgetSpentError(BaseException):
-    """The time has run out. Not an Exception, so that nothing takes it for a failure of its own."""
-
-
 def main() -> None:
-    """Networks one after another, until all are done or the time has run out."""
     arguments = _arguments()
     words = [[*word.split(":"), "128"] for word in arguments.networks]
     asked = [(word[0], int(word[1])) for word in words]
@@ -147,21 +139,14 @@ def _prepared(asked: Sequence[tuple[str, int]], arguments: argparse.Namespace) -
 @contextmanager
 def _part(report: Report, what: str, end: float, most: float = _MOST_S) -> Iterator[None]:
     """Limit a part of the study in time; its failure is noted, and the next part follows."""
-
-    def stop(*_: object) -> None:
-        raise BudgetSpentError
-
     try:
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(most, end - time.monotonic())))
-        yield
+        with time_limit(min(most, end - time.monotonic())):
+            yield
     except BudgetSpentError:
         report["failed"].append(f"{what}: no time left")
     except Exception as error:
         trace = traceback.format_exc()[-1500:]
         report["failed"].append(f"{what}: {type(error).__name__}: {str(error)[:300]} | {trace}")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _since(start: float) -> float:
@@ -169,7 +154,6 @@ def _since(start: float) -> float:
 
 
 def _network(plan: Path, arguments: argparse.Namespace, row: Report, jobs: int) -> tuple[Program, dict[str, Tensor]]:
-    """Build and time one network at one batch size; its program and an input."""
     path = qdq_file(row["network"], arguments.files)
     options = _engine_options(plan, arguments, {} if arguments.tiny else {"jobs": str(jobs)} | row["options"])
     row["compiled_ahead"] = not jobs
@@ -197,7 +181,6 @@ def _network(plan: Path, arguments: argparse.Namespace, row: Report, jobs: int) 
 
 
 def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
-    """Every step against exact arithmetic."""
     found = differences(program.executor, program.split(x)[0])
     row["check"] = {
         "graph_equal": all(map(torch.equal, program.run(x).values(), program.run_eagerly(x).values())),
@@ -211,7 +194,6 @@ def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
 
 
 def _layers(program: Program, x: dict[str, Tensor], row: Report) -> None:
-    """Time and work of each step, and the times of all candidates where they were measured now."""
     layout = program.layout
     row["layers"] = []
     for index, (step, ms) in enumerate(zip(layout.steps, program.step_ms(x), strict=True)):

@@ -1,7 +1,5 @@
 """Networks whose engines are asked: torchvision's and timm's with random weights on small images, and small blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +21,6 @@ class Block(nn.Module):
         self.layers, self.compute = nn.ModuleDict(layers), compute
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what `compute` does with the layers and `x`."""
         return self.compute(self.layers, x)
 
 

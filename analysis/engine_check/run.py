@@ -1,7 +1,5 @@
 """Asks each target's engine which layers it computes in 8 bits, and compares that with the audit of the file."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import warnings
@@ -65,7 +63,6 @@ def lost_layers(file: Path, target: Target, int8: tuple[str, ...], batch_size: i
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
@@ -89,14 +86,12 @@ def _cell(make: Callable[[], tuple[nn.Module, Tensor]], target: Target) -> Answe
 
 
 def cell_text(cell: Answer | str) -> str:
-    """Return `INT8 in the engine / INT8 in the audit / all`, or the refusal."""
     if isinstance(cell, str):
         return cell
     return f"{len(cell.int8) - len(cell.lost)} / {len(cell.int8)} / {cell.weighted}"
 
 
 def page(cells: Mapping[str, Mapping[str, Answer | str]], targets: list[Target]) -> str:
-    """The table, and below it the layers in which engine and audit differ."""
     answers = [cell for row in cells.values() for cell in row.values() if isinstance(cell, Answer)]
     lost, int8 = (sum(len(names) for names in part) for part in ([a.lost for a in answers], [a.int8 for a in answers]))
     versions = gpu_software("onnx", "onnxruntime", "openvino", "tensorrt_rtx", "timm", "torchvision")

@@ -1,7 +1,5 @@
 """Receptive fields of networks side by side, layer by layer: theoretical beside effective."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +102,6 @@ def theory_side(field: EffectiveReceptiveField) -> float:
 def fields_of(
     name: str, weights: str | None, size: int, images: int, count: int, source: str
 ) -> tuple[EffectiveReceptiveField, ...]:
-    """Return the effective receptive fields of `count` layers of a network, from the first to the last."""
     torch.manual_seed(0)
     model = build_model(ModelSpec(name=name, weights=weights), num_classes=1000)
     batch = probe_images(source, images, (size, size))
@@ -131,7 +128,6 @@ def draw(name: str, rows: Rows, out: Path, how: str) -> None:
 
 
 def main() -> None:
-    """Compute and draw every set, or the one that is asked for."""
     parser = study_parser(__doc__, out="results/receptive_field")
     parser.add_argument("--set", choices=sorted(SETS), default=None)
     parser.add_argument("--models", nargs="+", default=None, help="networks of a set of your own")

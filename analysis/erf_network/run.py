@@ -1,7 +1,5 @@
 """The receptive fields of one network: picture, page, animation and table; with `--cost` the time of a field."""
 
-from __future__ import annotations
-
 import statistics
 import time
 
@@ -19,7 +17,6 @@ from compress.report.receptive_field import erf_report, receptive_field_report
 
 
 def plain_passes(model: nn.Module, images: Tensor, batch_size: int) -> None:
-    """Run forward and backward passes of the whole model, down to the gradient of the images."""
     for batch in images.split(batch_size):
         x = batch.clone().requires_grad_()
         torch.autograd.grad(model(x).sum(), x)
@@ -42,7 +39,6 @@ def measure(model: nn.Module, images: Tensor, options: ErfOptions, *, rounds: in
 
 
 def main() -> None:
-    """Write the pictures and the table, or measure the cost."""
     parser = study_parser(__doc__, out="results/receptive_field")
     parser.add_argument("--model", default="resnet50", help="name of a torchvision or timm network, fresh weights")
     parser.add_argument("--image-size", type=int, default=224)

@@ -4,8 +4,6 @@ Networks are stacks of 3 x 3 convolutions without bias. `uniform`: one channel, 
 normal weights of variance 1/fan-in (2/fan-in with ReLU), the mean over --runs networks, each on a fresh noise image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,7 +185,6 @@ class Dropout(nn.Module):
     """Dropout that is active in evaluation too, because its effect on the gradient is measured."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Set half of the values to zero at random."""
         return F.dropout(x, 0.5, training=True)
 
 
@@ -199,7 +196,6 @@ class Skip(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled sum of `x` and the result of the layers."""
         return (x + self.layers(x)) / math.sqrt(2)
 
 
@@ -211,7 +207,6 @@ def conv(inputs: int, outputs: int, *, gain: float = 2.0, stride: int = 1, dilat
 
 
 def stack(depth: int, *, act: Callable[[], nn.Module] | None = nn.ReLU, gain: float = 2.0) -> nn.Sequential:
-    """Return `depth` random convolutions, each followed by an activation."""
     layers: list[nn.Module] = []
     for i in range(depth):
         layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, gain=gain), *([act()] if act else [])]
@@ -219,7 +214,6 @@ def stack(depth: int, *, act: Callable[[], nn.Module] | None = nn.ReLU, gain: fl
 
 
 def uniform(depth: int) -> nn.Sequential:
-    """Return `depth` convolutions of one channel and equal weights."""
     layers = [nn.Conv2d(1, 1, 3, padding=1, bias=False) for _ in range(depth)]
     for layer in layers:
         nn.init.constant_(layer.weight, 1 / 9)
@@ -227,7 +221,6 @@ def uniform(depth: int) -> nn.Sequential:
 
 
 def measure(make: Callable[[], nn.Module], side: int, runs: int, *, label: str) -> EffectiveReceptiveField:
-    """Return the mean field of `runs` networks, each on its own noise image."""
     fields = []
     for run in range(runs):
         torch.manual_seed(run)
@@ -238,7 +231,6 @@ def measure(make: Callable[[], nn.Module], side: int, runs: int, *, label: str) 
 
 
 def numbers(field: EffectiveReceptiveField) -> Row:
-    """Return the figures of a field for JSON."""
     return {
         "size_px": field.metrics.size,
         "sigma_moment_px": second_moment(field.heat)[0],
@@ -294,7 +286,6 @@ def growth(out: Path, runs: int) -> None:
 
 
 def dilated() -> nn.Module:
-    """Return 20 layers, the last twelve dilated by 2 and 4."""
     layers: list[nn.Module] = []
     for i in range(20):
         layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, dilation=1 if i < 8 else 2 if i < 14 else 4), nn.ReLU()]
@@ -302,7 +293,6 @@ def dilated() -> nn.Module:
 
 
 def subsampled() -> nn.Module:
-    """Return 20 layers, of which the 7th and the 14th have stride 2."""
     layers: list[nn.Module] = []
     for i in range(20):
         layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, stride=2 if i in (6, 13) else 1), nn.ReLU()]
@@ -310,7 +300,6 @@ def subsampled() -> nn.Module:
 
 
 def residual() -> nn.Module:
-    """Return 20 layers as ten residual blocks."""
     blocks: list[nn.Module] = [conv(1, CHANNELS), nn.ReLU()]
     for i in range(10):
         first = [] if i == 0 else [conv(CHANNELS, CHANNELS), nn.ReLU()]
@@ -320,7 +309,6 @@ def residual() -> nn.Module:
 
 
 def with_dropout() -> nn.Module:
-    """Return 20 layers with dropout after each."""
     layers: list[nn.Module] = []
     for i in range(20):
         layers += [conv(1 if i == 0 else CHANNELS, CHANNELS), nn.ReLU(), Dropout()]
@@ -328,7 +316,6 @@ def with_dropout() -> nn.Module:
 
 
 def architecture(out: Path, runs: int) -> None:
-    """Draw twenty layers: plain, with dropout, with skip connections, with dilation, with subsampling."""
     variants: dict[str, Callable[[], nn.Module]] = {
         "plain": lambda: stack(20),
         "dropout 0.5": with_dropout,
@@ -407,19 +394,16 @@ def training(out: Path, steps: int) -> None:
 
 
 def accuracy(model: nn.Module, images: Tensor, targets: Tensor) -> float:
-    """Return the percentage of correct answers of the central unit."""
     with torch.no_grad():
         predicted = model.eval()(images)[:, :, 1, 1].argmax(1)
     return 100 * float((predicted == targets).float().mean())
 
 
 def field_of(model: nn.Module, images: Tensor) -> EffectiveReceptiveField:
-    """Return the field of the central unit."""
     return effective_receptive_field(model, images, options=ErfOptions(batch_size=64))
 
 
 def main() -> None:
-    """Run all parts, or the one that is asked for."""
     parser = study_parser(__doc__, out="results/receptive_field")
     parser.add_argument("--part", choices=("growth", "architecture", "training"), default=None)
     parser.add_argument("--runs", type=int, default=20)

@@ -3,9 +3,6 @@
 Every row is written as it is measured, and the same command goes on after a stop.
 """
 
-from __future__ import annotations
-
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Row, command_line, gpu_software, listed, read_rows, study_parser
+from analysis.common.study import Row, append_row, command_line, gpu_software, listed, read_rows, study_parser
 from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
@@ -26,7 +23,6 @@ METHODS = ("calibration", "blocks")
 
 
 def main() -> None:
-    """Measure the rows that are missing, and write the table."""
     parser = study_parser(__doc__, out="results/low_bits")
     parser.add_argument("--data", required=True, help="folder of cifar-10-batches-py")
     parser.add_argument("--weights", type=Path, required=True, help="float.safetensors of a run")
@@ -37,12 +33,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--limit", type=int, help="number of test pictures")
     o = parser.parse_args()
-    o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "ptq.jsonl"
     rows = read_rows(file)
     done = {(row["network"], row["bits"], row["method"]) for row in rows}
     subject = on_device(cifar(o.network, o.data, o.weights, o.limit, calibration=o.images))
     expected = logits(subject.model, subject.images)
+    float_top1 = round(100 * (expected.argmax(1) == subject.targets).double().mean().item(), 2)
     batches = list(subject.calibration.split(64))
     for bits in o.bits:
         for method in o.methods:
@@ -54,12 +50,11 @@ def main() -> None:
             seconds = time.process_time() - start
             seen = figures(expected, logits(qmodel, subject.images), subject.targets)
             row = {"network": o.network, "bits": bits, "method": method, "cpu_seconds": round(seconds, 1)}
-            row |= {"float_top1": top1(expected, subject.targets), "figures": asdict(seen)}
+            row |= {"float_top1": float_top1, "figures": asdict(seen)}
             row |= {"steps": o.steps, "images": o.images, "evaluated": len(subject.images)}
-            row |= {"software": gpu_software(), "command": command_line(hidden())}
+            row |= {"software": gpu_software(), "command": command_line(data="DIR", weights="FILE")}
             rows.append(row)
-            with file.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
+            append_row(file, row)
     print(page(o.out, rows))
 
 
@@ -70,13 +65,7 @@ def on_device(subject: Subject) -> Subject:
     return Subject(subject.model.to(DEVICE), *moved, subject.targets)
 
 
-def top1(found: Tensor, targets: Tensor) -> float:
-    """Return the accuracy in percent, to two digits."""
-    return round(100 * (found.argmax(1) == targets).double().mean().item(), 2)
-
-
 def specification(weights: int, activations: int, steps: int, images: int) -> QuantSpec:
-    """Return a specification without an engine's limits, first and last layers at 8 bits."""
     return QuantSpec(
         target="any",
         weights=WeightSpec(num_bits=weights, calibrator="mse"),
@@ -88,20 +77,10 @@ def specification(weights: int, activations: int, steps: int, images: int) -> Qu
 
 @torch.no_grad()
 def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the logits of all pictures, on the CPU."""
     return torch.cat([model(part).cpu() for part in images.split(250)])
 
 
-def hidden() -> list[str]:
-    """Return this process's arguments without folders of one machine."""
-    import sys  # lazy: for the command alone
-
-    words = list(sys.argv[1:])
-    return [{"--data": "DIR", "--weights": "FILE"}.get(words[i - 1] if i else "", word) for i, word in enumerate(words)]
-
-
 def page(folder: Path, rows: list[Row]) -> str:
-    """Write `ptq.md` and return it."""
     lines = [
         "# Few bits without training and without labels on CIFAR-10",
         "",

@@ -1,7 +1,5 @@
 """Trains a network of CIFAR-10 with weights and activations of few bits, each from the same float weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,7 +31,6 @@ def recipe_of(network: str, data: str, epochs: int, qat_epochs: int, file: Path)
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = study_parser(__doc__, out="runs/low_bits")
     parser.add_argument("--data", default="cifar10", help="folder of cifar-10-batches-py")
     parser.add_argument("--network", choices=NETWORKS, default="resnet20")

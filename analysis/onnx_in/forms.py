@@ -1,7 +1,5 @@
 """The files of the study: both of torch's exporters, NHWC graphs, the package rapidocr, onnx's own backend tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,7 +55,6 @@ class Form:
 
 
 def forms() -> Iterator[Form]:
-    """Yield all files; those of packages that are not installed are left out."""
     for name in (*TORCHVISION, *TIMM):
         yield Form(origin="torch, dynamo", name=name, make=partial(_dynamo, name, True))
         yield Form(origin="torch, dynamo, BatchNorm as it is", name=name, make=partial(_dynamo, name, False))

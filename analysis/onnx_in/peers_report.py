@@ -1,7 +1,5 @@
 """The page of `analysis.onnx_in.peers`: a row for each file, and the differences to the peers, paired over pictures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +19,10 @@ Turns = list[list[float]]
 
 
 def report(file: Path) -> Path:
-    """Write the page of a JSON file of the study beside it, and return it."""
     return write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text())))
 
 
 def markdown(document: Row) -> str:
-    """Return the page."""
     machine, rows = document["machine"], document["rows"]
     text = (
         f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
@@ -80,7 +76,6 @@ def _labelled(row: Row) -> bool:
 
 
 def _cells(row: Row, reference: Row) -> list[str]:
-    """Return the cells of a file."""
     cells = [row["network"], row["method"], f"{row['seconds']} ({row['seconds'] / reference['seconds']:.1f})"]
     for engine in TITLES:
         found = row.get(engine)
@@ -113,18 +108,15 @@ def _differences(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def paired(ours: list[int], theirs: list[int]) -> str:
-    """Return a difference in points with its 95 % interval over pictures."""
     difference = 100 * (np.array(ours, float) - np.array(theirs, float))
     return f"{difference.mean():+.2f} ± {1.96 * difference.std() / np.sqrt(len(difference)):.2f}"
 
 
 def ratio(ours: Turns, theirs: Turns) -> float:
-    """Return the ratio of two times, a geometric mean over builds."""
     return float(np.exp(_log_ratios(ours, theirs).mean()))
 
 
 def in_turn(ours: Turns, theirs: Turns) -> str:
-    """Return `ratio` with its 95 % interval over builds."""
     logs = _log_ratios(ours, theirs)
     resampled = np.random.default_rng(0).choice(logs, (2000, len(logs))).mean(1)
     low, high = np.exp(np.quantile(resampled, (0.025, 0.975)))

@@ -1,7 +1,5 @@
 """The page of the study: a row for each file, refusals grouped by their reason."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -12,7 +10,6 @@ from compress.files import write_text
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """Return the page of `onnx_in.json`."""
     rows = document["rows"]
     quantized = [row for row in rows if row["status"] == "quantized"]
     machine = document["machine"]

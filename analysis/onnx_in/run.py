@@ -3,8 +3,6 @@
 Each file adds its rows to the document at once, and a repeated command goes on with those that have none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -18,7 +16,6 @@ from compress.quantization.spec import TARGETS
 
 
 def main() -> None:
-    """Quantize every file that has no row yet, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--only", default="", help="origins and names that contain this text")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)

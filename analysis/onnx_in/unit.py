@@ -1,7 +1,5 @@
 """Quantizes one file of the study for each target, and compares it with the float file on ONNX Runtime."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +18,6 @@ from compress.onnx_ptq.quantize import quantize_onnx_file
 
 
 def measured(form: Form, targets: list[str]) -> list[Row]:
-    """Return a row of the table for each target."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         path = form.make(Path(name))

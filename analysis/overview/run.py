@@ -1,7 +1,5 @@
 """Draw the picture of the first page from the tables of the demo, of our engine on a GPU and of the cost of QAT."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -69,7 +67,6 @@ def step_speeds(runs: Sequence[Row]) -> dict[str, float]:
 
 
 def keep(run: Path, out: Path) -> None:
-    """Copy the figures of a finished run that the pages show."""
     out.mkdir(parents=True, exist_ok=True)
     for source, name in (*((run / n, n) for n in KEPT), (run / "figures" / "accuracy_latency.png", "tradeoff.png")):
         shutil.copyfile(source, out / name)
@@ -81,7 +78,6 @@ def draw(
     speeds: Mapping[str, float],
     machine: str,
 ) -> Figure:
-    """Draw three panels: CPU (of `machine`), GPU, training."""
     with styled():
         figure = Figure(figsize=(12.4, 4.1), layout="constrained")
         cpu, gpu, steps = figure.subplots(ncols=3, width_ratios=(1.15, 1.25, 1))
@@ -162,7 +158,6 @@ def _steps(axes: Axes, speeds: Mapping[str, float]) -> None:
 
 
 def main() -> None:
-    """Read the three tables and write the picture."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--demo", type=Path, help="a run of the recipe resnet50, whose figures become results/demo")
     arguments = parser.parse_args()

@@ -1,7 +1,5 @@
 """Quantizes the models of other tools' test suites for every target and compares what the engines compute."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy
@@ -159,7 +157,6 @@ class Row:
 
 
 def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
-    """Signal to noise in dB; 100 where they are equal."""
     noise = float(((expected - found) ** 2).sum())
     return 10 * float(np.log10(max(float((expected**2).sum()), 1e-30) / noise)) if noise else 100.0
 
@@ -250,7 +247,6 @@ def _inputs(network: nn.Module, count: int) -> Iterator[Inputs]:
 
 
 def _guessed(network: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes by the channels that the first layer takes."""
     for layer in network.modules():
         if isinstance(layer, nn.Linear):
             return [(2, layer.in_features), (2, 5, layer.in_features)]
@@ -261,7 +257,6 @@ def _guessed(network: nn.Module) -> list[tuple[int, ...]]:
 
 
 def first_tensor(output: object) -> Tensor | None:
-    """The first floating tensor of an output."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
     inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
@@ -269,7 +264,6 @@ def first_tensor(output: object) -> Tensor | None:
 
 
 def judge_network(network: nn.Module, x: Inputs, target: Target, folder: Path) -> tuple[str, str]:
-    """Return verdict and text of a torch network."""
     with torch.no_grad():
         expected = first_tensor(copy.deepcopy(network)(*x))
     qmodel = compress.quantize(network, x, [x], spec=compress.QuantSpec(target=target))
@@ -338,7 +332,6 @@ def _run(file: Path, x: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests")
     parser.add_argument("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers")
@@ -380,7 +373,6 @@ def _row(
 def _work(
     peers: Path, suites: list[str], onnx_tests: bool
 ) -> Iterator[tuple[str, str, Callable[..., tuple[str, str]], tuple[Any, ...]]]:
-    """Yield suite, model, what judges it, and what that is given."""
     for suite in suites:
         for name, network, x in modules_of(peers, suite):
             yield Path(suite).parts[0], name, judge_network, (network, x)

@@ -5,8 +5,6 @@ that launched it, and, for kernels of torch.compile, by the shapes of its argume
 weight's shape quantizes weights, or masks their gradients.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
@@ -81,7 +79,6 @@ def kernels_of(events: list[Event], weights: set[tuple[int, ...]], steps: int) -
 
 
 def shown_shapes(around: list[Event]) -> str:
-    """Return the shapes of the arguments of the innermost operation that has any."""
     dims: list[Any] = next((e["args"]["Input Dims"] for e in around if e.get("args", {}).get("Input Dims")), [])
     return " ".join("x".join(map(str, d)) for d in dims if d and not isinstance(d[0], list))
 
@@ -118,7 +115,6 @@ def group_of(event: Event, phase: str, around: list[Event], weights: set[tuple[i
 
 
 def reads_weight(name: str, around: list[Event], weights: set[tuple[int, ...]]) -> bool:
-    """Return True if an argument of the kernel has the shape of a weight."""
     if not around:
         return False
     dims = around[0].get("args", {}).get("Input Dims") or []

@@ -1,7 +1,5 @@
 """Write qat_cost.md and .png from qat_cost.json; further files add their runs to the first one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -35,7 +33,6 @@ def cases_of(runs: Sequence[Row]) -> list[tuple[int, Row]]:
 
 
 def table(runs: Sequence[Row]) -> str:
-    """Return all cases as Markdown; the last column gives the run of each row."""
     steps = ["| case | variant | ms a step | time / float | peak GiB | memory / float | run |", "|" + "---|" * 7]
     passes = ["| case | calibrator | images/s | of plain inference | ms a pass | ms a call | run |", "|" + "---|" * 7]
     for number, case in cases_of(runs):
@@ -78,7 +75,6 @@ def overview(runs: Sequence[Row]) -> str:
 
 
 def longest_kernels(runs: Sequence[Row]) -> list[str]:
-    """Return the longest kernels of the variants that were profiled, as lines of Markdown."""
     lines: list[str] = []
     for number, case in cases_of(runs):
         for row in case["rows"]:
@@ -94,7 +90,6 @@ def longest_kernels(runs: Sequence[Row]) -> list[str]:
 
 
 def write(file: Path) -> None:
-    """Write the page and the figure beside the JSON file."""
     runs = read_runs(file)
     machines = list(dict.fromkeys(listed(run["machine"]) for run in runs))
     lines = ["# The cost of quantization-aware training", "", *(f"{text}." for text in machines), ""]
@@ -117,7 +112,6 @@ DRAWN = ("fused", "modelopt", "torch-ops", "pytorch-quantization")
 
 
 def draw(runs: Sequence[Row]) -> Figure:
-    """Draw time and memory over those of float training in bf16, of the newest run of each case."""
     best: dict[str, Row] = {}
     dates = {run["run"]: run["recorded"] for run in runs}
     for _, case in sorted(cases_of(runs), key=lambda found: (dates[found[0]], found[0])):
@@ -147,7 +141,6 @@ def draw(runs: Sequence[Row]) -> Figure:
 
 
 def main() -> None:
-    """Add the runs of further files to the first one, and write its page and figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("others", type=Path, nargs="*", help="files of other runs, which are added to the first file")

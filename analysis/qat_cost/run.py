@@ -1,7 +1,5 @@
 """Time and peak memory of a step of quantization-aware training, beside float training and other tools."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import gc
@@ -17,7 +15,7 @@ import torch
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
 from analysis.common.study import BudgetSpentError, Row, command_line, study_parser, time_limit
 from analysis.qat_cost.report import read_runs, table
-from analysis.qat_cost.steps import Step, calibration, make_step, recorded, row_of
+from analysis.qat_cost.steps import Step, calibration, make_step, profiled, recorded, row_of
 from compress.files import write_json
 
 Case = tuple[str, str, str, tuple[str, ...]]
@@ -85,7 +83,6 @@ class Run:
         self.compile_s: list[float] = []
 
     def measure(self, name: str, precision: str, mode: str, variants: tuple[str, ...]) -> None:
-        """Measure one case; failures and cases without time are noted with the reason."""
         case: Row = {"network": name, "precision": precision, "mode": mode, "batch": NETWORKS[name].batch, "rows": []}
         if mode == "calibration":
             if self.has_time(NEEDED_S[mode] * len(variants), f"{name}/{precision}/{mode}"):
@@ -99,7 +96,7 @@ class Run:
             if step is not None:
                 steps[variant] = step
                 step.ms.clear()
-                self.time_in_turn([variant], steps)  # one row at least if the time ends now
+                step.time(self.repeats)  # one row at least if the time ends now
                 case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
                 self.unfinished = [case]
                 self.write()
@@ -108,22 +105,17 @@ class Run:
         for step in steps.values():
             step.ms.clear()
         for _ in range(self.rounds):
-            self.time_in_turn([*steps], steps)
+            for step in steps.values():
+                step.time(self.repeats)
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.add(case)
         for row in case["rows"] if self.profile else ():
             if any(fnmatch(f"{label}/{row['variant']}", pattern) for pattern in self.profiled):
-                found = steps[row["variant"]].kernels()
+                found = profiled(steps[row["variant"]])
                 row |= {"kernels": found[: self.profile], "kernels_ms": sum(kernel["ms"] for kernel in found)}
                 self.write()
 
-    def time_in_turn(self, variants: Sequence[str], steps: dict[str, Step]) -> None:
-        """Time a round of each variant."""
-        for variant in variants:
-            steps[variant].time(self.repeats)
-
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
-        """Return a variant, built now or before; None if it cannot be built."""
         key = (name, precision, mode, variant)
         if mode == "recorded":
             eager = self.step(name, precision, "eager", variant)
@@ -151,18 +143,15 @@ class Run:
         return made
 
     def has_time(self, needed: float, label: str) -> bool:
-        """Return True if `needed` seconds are left, and note the case where they are not."""
         left = self.ends - time.monotonic()
         if left < needed:
             self.miss(label, f"no time: {left:.0f} s left, about {needed:.0f} s needed")
         return left >= needed
 
     def miss(self, label: str, reason: str) -> None:
-        """Note a case that was not measured."""
         self.report["missing"].append({"case": label, "reason": reason[:300]})
 
     def add(self, case: Row) -> None:
-        """Add a complete case and write the file."""
         self.report["cases"].append(case)
         self.unfinished = []
         self.write()
@@ -171,7 +160,6 @@ class Run:
             print(f"{self.ends - time.monotonic():.0f} s left, {case['network']} {case['mode']}: {times}", flush=True)
 
     def write(self) -> None:
-        """Write the earlier runs and this one."""
         write_json(self.file, {"runs": [*self.earlier, self.report | {"unfinished": self.unfinished}]})
 
 
@@ -195,7 +183,6 @@ def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence
 
 
 def main() -> None:
-    """Measure until all cases are done or the time has run out; the table of this run comes last."""
     parser = study_parser(__doc__, out="results/h200")
     parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
     parser.add_argument(

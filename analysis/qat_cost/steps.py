@@ -1,7 +1,5 @@
 """The measurements of the study of QAT's cost: training steps and calibration passes."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
@@ -47,18 +45,20 @@ class Step:
 
     def time(self, repeats: int) -> None:
         """Take `repeats` steps after one that does not count; append their time and note the peak memory."""
-        ms, peak_bytes = timed_round(self, repeats)
-        self.ms.append(ms)
+        self.run()
+        finish()
+        resident = allocated()
+        reset_peak()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            self.run()
+        finish()
+        self.ms.append((time.perf_counter() - start) / repeats * 1e3)
         if not self.replays:
-            self.peak_bytes = peak_bytes
-
-    def kernels(self) -> list[Row]:
-        """The GPU's kernels in a step, longest first."""
-        return profiled(self)
+            self.peak_bytes = peak_above(resident, self)
 
 
 def make_step(variant: str, network: Network, precision: str, mode: str) -> Step:
-    """Build a variant and take its first steps, in which compilation and cuDNN's search happen."""
     before, start = allocated(), time.perf_counter()
     step = TrainingStep(variant, network, precision, mode)
     made = Step(step, first_s=time.perf_counter() - start, replays=mode == "graphs")
@@ -68,27 +68,12 @@ def make_step(variant: str, network: Network, precision: str, mode: str) -> Step
 
 
 def recorded(step: Step) -> Step:
-    """Return an eager step with its passes recorded as a CUDA graph; its memory is that of the recording."""
     reset_peak()
     resident = allocated()
     run = cast(TrainingStep, step.run).recorded()
     return Step(
         run, first_s=step.first_s, own_bytes=step.own_bytes, replays=True, peak_bytes=peak_above(resident, step)
     )
-
-
-def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
-    """Return milliseconds of a step and its peak memory, after one step that does not count."""
-    step.run()
-    finish()
-    resident = allocated()
-    reset_peak()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step.run()
-    finish()
-    ms = (time.perf_counter() - start) / repeats * 1e3
-    return ms, peak_above(resident, step)
 
 
 def reset_peak() -> None:
@@ -103,7 +88,6 @@ def peak_above(resident: int, step: Step) -> int | None:
 
 
 def profiled(step: Step, steps: int = 2) -> list[Row]:
-    """Return the GPU's kernels in a step, longest first: name, shapes of the arguments, milliseconds and count."""
     step.run()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as recorded:
         for _ in range(steps):
@@ -117,7 +101,6 @@ def profiled(step: Step, steps: int = 2) -> list[Row]:
 
 
 def row_of(variant: str, step: Step, steps: Mapping[str, Step]) -> Row:
-    """Return the row of a variant; ratios are to `float` in the same round."""
     row: Row = {"variant": variant, "ms": statistics.median(step.ms), "rounds_ms": step.ms, "first_s": step.first_s}
     row["peak_gib"] = None if step.peak_bytes is None else step.peak_bytes / 2**30
     base = steps.get("float")

@@ -1,7 +1,5 @@
 """One random network through quantize, export and ONNX Runtime, and the smallest network that still fails."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +31,6 @@ round it to either."""
 
 
 def inputs() -> Tensor:
-    """The images that a network is traced, calibrated and compared with."""
     return torch.randn(4, CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(7))
 
 

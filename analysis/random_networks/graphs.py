@@ -36,24 +36,20 @@ class Graph:
         self.kinds = [getattr(self, name) for name in sorted(dir(self)) if name.startswith("_op_")]
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node and return its result."""
         name = f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=f"n{len(self.nodes)}", **attributes))
         return name
 
     def const(self, value: object, dtype: type = np.float32) -> str:
-        """Add a constant."""
         name = f"c{len(self.constants)}"
         self.constants.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
 
     def pick(self) -> str:
-        """One of the latest six tensors."""
         recent = self.pool[-6:]
         return recent[int(self.random.integers(len(recent)))]
 
     def weight(self, *shape: int) -> str:
-        """Add a constant of normal values whose deviation suits its inputs."""
         return self.const(self.random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]) or 1))
 
     def axes(self, kind: str, x: str, axes: list[int], since: int, **attributes: Any) -> str:
@@ -63,7 +59,6 @@ class Graph:
         return self.op(kind, x, axes=axes, **attributes)
 
     def has(self, kind: str) -> bool:
-        """True if the opset has an operator."""
         return self.opset >= SINCE.get(kind, 1)
 
     def _op_unary(self, x: str) -> str:
@@ -173,7 +168,6 @@ class Graph:
         return self.op("Add", x, ones)
 
     def weighted(self) -> None:
-        """Begin with a convolution, so that there is something to quantize."""
         self.pool.append(self._op_depthwise("x"))
 
     def model(self, count: int) -> onnx.ModelProto:

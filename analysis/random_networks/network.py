@@ -4,8 +4,6 @@ A network is a list of steps (name of an operation, seed). Every step reads the 
 that any step can be taken out of the list and the rest is still a network: that is how failures are shrunk.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +61,6 @@ class Network(nn.Module):
 
 
 def steps_of(seed: int) -> tuple[Step, ...]:
-    """The steps of the network of that seed: two to nine, of which half have weights."""
     draw = random.Random(seed)
     names = [draw.choice(list(draw.choice(TABLES))) for _ in range(draw.randint(2, 9))]
     return tuple(Step(name, draw.randrange(2**31)) for name in names)

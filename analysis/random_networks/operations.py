@@ -3,8 +3,6 @@
 Each computes with two values of shape (N, 8, 8, 8) and returns another; kinds that are rarer are in `rarer`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -43,17 +41,14 @@ class Weights(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the layer."""
         return self.run(self, x)
 
 
 def conv(inputs: int = 8, outputs: int = 8, size: int = 3, **options: Any) -> nn.Conv2d:
-    """Make a convolution that keeps the size of the image."""
     return nn.Conv2d(inputs, outputs, size, padding=options.pop("padding", size // 2), **options)
 
 
 def norm(channels: int = 8) -> nn.BatchNorm2d:
-    """Make a BatchNorm with statistics as after training."""
     made = nn.BatchNorm2d(channels)
     made.running_mean = torch.randn(channels) / 4
     made.running_var = torch.rand(channels) + 0.5
@@ -241,7 +236,6 @@ _PLAIN: dict[str, Run] = {
 
 
 def plain(run: Run) -> Callable[[], Op]:
-    """Make operations without parts."""
     return lambda: Op(run)
 
 

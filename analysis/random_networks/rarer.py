@@ -1,7 +1,5 @@
 """Operations of random networks, continued: kinds and spellings of the traits table that few networks use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A network as a torch module and as its ONNX file: both readers give the same quantizers, results and INT8 layers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -174,7 +172,6 @@ def _engines(file: Path, target: Target, batch_size: int) -> str:
 
 
 def main() -> None:
-    """Compare the readers on random networks and graphs, and write the page."""
     parser = study_parser(__doc__, out="results/reliability")
     parser.add_argument("--count", type=int, default=300, help="of networks, and of graphs")
     parser.add_argument("--seed", type=int, default=0, help="of the first")

@@ -1,7 +1,5 @@
 """Adds the rows of runs to random_networks.json, and writes random_networks.md from it."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,6 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Add the runs of the files; a run from the same first seed is replaced."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="*", help="files that analysis.random_networks.run wrote")
     parser.add_argument("--out", type=Path, default=Path("results/reliability"), help="folder of the results")

@@ -1,7 +1,5 @@
 """Random networks through quantize, export and ONNX Runtime for every target; failures are shrunk and listed."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import platform
@@ -35,13 +33,11 @@ def row_of(seed: int, export_every: int) -> dict[str, Any]:
 
 
 def left(path: Path, seeds: range) -> list[int]:
-    """Return the seeds that have no row yet."""
     done = {row.get("seed") for row in read_rows(path)}
     return [seed for seed in seeds if seed not in done]
 
 
 def try_all(path: Path, seeds: range, export_every: int, end: float) -> None:
-    """Try the networks that have no row yet until the time is up."""
     torch.set_num_threads(1)
     for seed in left(path, seeds):
         if time.time() > end:

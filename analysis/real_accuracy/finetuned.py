@@ -4,8 +4,6 @@
 on its machine. Both write into one JSON file, and the page from it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +29,6 @@ ENGINES = {"openvino": (*FILES, PLACED), "onnxruntime": tuple(FILES)}
 
 
 def main() -> None:
-    """Run a stage, and write the page."""
     parser = study_parser(__doc__, out="results/real_accuracy")
     parser.add_argument("--run", type=Path, required=True, help="folder with float.onnx, ptq.onnx and qat.onnx")
     parser.add_argument("--cifar", required=True, help="folder of cifar-10-batches-py")
@@ -66,12 +63,10 @@ def main() -> None:
 
 
 def images(split: Split, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first pictures of a split and their classes."""
     return split.load(list(range(min(count, len(split)))), epoch=None, device=torch.device("cpu"))
 
 
 def judged(paths: dict[str, Path], x: torch.Tensor, targets: torch.Tensor, threads: int) -> list[Row]:
-    """Return the accuracy of every file on every engine, paired with the float file on it."""
     rows: list[Row] = []
     for engine, variants in ENGINES.items():
         expected = logits_of(paths["float"], engine, x, threads)
@@ -83,7 +78,6 @@ def judged(paths: dict[str, Path], x: torch.Tensor, targets: torch.Tensor, threa
 
 
 def timed(paths: dict[str, Path], threads: int, seconds: float) -> list[Row]:
-    """Return the latency of every file at batch 1, all of an engine in turn; OpenVINO in f32 and as it chooses."""
     rows: list[Row] = []
     for engine, variants in ENGINES.items():
         precision = "f32" if engine == "openvino" else None
@@ -129,7 +123,6 @@ bootstrap. Agreement: share of pictures with the float file's class.
 
 
 def write(file: Path) -> str:
-    """Write `finetuned.md` beside the JSON file, and return it."""
     found: Row = json.loads(file.read_text())
     if "accuracy" not in found:
         return write_text(file.with_suffix(".md"), TEXT + TRAINED).read_text()

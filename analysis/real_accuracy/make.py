@@ -1,7 +1,5 @@
 """Makes EfficientNet-Lite0's file by a slow method on a GPU; `run --made FILE` measures it on any machine."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time
@@ -14,7 +12,6 @@ from analysis.real_accuracy.networks import Subject, efficientnet_lite0, picture
 
 
 def main() -> None:
-    """Quantize, write the file, and print the seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--pictures", type=Path, required=True, help="folder of the pictures that calibrate")

@@ -1,7 +1,5 @@
 """Methods of quantization, each from a float model to a file: ours by specification, and peers that are installed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -56,8 +54,6 @@ class Method:
 
 
 def ours(spec: QuantSpec) -> Make:
-    """Return a maker that quantizes with `spec` and exports."""
-
     def make(subject: Subject, _: Path, folder: Path) -> Made:
         batches, example = list(subject.calibration.split(BATCH)), subject.calibration[:2]
         qmodel = compress.quantize(subject.model, example, batches, spec=spec)
@@ -68,16 +64,12 @@ def ours(spec: QuantSpec) -> Make:
     return make
 
 
-def float_file(subject: Subject, folder: Path) -> Path:
-    """Write the float network with torch's older exporter."""
-    return _exported(subject.model, subject, folder / "float.onnx")
-
-
-def _exported(model: nn.Module, subject: Subject, path: Path) -> Path:
+def exported(model: nn.Module, example: Tensor, path: Path) -> Path:
+    """Write a float network with torch's older exporter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model, (subject.calibration[:2],), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
+            model, (example,), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
             output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
         )  # fmt: skip
     return path
@@ -112,7 +104,6 @@ def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Made:
 
 
 def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:
-    """Quantize with ModelOpt's torch path, and export as its documentation does."""
     import modelopt.torch.quantization as package  # optional: a peer
 
     def calibrate(network: nn.Module) -> None:
@@ -120,7 +111,7 @@ def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:
             network(batch)
 
     model = package.quantize(copy.deepcopy(subject.model), getattr(package, config), calibrate)
-    return Made(_exported(model, subject, folder / "modelopt.onnx"))
+    return Made(exported(model, subject.calibration[:2], folder / "modelopt.onnx"))
 
 
 def xnnpack(subject: Subject, _: Path, folder: Path) -> Made:
@@ -149,7 +140,6 @@ def xnnpack(subject: Subject, _: Path, folder: Path) -> Made:
 
 
 def _ours_for(target: Target) -> dict[str, Method]:
-    """Return our methods for an engine."""
     base = QuantSpec(target=target)
     w4 = replace(base, weights=WeightSpec(num_bits=4, calibrator="mse"))
     fast = AdaRoundSpec(steps=500, images=200)

@@ -1,7 +1,5 @@
 """Networks with real weights, and real pictures: some to calibrate on, others to evaluate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Float top-1 of EfficientNet-Lite0 by preprocessing and by the choice of pictures, on ONNX Runtime."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass
@@ -14,8 +12,8 @@ from torchvision.transforms.v2 import functional
 from torchvision.transforms.v2.functional import InterpolationMode
 
 from analysis.common.study import Row, command_line, listed, software, study_parser
-from analysis.real_accuracy.methods import float_file, logits_of
-from analysis.real_accuracy.networks import EVERY, Subject, efficientnet_lite0
+from analysis.real_accuracy.methods import exported, logits_of
+from analysis.real_accuracy.networks import EVERY, efficientnet_lite0
 from compress.files import write_text
 from compress.measure.machine import describe_machine
 
@@ -62,7 +60,6 @@ FORMS = {
 
 
 def main() -> None:
-    """Measure every preprocessing, and write the page."""
     parser = study_parser(__doc__, out="results/real_accuracy")
     parser.add_argument("--pictures", type=Path, required=True, help="ImageNet pictures, one of each class")
     parser.add_argument("--threads", type=int, default=1)
@@ -76,7 +73,7 @@ def main() -> None:
             images = torch.stack([FORMS[name].read(path) for path in paths])
             file = Path(folder) / "float.onnx"
             if not file.exists():
-                float_file(Subject(model, images[:2], images, targets), Path(folder))
+                exported(model, images[:2], file)
             right = (logits_of(file, "onnxruntime", images, o.threads).argmax(1) == targets).double()
             rows.append({"form": name, **shares(right)})
             print(rows[-1], flush=True)
@@ -104,7 +101,6 @@ def shares(right: Tensor) -> Row:
 
 
 def page(folder: Path, data: Row) -> str:
-    """Write `preprocessing.md` and return it."""
     lines = [
         "# Float top-1 of EfficientNet-Lite0 by preprocessing and by the choice of pictures",
         "",

@@ -1,7 +1,5 @@
 """The page and the picture of the study, from its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +19,6 @@ REACH = 4.0  # points of top-1 below float that the picture shows
 
 
 def write(folder: Path) -> str:
-    """Write `real_accuracy.md` and `real_accuracy.png` beside the rows, and return the page."""
     rows = read_rows(folder / "rows.jsonl")
     lines = [
         TITLE,
@@ -63,7 +60,6 @@ def _means(rows: list[Row]) -> list[str]:
 
 
 def network_table(rows: list[Row]) -> list[str]:
-    """Return the lines of the table of one network on one engine."""
     own = sorted(rows, key=lambda r: r["bits"] != "W8A8")
     lines = ["", f"## {own[0]['network']}, {own[0]['engine']}", ""]
     lines.append("| method | bits | top-1 % | float % | points | agreement % | SQNR dB | seconds |")
@@ -93,7 +89,6 @@ def network_table(rows: list[Row]) -> list[str]:
 
 
 def shown_name(title: str) -> str:
-    """Return the name of a method without the engine that its rows have in a column of its own."""
     return title.removesuffix(", openvino").removesuffix(", onnxruntime")
 
 

@@ -3,10 +3,7 @@
 Every row is written as it is measured, and the same command goes on after a stop.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -17,8 +14,8 @@ import torch
 from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
-from analysis.common.study import Row, command_line, read_rows, software, study_parser
-from analysis.real_accuracy.methods import METHODS, Made, Method, float_file, logits_of
+from analysis.common.study import Row, append_row, command_line, read_rows, software, study_parser
+from analysis.real_accuracy.methods import METHODS, Made, Method, exported, logits_of
 from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
 from analysis.real_accuracy.statistics import figures
@@ -27,7 +24,6 @@ from compress.measure.machine import describe_machine
 
 
 def main() -> None:
-    """Measure the rows that are missing, and write the page."""
     parser = study_parser(__doc__, out="results/real_accuracy")
     parser.add_argument("--networks", nargs="+", default=["efficientnet_lite0"])
     parser.add_argument("--pictures", type=Path, help="folder of ImageNet pictures, one of each class")
@@ -43,7 +39,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="number of pictures")
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()
-    o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "rows.jsonl"
     done = {_key(row) for row in read_rows(file)}
     for name in o.networks:
@@ -63,8 +58,7 @@ def _subject(name: str, o: argparse.Namespace) -> Subject:
 def _measure(
     name: str, subject: Subject, folder: Path, file: Path, done: set[tuple[str, ...]], o: argparse.Namespace
 ) -> None:
-    """Append the rows of one network."""
-    path, expected = float_file(subject, folder), dict[str, Tensor]()
+    path, expected = exported(subject.model, subject.calibration[:2], folder / "float.onnx"), dict[str, Tensor]()
     moved = Subject(subject.model.to(o.device), subject.calibration.to(o.device), subject.images, subject.targets)
     for title, method in METHODS.items():
         chosen = not o.methods or any(part in title for part in o.methods)
@@ -89,8 +83,7 @@ def _measure(
                 print(f"{name}, {title}, {engine}: not measured ({error})", flush=True)
                 continue
             row |= {"seconds": round(seconds, 1), "gpu": o.made_on or _gpu(o.device), "note": made.note}
-            with file.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
+            append_row(file, row)
             print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
 
 
@@ -115,7 +108,7 @@ def _row(
         "figures": asdict(figures(expected, logits, subject.targets)),
         "calibration": len(subject.calibration),
         "evaluated": len(subject.images),
-        "command": command_line(_public()),
+        "command": command_line(pictures="DIR", cifar="DIR", weights="FILE", made="FILE"),
         "machine": describe_machine().cpu,
         "load": round(os.getloadavg()[0], 1),
         "software": software("torch", "openvino", "onnxruntime", *([method.version] if method.version else [])),
@@ -124,22 +117,6 @@ def _row(
 
 def _gpu(device: str) -> str:
     return "" if device == "cpu" else torch.cuda.get_device_name()
-
-
-def _public() -> list[str]:
-    """Return this process's arguments without folders of one machine."""
-    import sys  # lazy: for the command alone
-
-    hidden = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE", "--made": "FILE"}
-    words, kept = list(sys.argv[1:]), list[str]()
-    while words:
-        word = words.pop(0)
-        kept.append(word)
-        if word in hidden:
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-            kept.append(hidden[word])
-    return kept
 
 
 def _key(row: Row) -> tuple[str, ...]:

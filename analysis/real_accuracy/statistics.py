@@ -1,7 +1,5 @@
 """Figures of a quantized network beside its float one, paired over pictures, with bootstrap intervals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

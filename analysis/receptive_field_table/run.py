@@ -1,7 +1,5 @@
 """Theoretical receptive fields of torchvision's convolutional networks, each compared with the gradient's support."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sys
@@ -83,7 +81,6 @@ def check(name: str, path: str, size: int) -> str:
 
 
 def line(name: str, table: ReceptiveFieldTable, row: ReceptiveField, compared: str) -> list[str]:
-    """Return a row of the results table; `compared` is the result of the comparison with autograd."""
     wasted = unproductive_layers(table)
     return [
         name,
@@ -105,7 +102,6 @@ def _axes(values: Sequence[object]) -> str:
 
 
 def main() -> None:
-    """Compute, compare and write the table."""
     parser = study_parser(__doc__, out="results/receptive_field")
     parser.add_argument("--models", nargs="+", default=list(ENDS), choices=list(ENDS), metavar="MODEL")
     parser.add_argument("--image-size", type=int, default=224)

@@ -1,7 +1,5 @@
 """Mutated files for every reader of untrusted input; see README.md."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct
@@ -35,7 +33,6 @@ BATCH = 200
 
 
 def seeds(folder: Path) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
-    """Return, for the name of a file, a valid content and its reader."""
     model = nn.Linear(3, 2)
     weights = save_model(model, folder / "m.safetensors", {"a": 1}).read_bytes()
     torch.save(model.state_dict(), folder / "m.pt")
@@ -119,7 +116,6 @@ def fuzz(path: Path, content: bytes, read: Callable[[Path], Any], *, seconds: fl
 
 
 def main() -> None:
-    """Fuzz every reader for an equal time, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="for all readers together")
     parser.add_argument("--seed", type=int, default=0)

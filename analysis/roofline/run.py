@@ -1,7 +1,5 @@
 """Rooflines of torchvision networks on several devices: one figure a network, one table for all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +40,6 @@ def bounds(work: Workload, devices: Sequence[str]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Count, draw and write."""
     parser = study_parser(__doc__, out="results/roofline")
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--devices", nargs="+", default=DEVICES)

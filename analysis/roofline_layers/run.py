@@ -1,7 +1,5 @@
 """Teaching pictures: which convolutions can use a device fully, and how far blocks of networks look for their time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -280,7 +278,6 @@ def effective_fields(model: nn.Module, images: Tensor, depth: int) -> dict[str, 
 
 
 def main() -> None:
-    """Draw both figures."""
     parser = study_parser(__doc__, out="results/roofline")
     parser.add_argument("--device", default="h200")
     parser.add_argument("--precision", default="int8")

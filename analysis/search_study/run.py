@@ -3,8 +3,6 @@
 All are fine-tuned by the same recipe and measured on the engine in turn with the float network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,7 +42,6 @@ def uniform(recipe: str, shares: Sequence[float], overrides: Sequence[str], engi
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = study_parser(__doc__, out="runs/search_study")
     parser.add_argument("--recipe", default="resnet18-search", help="with a `search` and a `finetune` section")
     parser.add_argument("--engine", default="openvino")

@@ -1,7 +1,5 @@
 """The models of the sweep."""
 
-from __future__ import annotations
-
 import torchvision
 
 SEGMENTATION = (
@@ -34,8 +32,6 @@ ese_vovnet19b_dw test_convnext fasternet_t0 resnetv2_18 starnet_s050 test_effici
 
 
 def names() -> list[str]:
-    """Return all models of the sweep, the largest first, so that no large one runs alone at the end."""
-
     def size(name: str) -> int:
         return int(next(iter(torchvision.models.get_model_weights(name))).meta["num_params"])
 

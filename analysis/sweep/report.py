@@ -1,7 +1,5 @@
 """Write sweep.md from sweep.jsonl."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +19,6 @@ LEGEND = (
 
 
 def write(log: Path) -> None:
-    """Write the page beside the log: a line for each model and target, failures first."""
     rows = newest_rows(log, "model")
     order = {name: i for i, name in enumerate(names())}
     models = sorted(rows, key=lambda name: (rows[name]["status"] == "ok", order.get(name, len(order))))
@@ -54,7 +51,6 @@ def write(log: Path) -> None:
 
 
 def machines(rows: dict[str, Row]) -> list[str]:
-    """Return a line for each machine and number of models side by side."""
     found: Counter[str] = Counter()
     for row in rows.values():
         if (where := row.get("machine")) is not None:
@@ -66,7 +62,6 @@ def machines(rows: dict[str, Row]) -> list[str]:
 
 
 def table_rows(name: str, row: Row) -> list[str]:
-    """Return the Markdown lines of one model."""
     lines = []
     for target in TARGETS:
         cells = row.get(target, {})

@@ -1,7 +1,5 @@
 """Quantize all classifiers and segmentation networks of torchvision, and networks of all families of timm."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -14,7 +12,6 @@ from compress.measure.machine import describe_machine
 
 
 def main() -> None:
-    """Run the models without a row, or those that are asked for, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--models", nargs="+", help="these, with or without a row; default: all without one")
     parser.add_argument("--retry", action="store_true", help="also the models whose row is a failure")
@@ -31,7 +28,6 @@ def main() -> None:
 
 
 def run(models: list[str], log: Path, arguments: argparse.Namespace) -> None:
-    """Study models side by side, and append a line to the log when one ends."""
     measured = machine() | {"side_by_side": arguments.processes}
     commands = [(name, ["analysis.sweep.unit", name]) for name in models]
     options = {"processes": arguments.processes, "timeout": arguments.timeout, "budget_s": arguments.budget_s}
@@ -49,13 +45,11 @@ def run(models: list[str], log: Path, arguments: argparse.Namespace) -> None:
 
 
 def row_of(ended: Ended) -> Row:
-    """Return the row that the model's process wrote; a crash or a run past the limit is a row too."""
     found: Row = json.loads(ended.last_line) if ended.last_line.startswith("{") else {}
     return found or {"status": "failed", "stage": "?", "error": ended.why}
 
 
 def queue(models: list[str] | None, rows: dict[str, Row], *, retry: bool) -> list[str]:
-    """Return the models to run, in order."""
     if models:
         return models
     done = {name for name, row in rows.items() if row["status"] == "ok" or not retry}
@@ -63,7 +57,6 @@ def queue(models: list[str] | None, rows: dict[str, Row], *, retry: bool) -> lis
 
 
 def machine() -> Row:
-    """Return the machine and the versions for a row."""
     found = describe_machine()
     libraries = ("torch", "onnxruntime", "openvino", "timm")
     return {

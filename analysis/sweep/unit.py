@@ -4,8 +4,6 @@
 the processor time of each stage; torch's ONNX exporter, which runs three times for a model, takes the largest part.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
@@ -107,7 +105,6 @@ def build(name: str) -> tuple[nn.Module, int]:
 
 
 def choices(name: str) -> list[tuple[Row, int]]:
-    """Return the pairs (options, image size) to try."""
     if name.startswith("timm:"):
         small: list[tuple[Row, int]] = [({"img_size": 64}, 64), ({"img_size": 128}, 128)]
         return [*small, *(({}, size) for size in (64, 96, 128, 224, 240, 256))]
@@ -119,7 +116,6 @@ def choices(name: str) -> list[tuple[Row, int]]:
 
 
 def make(name: str, options: Row) -> nn.Module:
-    """Return a network with random weights."""
     source, _, rest = name.rpartition(":")
     if source == "timm":
         return timm.create_model(rest, num_classes=100, **options)
@@ -177,7 +173,6 @@ def first(output: Any) -> Tensor:
 
 
 def decibel(reference: Tensor, value: Tensor) -> float:
-    """Return the SQNR, rounded for the table."""
     return round(sqnr_db(reference.numpy(), value.numpy()), 1)
 
 
@@ -228,7 +223,6 @@ def speed(model: nn.Module, image: Tensor, folder: Path, engine: str) -> Row:
 
 
 def main() -> None:
-    """Print the row of the model that the command names."""
     row = study(sys.argv[1])
     row.pop("since", None)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux

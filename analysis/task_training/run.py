@@ -1,7 +1,5 @@
 """Trains, quantizes and measures segmentation and detection networks through their recipes, on CamVid and BCCD."""
 
-from __future__ import annotations
-
 from analysis.common.recipes import RecipeRun, run_all, write_table
 from analysis.common.study import study_parser
 
@@ -16,7 +14,6 @@ RECIPES = {
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = study_parser(__doc__, out="runs/task_training")
     parser.add_argument("--camvid", default="camvid", help="folder of CamVid")
     parser.add_argument("--bccd", default="bccd", help="folder of BCCD")

@@ -1,7 +1,5 @@
 """Draws lines of text with Debian's fonts, and decodes a recognizer's output."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Lines are drawn, so their text is known; photographs have no truth, and the quan
 float ones. All methods calibrate on the same images, one image a batch, and are judged on the same others.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -69,7 +67,6 @@ class Judged:
 
 
 def main() -> None:
-    """Quantize, judge and time each network, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--packages", type=Path, help="folder that the packages are installed in, if not here")
@@ -101,7 +98,6 @@ def main() -> None:
 
 
 def study(name: str, folder: Path, o: argparse.Namespace) -> list[Row]:
-    """Return the rows of one network: each method on each engine."""
     network, rows = NETWORKS[name], []
     source = float_file(network, folder)
     calibration, judge = text_task(network, source, o) if network.cut is None else feature_task(o)
@@ -147,7 +143,6 @@ def float_file(network: Network, folder: Path) -> Path:
 def methods(
     source: Path, data: Images, folder: Path, nncf: str | None, *, cut: bool
 ) -> dict[str, dict[str, Callable[[], Path]]]:
-    """Return, by engine and method, what writes the file."""
     made: dict[str, dict[str, Callable[[], Path]]] = {
         engine: {FLOAT: lambda: source, OURS: partial(_ours, source, data, folder / f"{engine}.onnx", spec)}
         for engine, spec in SPECS.items()
@@ -168,7 +163,6 @@ def _ours(source: Path, data: Images, out: Path, spec: QuantSpec) -> Path:
 
 
 def _of_torch(source: Path, data: Images, out: Path, spec: QuantSpec) -> Path:
-    """Write the file of the network as a torch model."""
     images = [torch.from_numpy(x) for x in data]
     qmodel = compress.quantize(compress.from_onnx(source), images[0], images, spec=spec)
     return compress.export_onnx(qmodel, images[0], out, dynamic_batch=True)
@@ -205,7 +199,6 @@ def opened(path: Path, engine: str) -> Run:
 
 
 def text_task(network: Network, source: Path, o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:
-    """Return the calibration images of a recognizer, and what judges its files on other lines."""
     calibration, drawn = lines(o.calibration, seed=1, fonts=o.fonts), lines(o.evaluated, seed=2, fonts=o.fonts)
     stored = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
     if network.characters is None:
@@ -230,7 +223,6 @@ def _read(drawn: Sequence[Line], characters: Sequence[str], run: Run, expected: 
 
 
 def feature_task(o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:
-    """Return the calibration photographs of a feature network, and what judges its files on others."""
     paths = sorted(o.photographs.glob("*.jpg"))
     chosen = paths[:: len(paths) // (o.calibration + o.evaluated // 3)]
     return [photograph(p) for p in chosen[: o.calibration]], partial(
@@ -266,7 +258,6 @@ def _features(images: Images, run: Run, expected: Judged | None) -> Judged:
 
 
 def sqnr(expected: Images, found: Images) -> float:
-    """Return the signal to noise ratio over all outputs, in dB."""
     noise = sum(np.square(a - b, dtype=np.float64).sum() for a, b in zip(expected, found, strict=True))
     signal = sum(np.square(a, dtype=np.float64).sum() for a in expected)
     return float(10 * np.log10(signal / max(noise, 1e-300)))
@@ -311,7 +302,6 @@ all in. Faster: than the float file on the same engine, timed in turn. Machine: 
 
 
 def report(file: Path, document: Row) -> Path:
-    """Write the table beside the JSON file, and return it."""
     head = ["network", "engine", "method", "character error %", "lines right %", "points", "cosine of class token"]
     head += ["5 neighbours kept %", "SQNR dB", "p50 ms", "faster", "MB", "seconds"]
     table = [head, ["---"] * len(head), *(_cells(row) for row in document["rows"])]

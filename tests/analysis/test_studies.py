@@ -108,7 +108,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", further(NETWORKS, ["BatchNorm after ReLU", "transposed, two groups"]))
 def test_the_engine_computes_what_the_audit_says(name, target, tmp_path):
     torch.manual_seed(0)
     network = NETWORKS[name]().eval()
@@ -120,7 +120,7 @@ def test_the_engine_computes_what_the_audit_says(name, target, tmp_path):
 # Random networks keep their results through quantization and export, by the float network and ONNX Runtime.
 
 
-@pytest.mark.parametrize("first", further(range(0, 150, 25), [0, 25]))
+@pytest.mark.parametrize("first", further(range(0, 150, 25), [0]))
 def test_random_networks_keep_their_results(first):
     failures = {
         seed: (failure, steps_of(seed))

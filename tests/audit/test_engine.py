@@ -31,7 +31,6 @@ def t(name, dtype, shape=BIG):
 
 
 def conv(name, source, target, *extra, weight="int8", kernel=3, **more):
-    """A 64-channel convolution; `source` and `target` are (name, type)."""
     return EngineLayer(
         name=name,
         kind="CaskConvolution",

@@ -125,7 +125,6 @@ def test_other_json_is_refused(text, message):
 
 
 def convolution(name="/conv/Conv", **more):
-    """A layer in the form of 10.x: 8 channels to 16 on 6 x 6, in fp16."""
     wide = "Channel major FP16 format where channel % 8 == 0"
     source, target = (
         {"Name": n, "Location": "Device", "Dimensions": [1, c, 6, 6], "Format/Datatype": wide}
@@ -140,7 +139,6 @@ def convolution(name="/conv/Conv", **more):
 
 
 def product(**more):
-    """A layer of 10.x that TensorRT's second compiler made: weight, factors and bias are among the inputs."""
     shapes = {"a": [1, 576], "__mye1_dconst": [576, 10], "__mye2alpha": [1], "bias": [1, 10]}
     read = [{"Name": n, "Dimensions": d, "Format/Datatype": "Half"} for n, d in shapes.items()]
     return {
@@ -156,8 +154,6 @@ def parsed(*layers, **more):
 
 
 def as_text(*layers):
-    """The same layers as a verbose log of TensorRT 10 has them."""
-
     def written(value):
         if isinstance(value, list) and value and isinstance(value[0], dict):
             rows = (", ".join(f"{key}: {written(item)}" for key, item in row.items()) for row in value)

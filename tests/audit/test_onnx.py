@@ -125,16 +125,19 @@ def test_scales_that_are_not_positive_and_finite_are_refused(tmp_path, scale, wo
         audit_onnx(tmp_path / "m.onnx")
 
 
-def test_a_file_that_is_not_there_and_a_folder_are_named(tmp_path):
-    with pytest.raises(AuditError, match=r"none\.onnx does not exist; give an ONNX file"):
-        audit_onnx(tmp_path / "none.onnx")
-    with pytest.raises(AuditError, match="is a folder; give an ONNX file"):
-        audit_onnx(tmp_path)
-    with pytest.raises(AuditError, match="is no regular file; give an ONNX file"):
-        audit_onnx("/dev/null")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.onnx", r"none\.onnx does not exist; give an ONNX file"),
+        ("", "is a folder; give an ONNX file"),
+        ("/dev/null", "is no regular file; give an ONNX file"),
+        ("text.onnx", r"text\.onnx is not a valid ONNX file"),
+    ],
+)
+def test_a_file_that_is_not_there_and_a_folder_are_named(name, message, tmp_path):
     (tmp_path / "text.onnx").write_text("no model")
-    with pytest.raises(AuditError, match=r"text\.onnx is not a valid ONNX file"):
-        audit_onnx(tmp_path / "text.onnx")
+    with pytest.raises(AuditError, match=message):
+        audit_onnx(tmp_path / name)
 
 
 SPARSE = """

@@ -1,5 +1,3 @@
-"""`export.require`: violations in given layers, and in those of OpenVINO itself."""
-
 import onnx
 import onnxruntime
 import pytest
@@ -12,6 +10,8 @@ from analysis.engine_check.run import TARGETS, ask
 from compress.audit.engine import audit_listing, folded_names, lost_in_runtime, unmet_by_audit, unmet_by_runtime
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.engines.base import RuntimeLayer
+from tests.further import further
+from tests.networks import Net
 
 
 def layer(name, dtype, nodes):
@@ -77,7 +77,12 @@ BUILT = {"residual", "encoder"}
 """Blocks that TensorRT-RTX builds, each in seconds."""
 
 
-@pytest.mark.parametrize(("name", "target"), [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT])
+CASES = [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT]
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), further(CASES, [c for c in CASES if c[0] in {"residual", "squeeze and excite", "attention"}])
+)
 def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, tmp_path):
     torch.manual_seed(0)
     network, x = NETWORKS[name]()
@@ -85,15 +90,9 @@ def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, t
     assert answer.int8 and answer.lost == ()
 
 
-class Moved(nn.Module):
-    """Signed tensors that are rolled, repeated, cast and clipped, a grid of positions, attention on the right."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(n, 8, 1) for n in (3, 8, 16, 10, 8, 8))
-
-    def forward(self, x):
-        a, b, c, d, e, f = self.convs
+def moved():
+    def run(net, x):
+        a, b, c, d, e, f = net.convs
         x = c(b(a(x).roll(1, 3)).repeat(1, 2, 1, 1)).clamp(-0.5, 0.8)
         grid = torch.stack(torch.meshgrid(torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8), indexing="ij"))
         x = d(torch.cat([x, grid.expand(x.shape[0], -1, -1, -1)], 1)).clamp(0, 0.5)
@@ -101,11 +100,13 @@ class Moved(nn.Module):
         weights = (rows.transpose(1, 2) @ rows).softmax(-1)
         return f((rows @ weights.transpose(1, 2)).reshape(x.shape))
 
+    return Net(run, convs=nn.ModuleList(nn.Conv2d(n, 8, 1) for n in (3, 8, 16, 10, 8, 8)))
+
 
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
 def test_moved_and_clipped_tensors_are_int8_where_the_audit_says_so(target, tmp_path):
     torch.manual_seed(0)
-    answer = ask(Moved().eval(), torch.randn(2, 3, 8, 8), target, tmp_path)
+    answer = ask(moved().eval(), torch.randn(2, 3, 8, 8), target, tmp_path)
     assert len(answer.int8) >= 6 and answer.lost == ()
 
 

@@ -20,7 +20,6 @@ from compress.records.files import EngineRow
 
 @pytest.fixture(scope="module", params=["INT8 ViT", "fp16 Swin"])
 def engines(request, tmp_path_factory):
-    """A small network: its ONNX file, its engine for 1 to 8 images, and its engine for 8 alone."""
     from compress.engines.tensorrt.build import build_tensorrt
     from compress.engines.tensorrt.options import TensorRTOptions
 

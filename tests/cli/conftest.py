@@ -1,5 +1,3 @@
-"""The command line in this process."""
-
 import signal
 import sys
 from types import SimpleNamespace

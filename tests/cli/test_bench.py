@@ -89,7 +89,6 @@ def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """An ONNX file that names its preprocessing, and a folder of pictures."""
     folder = tmp_path_factory.mktemp("end_to_end")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 7)).eval()

@@ -538,7 +538,6 @@ def test_long_work_is_not_silent(lines):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is printed on such a terminal."""
     file = io.StringIO()
     terminal = Console(file=file, width=80, force_terminal=True, color_system=None, markup=False, emoji=False)
     for module in (console, doctor):

@@ -1,5 +1,3 @@
-"""`ptq --onnx`: a file, calibration data of three kinds, and what is refused."""
-
 import json
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""None"""
-
 import numpy as np
 import pytest
 import torch
@@ -93,11 +91,7 @@ def test_a_chunk_changes_no_picture(name, chunk):
     plan = BatchPlan(batch_size=8, epoch=3, first=1)
     expected = [split.load(share, epoch=3, device=torch.device("cpu")) for share in split.batch_indices(plan)]
     split.chunk_images = chunk
-    found = pictures(split, plan)
-    assert len(found) == len(expected)
-    for (images, targets), (own_images, own_targets) in zip(expected, found, strict=True):
-        assert torch.equal(images, own_images)
-        assert torch.equal(targets, own_targets)
+    torch.testing.assert_close(pictures(split, plan), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -108,9 +102,8 @@ def test_shares_of_processes_are_the_pictures_of_one(name, processes):
     whole = pictures(split, BatchPlan(batch_size=12, epoch=1))
     parts = [pictures(split, BatchPlan(batch_size=12, epoch=1, rank=r, world_size=processes)) for r in range(processes)]
     for (images, targets), *shares in zip(whole, *parts, strict=True):
-        for rank, (own_images, own_targets) in enumerate(shares):
-            assert torch.equal(images[rank::processes], own_images)
-            assert torch.equal(targets[rank::processes], own_targets)
+        expected = [(images[rank::processes], targets[rank::processes]) for rank in range(processes)]
+        torch.testing.assert_close(shares, expected, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,4 +1,3 @@
-import io
 import pickle
 import struct
 
@@ -118,11 +117,6 @@ def test_training_images_are_shifted_whole_pixels_and_mirrored(cifar10):
     assert len(seen) > 4
 
 
-def test_a_bound_is_stratified(cifar10):
-    data = load_data(spec(cifar10, train_images=30))
-    assert torch.bincount(data.train.targets).tolist() == [3] * 10
-
-
 def test_missing_files_are_named(cifar10, tmp_path):
     (cifar10 / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(DataError, match=r"data_batch_3 missing in .*cifar-10-batches-py.*never downloads"):
@@ -187,8 +181,7 @@ def test_a_truncated_file(cifar10, name, kept):
 
 def test_fortran_order_is_kept(cifar10):
     data = np.asfortranarray(pixels(9, 10))
-    buffer = io.BytesIO()
-    pickle.dump({"data": data, "labels": list(range(10))}, buffer, protocol=2)
-    (cifar10 / "cifar-10-batches-py" / "test_batch").write_bytes(buffer.getvalue())
+    content = pickle.dumps({"data": data, "labels": list(range(10))}, protocol=2)
+    (cifar10 / "cifar-10-batches-py" / "test_batch").write_bytes(content)
     images, _ = load_data(spec(cifar10, mean=(0.0,) * 3, std=(1.0,) * 3)).val.load([4], epoch=None, device=CPU)
     np.testing.assert_allclose(images[0], data[4].reshape(3, 32, 32) / 255, atol=1e-6)

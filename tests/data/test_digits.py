@@ -94,16 +94,6 @@ def test_a_bound_keeps_all_digits():
     assert torch.bincount(data.val.targets).tolist() == [2] * 10
 
 
-def test_the_ranks_batches_make_up_the_batch_of_one_process():
-    split = load_data(DataSpec(image_size=8, train_images=51)).train
-    whole = list(split.batches(BatchPlan(batch_size=16, epoch=3)))
-    shares = [list(split.batches(BatchPlan(batch_size=16, epoch=3, rank=r, world_size=3))) for r in range(3)]
-    for step, (images, targets) in enumerate(whole):
-        for rank in range(3):
-            torch.testing.assert_close(shares[rank][step][0], images[rank::3], atol=1e-6, rtol=0)
-            assert torch.equal(shares[rank][step][1], targets[rank::3])
-
-
 def test_a_pass_can_be_resumed_and_leaves_the_global_random_state_alone():
     split = load_data(DataSpec(image_size=8, train_images=50)).train
     before = torch.get_rng_state()
@@ -111,6 +101,4 @@ def test_a_pass_can_be_resumed_and_leaves_the_global_random_state_alone():
     rest = list(split.batches(BatchPlan(batch_size=16, epoch=3, first=2)))
     assert torch.equal(torch.get_rng_state(), before)
     assert len(whole) == 4
-    for (images, targets), (images_again, targets_again) in zip(whole[2:], rest, strict=True):
-        assert torch.equal(images, images_again)
-        assert torch.equal(targets, targets_again)
+    torch.testing.assert_close(whole[2:], rest, rtol=0, atol=0)

@@ -1,5 +1,3 @@
-"""None"""
-
 import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
@@ -112,28 +110,19 @@ def test_pixels_are_normalized():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "options", "message"),
     [
-        ("nothing", "has no 'nothing'"),
-        ("one", r"it must return \(training, evaluation\)"),
-        ("fails", "fails.*KeyError"),
-        ("empty", "without examples"),
-        ("flat", r"example 0 is a tensor of shape \(3,\)"),
+        ("nothing", {}, "has no 'nothing'"),
+        ("one", {}, r"it must return \(training, evaluation\)"),
+        ("fails", {}, "fails.*KeyError"),
+        ("empty", {}, "without examples"),
+        ("flat", {}, r"example 0 is a tensor of shape \(3,\)"),
+        ("pictures", {"mean": (0.0, 0.0, 0.0)}, "4 channels, data.mean has 3"),
     ],
 )
-def test_functions_that_do_not_work(name, message):
+def test_functions_that_do_not_work(name, options, message):
     with pytest.raises(DataError, match=message):
-        load_data(spec(name))
-
-
-def test_a_mean_of_another_number_of_channels():
-    with pytest.raises(DataError, match="4 channels, data.mean has 3"):
-        load_data(spec("pictures", mean=(0.0, 0.0, 0.0)))
-
-
-def test_json_round_trip():
-    preprocessing = Preprocessing(image_size=224, mean=(0.1, 0.2, 0.3), crop_ratio=0.875)
-    assert Preprocessing.from_json(preprocessing.to_json()) == preprocessing
+        load_data(spec(name, **options))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"size": 3}', "null", "{}"])

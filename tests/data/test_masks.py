@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -85,44 +87,35 @@ def test_masks_hold_the_same_classes_with_a_palette_and_as_grey_pixels_in_rgb(tm
     assert torch.equal(load_data(spec(tmp_path)).val.load([0], epoch=None, device=torch.device("cpu"))[1], wanted)
 
 
-def damage(root, kind):
-    path = root / "valannot" / "1.png"
-    if kind == "size":
-        Image.fromarray(np.zeros((10, 10), np.uint8)).save(path)
-    elif kind == "class":
-        Image.fromarray(np.full(SIZE, 7, np.uint8)).save(path)
-    elif kind == "colour":
-        Image.fromarray(np.full((*SIZE, 3), (128, 0, 0), np.uint8)).save(path)
-    elif kind == "file":
-        path.write_bytes(b"no image")
-    elif kind == "missing":
-        path.unlink()
-    else:
-        for file in (root / "val").iterdir():
-            file.unlink()
+def mask_of(array):
+    return lambda path: Image.fromarray(np.asarray(array, np.uint8)).save(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("size", r"valannot/1.png is 10 x 10 pixels and its image 32 x 24"),
-        ("class", r"valannot/1.png holds the classes 7; data.classes names 0 to 1, and data.ignore_index is 11"),
-        ("colour", r"colour image \(mode RGB\)"),
-        ("file", r"valannot/1.png is not a readable image"),
-        ("missing", r"1 images of .*val have no mask NAME.png in .*valannot: 1.png"),
-        ("empty", r"val holds no images"),
-    ],
-)
-def test_bad_masks_are_named(tmp_path, kind, message):
+DAMAGE = {
+    "size": (mask_of(np.zeros((10, 10))), r"valannot/1.png is 10 x 10 pixels and its image 32 x 24"),
+    "class": (
+        mask_of(np.full(SIZE, 7)),
+        r"valannot/1.png holds the classes 7; data.classes names 0 to 1, and data.ignore_index is 11",
+    ),
+    "colour": (mask_of(np.full((*SIZE, 3), (128, 0, 0))), r"colour image \(mode RGB\)"),
+    "file": (lambda path: path.write_bytes(b"no image"), r"valannot/1.png is not a readable image"),
+    "missing": (Path.unlink, r"1 images of .*val have no mask NAME.png in .*valannot: 1.png"),
+    "empty": (lambda path: [file.unlink() for file in (path.parents[1] / "val").iterdir()], "val holds no images"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_bad_masks_are_named(tmp_path, kind):
     write(tmp_path)
-    damage(tmp_path, kind)
+    damage, message = DAMAGE[kind]
+    damage(tmp_path / "valannot" / "1.png")
     with pytest.raises(DataError, match=message):
         list(load_data(spec(tmp_path)).val.batches(BatchPlan(batch_size=5)))
 
 
 def test_bad_masks_are_left_out_if_the_recipe_says_so(tmp_path):
     write(tmp_path)
-    damage(tmp_path, "class")
+    DAMAGE["class"][0](tmp_path / "valannot" / "1.png")
     split = load_data(spec(tmp_path, on_error="skip")).val
     assert sum(len(targets) for _, targets in split.batches(BatchPlan(batch_size=5))) == 4
     assert [name.endswith("1.png") for name in split.skipped] == [True]
@@ -130,13 +123,12 @@ def test_bad_masks_are_left_out_if_the_recipe_says_so(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"classes": None}, "data.classes is missing"), ({"num_classes": 3}, "data.classes names 2")],
+    [
+        ({"classes": None}, "data.classes is missing"),
+        ({"num_classes": 3}, "data.classes names 2"),
+        ({}, "holds no images and masks in a known layout"),
+    ],
 )
-def test_bad_specifications_are_refused(tmp_path, options, message):
+def test_bad_specifications_and_an_unknown_layout_are_refused(tmp_path, options, message):
     with pytest.raises(DataError, match=message):
         load_data(spec(tmp_path, **options))
-
-
-def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no images and masks in a known layout"):
-        load_data(spec(tmp_path))

@@ -19,7 +19,6 @@ classifier (float[batch, 3, 8, 8] input) => (float[batch, 5] logits) {
 
 
 def classifier(path: Path, *, metadata: dict[str, str] | None = None, batch: int | None = None, seed: int = 0) -> Path:
-    """A float network of one convolution: (batch, 3, 8, 8) -> (batch, 5)."""
     return write(path, CLASSIFIER, weights(seed), metadata=metadata, batch=batch)
 
 
@@ -47,7 +46,6 @@ quantized (float[batch, 3, 8, 8] input) => (float[batch, 5] logits) {
 
 
 def quantized_classifier(path: Path) -> Path:
-    """The same with an INT8 convolution."""
     values = weights()
     scale = (np.abs(values["weight"]).max(axis=(1, 2, 3)) / 127).astype(np.float32)
     steps = np.rint(values.pop("weight") / scale[:, None, None, None]).astype(np.int8)

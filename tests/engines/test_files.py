@@ -263,7 +263,6 @@ X = RNG.standard_normal((2, 8, 12, 12)).astype(np.float32)
 
 
 def joined():
-    """Two halves, quantized with zero points 0 and -3, concatenated, and a convolution of INT8 weights."""
     init = {
         "s": np.float32(0.03),
         "s2": np.float32(0.02),

@@ -20,6 +20,7 @@ from compress.pipeline.steps.evaluate import bench
 from compress.support.progress import NoProgress
 from tests.engines.models import classifier
 from tests.measure.fakes import GivenEngine
+from tests.networks import Net
 
 
 def test_every_engine_is_listed_and_says_why_not():
@@ -112,16 +113,18 @@ def test_openvino_does_not_report_its_import(tmp_path, code, told):
     assert told or done.stdout.split() == ["1"]
 
 
-def test_unknown_engines_and_options_name_the_near_miss(tmp_path):
-    path = classifier(tmp_path / "m.onnx")
-    with pytest.raises(EngineError, match=r"'opnvino', did you mean 'openvino'\? \(one of: openvino, onnxruntime"):
-        build_engine(path, "opnvino")
-    with pytest.raises(EngineError, match="unknown option 'devise', did you mean 'device'"):
-        build_engine(path, "openvino", devise="CPU")
-    with pytest.raises(EngineError, match="unknown option 'device'"):
-        build_engine(path, "onnxruntime", device="CPU")
-    with pytest.raises(EngineUnavailableError, match="TorchEngine"):
-        build_engine(path, "torch")
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        ("opnvino", {}, r"'opnvino', did you mean 'openvino'\? \(one of: openvino, onnxruntime"),
+        ("openvino", {"devise": "CPU"}, "unknown option 'devise', did you mean 'device'"),
+        ("onnxruntime", {"device": "CPU"}, "unknown option 'device'"),
+        ("torch", {}, "TorchEngine"),
+    ],
+)
+def test_unknown_engines_and_options_name_the_near_miss(engine, options, message, tmp_path):
+    with pytest.raises(EngineError, match=message):
+        build_engine(classifier(tmp_path / "m.onnx"), engine, **options)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True])
@@ -195,23 +198,21 @@ def test_the_callers_module_is_untouched():
 def test_precision_is_what_ran():
     seen = []
 
-    class Dtype(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
-
-        def forward(self, x):
-            y = self.linear(x)
+    def dtype_net():
+        def run(net, x):
+            y = net.linear(x)
             seen.append(y.dtype)
             return y
 
+        return Net(run, linear=nn.Linear(3, 2))
+
     for precision, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32), (None, torch.float32)):
-        engine = TorchEngine(Dtype(), (3,), precision=precision)
+        engine = TorchEngine(dtype_net(), (3,), precision=precision)
         assert seen.pop() == dtype
         assert engine.info.float_precision == (precision or "f32")
         assert engine.run({"input": np.zeros((1, 3), np.float32)})["logits"].dtype == np.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        TorchEngine(Dtype(), (3,), precision="f32")
+        TorchEngine(dtype_net(), (3,), precision="f32")
     assert seen[-1] == torch.float32
 
 
@@ -246,15 +247,21 @@ def test_threads_are_given_back():
     assert torch.get_num_threads() == before
 
 
-def test_refusals():
-    with pytest.raises(EngineError, match="failed to run the module"):
-        TorchEngine(network(), (4, 8, 8))
-    with pytest.raises(EngineError, match="not a device"):
-        TorchEngine(network(), (3, 8, 8), device="gpu")
-    with pytest.raises(EngineUnavailableError, match="no device 'cuda:99'"):
-        TorchEngine(network(), (3, 8, 8), device="cuda:99")
-    with pytest.raises(EngineError, match="did you mean 'f16'"):
-        TorchEngine(network(), (3, 8, 8), precision="fp16")
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((4, 8, 8), {}, "failed to run the module"),
+        ((3, 8, 8), {"device": "gpu"}, "not a device"),
+        ((3, 8, 8), {"device": "cuda:99"}, "no device 'cuda:99'"),
+        ((3, 8, 8), {"precision": "fp16"}, "did you mean 'f16'"),
+    ],
+)
+def test_refusals(shape, options, message):
+    with pytest.raises(EngineError, match=message):
+        TorchEngine(network(), shape, **options)
+
+
+def test_an_engine_takes_float32_until_it_is_closed():
     with TorchEngine(network(), (3, 8, 8)) as engine, pytest.raises(EngineError, match="is float64"):
         engine.run({"input": IMAGES.astype(np.float64)})
     with pytest.raises(EngineError, match="closed"):

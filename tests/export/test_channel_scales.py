@@ -1,5 +1,3 @@
-"""Channel scales after the layer: the same numbers, by ONNX Runtime without any optimization."""
-
 import numpy as np
 import onnx
 import pytest
@@ -19,15 +17,15 @@ from compress.export.targets import pads_into_convolutions
 from compress.export.tensorrt import scales_on_outputs
 from compress.measure.parity import layer_parity
 from compress.quantization.spec import TARGETS
-from tests.exact import WEIGHTS, open_session
+from tests.exact import WEIGHTS, compute
+from tests.networks import Net
 from tests.onnx_ptq.files import batches, export, model_of, weights
 
 FLOAT = onnx.TensorProto.FLOAT
 
 
 def run(proto, x):
-    session = open_session(proto, optimize=False)
-    return session.run(None, {session.get_inputs()[0].name: x})[0]
+    return compute(proto, x, optimize=False)
 
 
 def layer(op, weight, scales, bias, x_shape, axis, **attributes):
@@ -147,7 +145,6 @@ X = GENERATOR.standard_normal((2, 4, 6, 6)).astype(np.float32)
 
 
 def quantized(*, groups=1, size=1, bias=True, zero_point=128, dtype=np.float32, axis=0, result=False, **attributes):
-    """A quantized tensor that a convolution and a sum read."""
     q = GENERATOR.integers(-127, 128, (8, 4 // groups, size, size)).astype(np.int8)
     constants = {
         "scale": np.array(0.02, dtype), "zero": np.array(zero_point, np.uint8), "q": q,
@@ -205,37 +202,44 @@ def test_zero_points(case):
     )
 
 
-class Bottlenecks(nn.Module):
+def bottlenecks():
     """Signed tensors that a convolution without padding reads: alone, beside a sum, and beside a concat."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem, self.wide, self.narrow = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1)
-        self.last, self.beside = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(8, 8, 2, stride=2, bias=False)
+    def run(net, x):
+        x = net.stem(x)
+        x = net.narrow(net.wide(x).clamp(0, 6)) + x
+        return net.last(torch.cat([x, x], 1)).mean((2, 3)) + net.beside(x).mean((2, 3))
 
-    def forward(self, x):
-        x = self.stem(x)
-        x = self.narrow(self.wide(x).clamp(0, 6)) + x
-        return self.last(torch.cat([x, x], 1)).mean((2, 3)) + self.beside(x).mean((2, 3))
+    return Net(
+        run,
+        stem=nn.Conv2d(4, 8, 3, padding=1),
+        wide=nn.Conv2d(8, 16, 1),
+        narrow=nn.Conv2d(16, 8, 1),
+        last=nn.Conv2d(16, 8, 3, padding=1),
+        beside=nn.Conv2d(8, 8, 2, stride=2, bias=False),
+    )
 
 
-class Reparametrized(nn.Module):
+def reparametrized(stride):
     """Two branches with a stride on one signed tensor, as a MobileOne or FastViT begins: one pads, one does not."""
 
-    def __init__(self, stride):
-        super().__init__()
-        self.stem, self.last = nn.Conv2d(4, 8, 3, 1, 1), nn.Conv2d(16, 8, 1)
-        self.scale, self.wide = nn.Conv2d(8, 16, 1, stride), nn.Conv2d(8, 16, 3, stride, 1)
+    def run(net, x):
+        x = net.stem(x)
+        return net.last(nn.functional.gelu(net.scale(x) + net.wide(x)))
 
-    def forward(self, x):
-        x = self.stem(x)
-        return self.last(nn.functional.gelu(self.scale(x) + self.wide(x)))
+    return Net(
+        run,
+        stem=nn.Conv2d(4, 8, 3, 1, 1),
+        last=nn.Conv2d(16, 8, 1),
+        scale=nn.Conv2d(8, 16, 1, stride),
+        wide=nn.Conv2d(8, 16, 3, stride, 1),
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_openvino_computes_both_branches_in_8_bits(tmp_path, stride):
     torch.manual_seed(0)
-    answer = ask(Reparametrized(stride).eval(), torch.randn(2, 4, 32, 32), "openvino", tmp_path)
+    answer = ask(reparametrized(stride).eval(), torch.randn(2, 4, 32, 32), "openvino", tmp_path)
     assert len(answer.int8) == 4 and answer.lost == ()
 
 
@@ -243,7 +247,7 @@ def test_engines_and_parity_follow(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(8, 4, 16, 16)
     spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
-    qmodel = compress.quantize(Bottlenecks().eval(), x, [x], spec=spec)
+    qmodel = compress.quantize(bottlenecks().eval(), x, [x], spec=spec)
     path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
     kinds = [node.name for node in onnx.load(path).graph.node if node.name.endswith("_shifted")]
     assert len(kinds) == 2 and compress.audit_onnx(path).int8_share == 1
@@ -300,21 +304,12 @@ def test_other_padding_stays(model):
     assert model.SerializeToString() == before
 
 
-class Same(nn.Module):
-    """TensorFlow's padding of a convolution of stride 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, 2)
-
-    def forward(self, x):
-        return self.second(F.pad(F.relu(self.first(x)), (0, 1, 0, 1)))
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_quantizer_is_placed_before_the_padding(tmp_path, target):
     """So that the convolution reads it directly, in exported models and in quantized files alike."""
-    model, data = Same().eval(), batches()
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, 2)  # TensorFlow's padding of a convolution of stride 2
+    model = Net(lambda net, x: net.second(F.pad(F.relu(net.first(x)), (0, 1, 0, 1))), first=first, second=second).eval()
+    data = batches()
     spec = compress.QuantSpec(target=target)
     qmodel = compress.quantize(model, data[0], data, spec=spec)
     made = [

@@ -1,5 +1,3 @@
-"""The file computes what fake quantization does: ONNX's reference evaluator and ONNX Runtime, unoptimized, say so."""
-
 import json
 import keyword
 import string
@@ -28,7 +26,7 @@ from compress.graph.ops import node_kind
 from compress.quantization.spec import TARGETS
 from tests.exact import open_session
 from tests.further import further
-from tests.networks import TinyResNet, network
+from tests.networks import Net, TinyResNet, network
 
 X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 MAX = ActivationSpec(calibrator="max")
@@ -40,7 +38,6 @@ def quantized(**changes):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A quantized network and its file, with metadata."""
     qmodel, out = quantized(), tmp_path_factory.mktemp("written") / "m.onnx"
     told = {"preprocessing": Preprocessing(image_size=16), "labels": list("abc"), "metadata": {"k": "v"}}
     return qmodel, export_onnx(qmodel, X[:1], out, **told)
@@ -99,16 +96,11 @@ def test_batch_is_dynamic_or_not(written, tmp_path):
     assert [d.dim_value for d in shape] == [1, 3, 16, 16]
 
 
-class FixesItsBatch(nn.Module):
-    def forward(self, x):
-        return x.flatten(1) * torch.arange(int(x.shape[0]))[:, None]
-
-
 def test_a_batch_that_the_network_fixes_is_not_silently_two(tmp_path):
-    x = torch.randn(1, 3, 4, 4)
+    model, x = Net(lambda net, x: x.flatten(1) * torch.arange(int(x.shape[0]))[:, None]), torch.randn(1, 3, 4, 4)
     with pytest.raises(ExportError, match="the batch size of input cannot be left open"):
-        export_onnx(FixesItsBatch(), x, tmp_path / "m.onnx")
-    path = export_onnx(FixesItsBatch(), x, tmp_path / "m.onnx", dynamic_batch=False)
+        export_onnx(model, x, tmp_path / "m.onnx")
+    path = export_onnx(model, x, tmp_path / "m.onnx", dynamic_batch=False)
     assert [d.dim_value for d in onnx.load(path).graph.input[0].type.tensor_type.shape.dim] == [1, 3, 4, 4]
 
 
@@ -162,15 +154,9 @@ def test_float_models_export_folded(tmp_path):
     assert all(row.reason == "its input is not quantized; its weight is not quantized" for row in audit.rows)
 
 
-class Counting(nn.Module):
-    """Tensors beside a number and a text, which no file can return."""
-
-    def forward(self, x):
-        return {"twice": 2 * x, "count": 3, "parts": [x.sum(1), "name"]}
-
-
-def test_numbers_beside_tensors_are_left_out(tmp_path):
-    path = export_onnx(Counting(), X[:1], tmp_path / "m.onnx")
+def test_numbers_and_texts_beside_tensors_are_left_out(tmp_path):
+    model = Net(lambda net, x: {"twice": 2 * x, "count": 3, "parts": [x.sum(1), "name"]})
+    path = export_onnx(model, X[:1], tmp_path / "m.onnx")
     got = open_session(path).run(None, {"input": X.numpy()})
     np.testing.assert_allclose(got[0], 2 * X.numpy(), rtol=1e-6)
     np.testing.assert_allclose(got[1], X.sum(1).numpy(), rtol=1e-4, atol=1e-5)
@@ -178,21 +164,19 @@ def test_numbers_beside_tensors_are_left_out(tmp_path):
 
 def test_a_folder_is_no_file_to_write(tmp_path):
     with pytest.raises(IsADirectoryError, match="it is a folder; name a file"):
-        export_onnx(Counting(), X[:1], tmp_path)
+        export_onnx(network(), X[:1], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-class Windows(nn.Module):
+def test_attention_of_five_axes_exports(tmp_path):
     """Attention within windows, as an axis before the heads: torch.onnx takes four axes (Twins has five)."""
 
-    def forward(self, x):
+    def windows(net, x):
         x = x.unflatten(2, (4, 4)).transpose(1, 2)
         return nn.functional.scaled_dot_product_attention(x, x.cos(), x.sin())
 
-
-def test_attention_of_five_axes_exports(tmp_path):
-    path = export_onnx(Windows(), X[:1], tmp_path / "m.onnx")
-    np.testing.assert_allclose(run(path), Windows()(X).numpy(), rtol=1e-4, atol=1e-5)
+    path = export_onnx(Net(windows), X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path), windows(None, X).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_metadata(written):
@@ -216,17 +200,6 @@ def test_other_architectures(name, tmp_path):
     expected = qmodel(x).detach().numpy()
     assert np.abs(run(path, x) - expected).max() <= 0.05 * np.abs(expected).max() + 1e-6
     assert all(row.int8 for row in audit_onnx(path).rows)
-
-
-def test_refusals(tmp_path):
-    target = tmp_path / "m.onnx"
-    with pytest.raises(ExportError, match="no ranges"):
-        export_onnx(insert_quantizers(TinyResNet(), X[:2]), X[:1], target)
-    with pytest.raises(ExportError, match="opset is 13"):
-        export_onnx(quantized(), X[:1], target, opset=13)
-    with pytest.raises(ExportError, match="precision is 'int4'"):
-        export_onnx(quantized(), X[:1], target, precision="int4")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, -1.0, np.inf])
@@ -255,20 +228,14 @@ class Boxes:
     loss: torch.Tensor | None = None
 
 
-class Detector(nn.Module):
+def detector(form):
     """Returns a dict, a dataclass or a tuple, made by `form`."""
 
-    def __init__(self, form):
-        super().__init__()
-        self.form, self.conv, self.fc, self.box = form, nn.Conv2d(3, 8, 3), nn.Linear(8, 5), nn.Linear(8, 4)
+    def run(net, x):
+        x = net.conv(x).relu().mean((2, 3))
+        return net.form(logits=net.fc(x), boxes=net.box(x))
 
-    def forward(self, x):
-        x = self.conv(x).relu().mean((2, 3))
-        return self.form(logits=self.fc(x), boxes=self.box(x))
-
-
-def pair(logits, boxes):
-    return logits, boxes
+    return Net(run, form=form, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 5), box=nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
@@ -276,11 +243,11 @@ def pair(logits, boxes):
     [
         (dict, "fp32", ["logits", "boxes"]),
         (Boxes, "fp16", ["logits", "boxes"]),
-        (pair, "fp32", ["output_0", "output_1"]),
+        (lambda logits, boxes: (logits, boxes), "fp32", ["output_0", "output_1"]),
     ],
 )
 def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tmp_path):
-    qmodel = quantize(Detector(form).eval(), X[:2], [X], spec=QuantSpec(activations=MAX))
+    qmodel = quantize(detector(form).eval(), X[:2], [X], spec=QuantSpec(activations=MAX))
     path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision=precision)
     assert [output.name for output in onnx.load(path).graph.output] == names
     found = open_session(path).run(None, {"input": X.numpy()})
@@ -307,26 +274,25 @@ def test_a_parametrized_model_is_left_as_it_was_by_its_export(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "words"),
+    ("model", "options", "error", "words"),
     [
-        (lambda: nn.Conv2d(3, 8, 3).half(), ExportError, r"torch.float32: RuntimeError: .*model.float\(\)"),
-        (lambda: torch.jit.script(nn.Conv2d(3, 8, 3)), ExportError, "scripted or traced from"),
-        (lambda: torch.relu, ModelError, "must be a torch.nn.Module"),
+        (lambda: nn.Conv2d(3, 8, 3).half(), {}, ExportError, r"torch.float32: RuntimeError: .*model.float\(\)"),
+        (lambda: torch.jit.script(nn.Conv2d(3, 8, 3)), {}, ExportError, "scripted or traced from"),
+        (lambda: torch.relu, {}, ModelError, "must be a torch.nn.Module"),
+        (lambda: insert_quantizers(TinyResNet(), X[:2]), {}, ExportError, "no ranges"),
+        (network, {"opset": 13}, ExportError, "opset is 13"),
+        (network, {"precision": "int4"}, ExportError, "precision is 'int4'"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_words(model, error, words, tmp_path):
+def test_what_cannot_be_exported_is_refused_in_words(model, options, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        export_onnx(model(), X[:1], tmp_path / "m.onnx")
+        export_onnx(model(), X[:1], tmp_path / "m.onnx", **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):
-    class Stops(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
     with pytest.raises(ExportError, match="cannot export the model") as caught:
-        export_onnx(Stops(), X[:1], tmp_path / "m.onnx")
+        export_onnx(Net(lambda net, x: x if x.sum() > 0 else -x), X[:1], tmp_path / "m.onnx")
     text = str(caught.value)
     assert "\x1b" not in text and "\n" not in text and "Next steps" not in text
     assert capfd.readouterr() == ("", "")  # torch prints the graph that it had so far
@@ -419,8 +385,7 @@ def model(nodes, inputs, constants):
     results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
     tensors = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
     graph = helper.make_graph(nodes, "g", values, results, tensors)
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    return proto
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def computed(proto, **feeds):

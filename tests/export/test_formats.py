@@ -16,7 +16,7 @@ from compress.errors import QuantizationError
 from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
 from compress.quantization.sensitivity.compare import sqnr
 from tests.exact import session_options
-from tests.networks import network
+from tests.networks import Net, network
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 E4M3 = QuantFormat(kind="e4m3")
@@ -149,20 +149,19 @@ def test_fp8_keeps_a_wide_range_that_eight_bits_lose():
 BIAS_X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.a, self.b, self.fc = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)
+def block():
+    torch.manual_seed(0)
 
-    def forward(self, x):
-        x = x + self.b(torch.nn.functional.gelu(self.a(self.norm(x))))
-        return self.fc(x.mean(1))
+    def run(net, x):
+        x = x + net.b(torch.nn.functional.gelu(net.a(net.norm(x))))
+        return net.fc(x.mean(1))
+
+    return Net(run, norm=nn.LayerNorm(16), a=nn.Linear(16, 32), b=nn.Linear(32, 16), fc=nn.Linear(16, 4))
 
 
 def written(tmp_path, target, precision="fp32"):
     spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
-    qmodel = quantize(Block().eval(), BIAS_X, [BIAS_X], spec=spec)
+    qmodel = quantize(block().eval(), BIAS_X, [BIAS_X], spec=spec)
     return qmodel, export_onnx(qmodel, BIAS_X, tmp_path / "model.onnx", precision=precision)
 
 

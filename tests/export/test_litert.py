@@ -13,101 +13,107 @@ import compress
 from compress.errors import EngineError, EngineUnavailableError, ExportError
 from compress.export.names import LABELS_KEY
 from tests.further import further
+from tests.networks import Net
 
 fb = pytest.importorskip("ai_edge_litert.schema_py_generated", reason="the extra litert is not installed")
 
 
-class Residual(nn.Module):
-    """Padding that is not LiteRT's own, a sum, a concat, a pool, an average and a classifier."""
+def residual():
+    def run(net, x):
+        x = F.max_pool2d(F.relu6(net.norm(net.stem(x))), 3, 2, 1)
+        y = F.relu(x + net.point(F.relu(net.deep(x))))
+        return net.fc(torch.cat([x, y], 1).mean((2, 3)))
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.deep = nn.Conv2d(8, 16, 3, padding=2, dilation=2, groups=8)
-        self.point = nn.Conv2d(16, 8, 1)
-        self.fc = nn.Linear(16, 10)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu6(self.norm(self.stem(x))), 3, 2, 1)
-        y = F.relu(x + self.point(F.relu(self.deep(x))))
-        return self.fc(torch.cat([x, y], 1).mean((2, 3)))
-
-
-class Squeeze(nn.Module):
-    """Squeeze and excitation, hard-swish, an average pool and a grouped convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=4)
-        self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
-
-    def forward(self, x):
-        x = F.hardswish(self.a(x))
-        x = x * F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
-        return F.avg_pool2d(F.silu(self.b(x)), 2).flatten(1)
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        norm=nn.BatchNorm2d(8),
+        deep=nn.Conv2d(8, 16, 3, padding=2, dilation=2, groups=8),
+        point=nn.Conv2d(16, 8, 1),
+        fc=nn.Linear(16, 10),
+    )
 
 
-class Upscale(nn.Module):
-    """Pixel shuffle, interpolation, transposed convolution, PReLU, slices and padding."""
+def squeeze():
+    def run(net, x):
+        x = F.hardswish(net.a(x))
+        x = x * F.hardsigmoid(net.excite(F.relu(net.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+        return F.avg_pool2d(F.silu(net.b(x)), 2).flatten(1)
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1)
-        self.c, self.act = nn.Conv2d(4, 4, 3), nn.PReLU(16)
+    return Net(
+        run,
+        a=nn.Conv2d(3, 16, 3, padding=1),
+        b=nn.Conv2d(16, 16, 3, padding=1, groups=4),
+        squeeze=nn.Conv2d(16, 4, 1),
+        excite=nn.Conv2d(4, 16, 1),
+    )
 
-    def forward(self, x):
-        x = F.pixel_shuffle(self.act(self.a(x)), 2)
-        y = F.interpolate(self.b(x), scale_factor=0.5, mode="bilinear", align_corners=False)
-        return self.c(F.pad(F.interpolate(x, scale_factor=2.0), (1, 1, 1, 1)))[:, :, 2:-2, 2:-2].abs() + F.interpolate(
+
+def upscale():
+    def run(net, x):
+        x = F.pixel_shuffle(net.act(net.a(x)), 2)
+        y = F.interpolate(net.b(x), scale_factor=0.5, mode="bilinear", align_corners=False)
+        return net.c(F.pad(F.interpolate(x, scale_factor=2.0), (1, 1, 1, 1)))[:, :, 2:-2, 2:-2].abs() + F.interpolate(
             F.leaky_relu(y), size=(60, 60), mode="bilinear", align_corners=True
         )
 
-
-class Signal(nn.Module):
-    """Convolutions and pools over one axis; transposed convolutions with groups, dilation and output padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv1d(3, 8, 5, padding=2), nn.Conv1d(8, 8, 3, stride=2, padding=1, groups=8)
-        self.norm, self.up = nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 4, 2, stride=2, output_padding=1, groups=2)
-        self.first = nn.ConvTranspose2d(3, 6, 3, stride=2, dilation=2, padding=1, output_padding=1, groups=3)
-        self.second = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
-
-    def forward(self, x):
-        y = F.max_pool1d(F.relu(self.norm(self.a(x.flatten(2)))), 3, 2, 1)
-        y = F.avg_pool1d(self.up(F.relu(self.b(y))), 2)
-        return torch.cat([y.flatten(1), self.second(F.relu(self.first(x))).flatten(1)], 1)
+    return Net(
+        run,
+        a=nn.Conv2d(3, 16, 3, padding=1),
+        b=nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1),
+        c=nn.Conv2d(4, 4, 3),
+        act=nn.PReLU(16),
+    )
 
 
-class Encoder(nn.Module):
-    """Patches, attention, LayerNorm and GELU."""
+def signal():
+    def run(net, x):
+        y = F.max_pool1d(F.relu(net.norm(net.a(x.flatten(2)))), 3, 2, 1)
+        y = F.avg_pool1d(net.up(F.relu(net.b(y))), 2)
+        return torch.cat([y.flatten(1), net.second(F.relu(net.first(x))).flatten(1)], 1)
 
-    def __init__(self):
-        super().__init__()
-        self.patch, self.norm = nn.Conv2d(3, 16, 4, stride=4), nn.LayerNorm(16)
-        self.qkv, self.up, self.down = nn.Linear(16, 48), nn.Linear(16, 32), nn.Linear(32, 16)
+    return Net(
+        run,
+        a=nn.Conv1d(3, 8, 5, padding=2),
+        b=nn.Conv1d(8, 8, 3, stride=2, padding=1, groups=8),
+        norm=nn.BatchNorm1d(8),
+        up=nn.ConvTranspose1d(8, 4, 2, stride=2, output_padding=1, groups=2),
+        first=nn.ConvTranspose2d(3, 6, 3, stride=2, dilation=2, padding=1, output_padding=1, groups=3),
+        second=nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2),
+    )
 
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        q, k, v = self.qkv(self.norm(x)).reshape(x.shape[0], -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+
+def encoder():
+    def run(net, x):
+        x = net.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = net.qkv(net.norm(x)).reshape(x.shape[0], -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
         y = (q @ k.transpose(-2, -1) * 0.35).softmax(-1) @ v
         x = x + y.transpose(1, 2).reshape(x.shape)
-        return (x + self.down(F.gelu(self.up(x)))).mean(1)
+        return (x + net.down(F.gelu(net.up(x)))).mean(1)
+
+    return Net(
+        run,
+        patch=nn.Conv2d(3, 16, 4, stride=4),
+        norm=nn.LayerNorm(16),
+        qkv=nn.Linear(16, 48),
+        up=nn.Linear(16, 32),
+        down=nn.Linear(32, 16),
+    )
 
 
-class Norms(nn.Module):
-    """GroupNorm, lengths over an image, averages with padding that counts and with a last window in part."""
+def norms():
+    def run(net, x):
+        x = F.relu(net.norm(net.a(x)))
+        x = net.b(x / (torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) + 1.0))
+        return net.pool(F.avg_pool2d(x, 3, 1, 1))
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
-        self.b, self.pool = nn.Conv2d(8, 8, 3, padding=1), nn.AvgPool2d(3, 2, ceil_mode=True, count_include_pad=False)
-
-    def forward(self, x):
-        x = F.relu(self.norm(self.a(x)))
-        x = self.b(x / (torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) + 1.0))
-        return self.pool(F.avg_pool2d(x, 3, 1, 1))
+    return Net(
+        run,
+        a=nn.Conv2d(3, 8, 3),
+        norm=nn.GroupNorm(2, 8),
+        b=nn.Conv2d(8, 8, 3, padding=1),
+        pool=nn.AvgPool2d(3, 2, ceil_mode=True, count_include_pad=False),
+    )
 
 
 def exported(model, path, *, quantized=True):
@@ -125,16 +131,21 @@ def decibels(wanted, got):
 
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize(
-    "network", further([Residual, Squeeze, Upscale, Signal, Norms, Encoder], [Residual, Squeeze, Encoder])
+    "network", further([residual, squeeze, upscale, signal, norms, encoder], [residual, squeeze, encoder])
 )
 def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     path, images = exported(network(), tmp_path / "model.onnx", quantized=quantized)
+    check_results(path, images, quantized)
+
+
+def check_results(path, images, quantized):
     with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
-        wanted = engine.run({"input": images})["logits"]
+        wanted = engine.run({"input": images})
     with compress.build_engine(path, "litert", batch_size=4) as engine:
-        got = engine.run({"input": images})["logits"]
+        got = engine.run({"input": images})
         layers = {layer.kind: layer for layer in engine.runtime_layers()}
-    assert decibels(wanted, got) > (35 if quantized else 100)
+    assert wanted.keys() == got.keys()
+    assert all(decibels(wanted[name], got[name]) > (35 if quantized else 100) for name in wanted)
     assert layers["CONV_2D"].precision == ("i8" if quantized else "f32")
     assert layers["CONV_2D"].kernel == "XNNPACK"
 
@@ -165,32 +176,18 @@ def _gelu(y, scale=0.5**0.5, one=1.0):
 )
 @pytest.mark.parametrize("quantized", [True, False])
 def test_what_is_written_computes_the_same_or_is_refused(tmp_path, function, refused, quantized):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x):
-            return x, function(self.conv(x))  # an input is a result, too
-
-    path, images = exported(Net(), tmp_path / "model.onnx", quantized=quantized)
+    model = Net(lambda net, x: (x, function(net.conv(x))), conv=nn.Conv2d(3, 8, 3))
+    path, images = exported(model, tmp_path / "model.onnx", quantized=quantized)
     if refused:
         with pytest.raises(ExportError, match=refused):
             compress.export_litert(path, tmp_path / "model.tflite")
-        return
-    with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
-        wanted = engine.run({"input": images})
-    with compress.build_engine(path, "litert", batch_size=4) as engine:
-        got = engine.run({"input": images})
-        kinds = {layer.kind: layer.precision for layer in engine.runtime_layers()}
-    assert wanted.keys() == got.keys()
-    assert all(decibels(wanted[name], got[name]) > (35 if quantized else 100) for name in wanted)
-    assert kinds["CONV_2D"] == ("i8" if quantized else "f32")
+    else:
+        check_results(path, images, quantized)
 
 
 def test_two_engines_compute_the_same_integers(tmp_path):
     """ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers."""
-    path, images = exported(Residual(), tmp_path / "model.onnx")
+    path, images = exported(residual(), tmp_path / "model.onnx")
     results = []
     for name in ("onnxruntime", "litert"):
         with compress.build_engine(path, name, batch_size=4) as engine:
@@ -209,7 +206,7 @@ def test_a_file_with_the_zero_points_of_another_target_names_it(tmp_path):
 
 
 def test_scales_zero_points_and_integers_are_those_of_the_onnx_file(tmp_path):
-    path, _ = exported(Residual(), tmp_path / "model.onnx")
+    path, _ = exported(residual(), tmp_path / "model.onnx")
     model = onnx.load(path)
     arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     wanted = {}
@@ -235,7 +232,7 @@ def test_scales_zero_points_and_integers_are_those_of_the_onnx_file(tmp_path):
 
 
 def test_a_file_is_an_engine_and_is_inspected(tmp_path):
-    path, images = exported(Residual(), tmp_path / "model.onnx")
+    path, images = exported(residual(), tmp_path / "model.onnx")
     file = compress.export_litert(path, tmp_path / "model.tflite", batch_size=2)
     with compress.build_engine(path, "litert") as engine, compress.build_engine(file, "litert") as same:
         assert np.array_equal(
@@ -252,11 +249,8 @@ def test_a_file_is_an_engine_and_is_inspected(tmp_path):
 
 
 def test_what_litert_lacks_is_named(tmp_path):
-    class Ranked(nn.Module):
-        def forward(self, x):
-            return torch.topk(x.flatten(1), 3)[0]
-
-    path, _ = exported(Ranked(), tmp_path / "model.onnx", quantized=False)
+    ranked = Net(lambda net, x: torch.topk(x.flatten(1), 3)[0])
+    path, _ = exported(ranked, tmp_path / "model.onnx", quantized=False)
     with pytest.raises(ExportError, match=r"TopK.*onnxruntime"):
         compress.export_litert(path, tmp_path / "model.tflite")
     assert not (tmp_path / "model.tflite").exists()

@@ -23,7 +23,6 @@ CANDIDATES = {"retinanet": 60, "fcos": 40, "ssd": 50}
 
 @cache
 def detector(name):
-    """A detector with scores of all sizes, its network, and pictures."""
     torch.manual_seed(3)
     made = FAMILIES[name](CLASSES).eval()
     with torch.no_grad():

@@ -15,130 +15,120 @@ import compress
 from compress import ActivationSpec, QuantSpec, build_engine, export_onnx, quantize
 from compress.export.onnxruntime import repeat_pairs
 from compress.quantization.sensitivity.compare import sqnr
-from tests.exact import WEIGHTS, open_session
-from tests.networks import with_statistics
-from tests.onnx_ptq.files import export, run
+from tests.exact import WEIGHTS, compute, open_session
+from tests.networks import Net, with_statistics
+from tests.onnx_ptq.files import quantized_file, run
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
 """OpenVINO's own names of layers."""
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Branches(nn.Module):
-    """Two branches and a convolution of both; `split`: of one part of the first, twice."""
-
-    def __init__(self, *, split: bool):
-        super().__init__()
-        self.split = split
-        self.a, self.b = nn.Conv2d(3, 24, 3, padding=1), nn.Conv2d(3, 24, 3, padding=1)
-        self.c, self.d = nn.Conv2d(48, 48, 1), nn.Conv2d(48, 8, 1)
-
-    def forward(self, x):
-        y = torch.cat([self.a(x), self.b(x)], 1)
-        if self.split:
+def branches(*, split: bool):
+    def run(net, x):
+        y = torch.cat([net.a(x), net.b(x)], 1)
+        if net.split:
             y = y.chunk(2, 1)[1]
             y = torch.cat([y, y], 1)
-        return self.d(self.c(y))
+        return net.d(net.c(y))
+
+    return Net(
+        run,
+        split=split,
+        a=nn.Conv2d(3, 24, 3, padding=1),
+        b=nn.Conv2d(3, 24, 3, padding=1),
+        c=nn.Conv2d(48, 48, 1),
+        d=nn.Conv2d(48, 8, 1),
+    )
 
 
-class Scaled(nn.Module):
-    """A convolution of a signed tensor, with an operation between it and the concat."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(6, 16, 3, padding=1)
-
-    def forward(self, x):
-        return self.conv(0.5 * torch.cat([x, x.sin()], 1))
+def scaled():
+    return Net(lambda net, x: net.conv(0.5 * torch.cat([x, x.sin()], 1)), conv=nn.Conv2d(6, 16, 3, padding=1))
 
 
-class Products(nn.Module):
-    """A matrix product along the last axis of a concat along another."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.fc(torch.cat([x, x.sin()], 1))
+def products():
+    return Net(lambda net, x: net.fc(torch.cat([x, x.sin()], 1)), fc=nn.Linear(16, 8))
 
 
-class Shared(nn.Module):
+def shared():
     """Convolutions without a bias, and with one of zeros, quantized for the next one and read as they are beside it."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 12, 3, padding=1, bias=False), nn.Conv2d(12, 12, 3, groups=3)
-        self.c = nn.Conv2d(12, 12, 3, padding=1)
-        nn.init.zeros_(self.b.bias)
+    def run(net, x):
+        x = net.a(x)
+        y = net.b(x) + x[..., 1:-1, 1:-1].sigmoid()
+        y = net.b(y)
+        return net.c(y) + y.sigmoid()
 
-    def forward(self, x):
-        x = self.a(x)
-        y = self.b(x) + x[..., 1:-1, 1:-1].sigmoid()
-        y = self.b(y)
-        return self.c(y) + y.sigmoid()
+    net = Net(
+        run,
+        a=nn.Conv2d(3, 12, 3, padding=1, bias=False),
+        b=nn.Conv2d(12, 12, 3, groups=3),
+        c=nn.Conv2d(12, 12, 3, padding=1),
+    )
+    nn.init.zeros_(net.b.bias)
+    return net
 
 
-class Averages(nn.Module):
+def averages():
     """An average less its own input (PoolFormer), and one beside a branch in a concat that is scaled (DenseNet)."""
 
-    def __init__(self):
-        super().__init__()
-        self.pool, self.halve = nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.AvgPool2d(2)
-        self.a, self.b = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 1)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 24).view(1, -1, 1, 1))
+    def run(net, x):
+        x = net.a(x)
+        x = net.pool(x) - x
+        return (torch.cat([net.halve(net.b(x)), x[..., ::2, ::2]], 1) * net.scale).relu()
 
-    def forward(self, x):
-        x = self.a(x)
-        x = self.pool(x) - x
-        return (torch.cat([self.halve(self.b(x)), x[..., ::2, ::2]], 1) * self.scale).relu()
+    return Net(
+        run,
+        pool=nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        halve=nn.AvgPool2d(2),
+        a=nn.Conv2d(3, 12, 3),
+        b=nn.Conv2d(12, 12, 1),
+        scale=nn.Parameter(torch.linspace(0.5, 1.5, 24).view(1, -1, 1, 1)),
+    )
 
 
-class Pointwise(nn.Module):
+def pointwise():
     """A convolution with a bias before a quantizer, and states of ones for each picture of an open batch."""
+    net = Net(
+        lambda net, x: net.b(net.a(x).relu()).mean((2, 3)) + x.new_ones(len(x), 8).cumsum(1),
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(8, 8, 1),
+    )
+    nn.init.normal_(net.a.bias)
+    return net
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
-        nn.init.normal_(self.a.bias)
 
-    def forward(self, x):
-        return self.b(self.a(x).relu()).mean((2, 3)) + x.new_ones(len(x), 8).cumsum(1)
-
-
-class Largest(nn.Module):
+def largest():
     """A product of the largest values of all places (PointNet), and a convolution of one of all channels (CBAM)."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(1, 4, 3), nn.Linear(8, 4)
+    def run(net, x):
+        x = net.a(x)
+        return net.c(x.amax((2, 3))) + net.b(x.amin(1, keepdim=True)).sum((2, 3))
 
-    def forward(self, x):
-        x = self.a(x)
-        return self.c(x.amax((2, 3))) + self.b(x.amin(1, keepdim=True)).sum((2, 3))
+    return Net(run, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(1, 4, 3), c=nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
-        pytest.param(lambda: Branches(split=False), "fp32", "openvino", id="concat"),
-        pytest.param(lambda: Branches(split=True), "fp32", "openvino", id="concat of parts"),
-        pytest.param(Scaled, "fp32", "openvino", id="after a concat"),
+        pytest.param(lambda: branches(split=False), "fp32", "openvino", id="concat"),
+        pytest.param(lambda: branches(split=True), "fp32", "openvino", id="concat of parts"),
+        pytest.param(scaled, "fp32", "openvino", id="after a concat"),
         pytest.param(
             lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=(1, 2), padding_mode="circular")),
             "fp32",
             "openvino",
             id="circular padding",
         ),
-        pytest.param(Products, "fp32", "openvino", id="matrix product of a concat"),
-        pytest.param(Averages, "fp32", "openvino", id="averages"),
-        pytest.param(Averages, "fp16", "openvino", id="averages, fp16"),
-        pytest.param(Shared, "fp32", "openvino", id="no bias"),
-        pytest.param(Shared, "fp16", "openvino", id="no bias, fp16"),
-        pytest.param(Shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
-        pytest.param(Pointwise, "fp32", "openvino", id="states of an open batch"),
-        pytest.param(Largest, "fp32", "openvino", id="largest and smallest values"),
-        pytest.param(Largest, "fp32", "tensorrt", id="largest and smallest values, for TensorRT"),
+        pytest.param(products, "fp32", "openvino", id="matrix product of a concat"),
+        pytest.param(averages, "fp32", "openvino", id="averages"),
+        pytest.param(averages, "fp16", "openvino", id="averages, fp16"),
+        pytest.param(shared, "fp32", "openvino", id="no bias"),
+        pytest.param(shared, "fp16", "openvino", id="no bias, fp16"),
+        pytest.param(shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
+        pytest.param(pointwise, "fp32", "openvino", id="states of an open batch"),
+        pytest.param(largest, "fp32", "openvino", id="largest and smallest values"),
+        pytest.param(largest, "fp32", "tensorrt", id="largest and smallest values, for TensorRT"),
     ],
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
@@ -152,19 +142,13 @@ def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path
         assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
 
 
-class Both(nn.Module):
-    """Two operations that are rewritten for OpenVINO."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.averages = Shared(), Averages()
-
-    def forward(self, x):
-        return self.shared(x), self.averages(x)
-
-
 def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
-    qmodel = quantize(Both().eval(), X, [X], spec=QuantSpec(target="onnxruntime"))
+    qmodel = quantize(
+        Net(lambda net, x: (net.shared(x), net.averages(x)), shared=shared(), averages=averages()).eval(),
+        X,
+        [X],
+        spec=QuantSpec(target="onnxruntime"),
+    )
     nodes = onnx.load(export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node
     convs = [len(n.input) for n in nodes if n.op_type == "Conv" and n.name.startswith("/shared")]
     assert sorted(convs) == [2, 2, 2, 3]
@@ -173,16 +157,14 @@ def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
     assert "Max" not in kinds
 
 
-class Product(nn.Module):
-    """A convolution, a product with a parameter, and a linear layer."""
-
-    def __init__(self, product, *size):
-        super().__init__()
-        self.first, self.last, self.product = nn.Conv1d(3, 8, 3), nn.Linear(8, 4), product
-        self.weight, self.bias = nn.Parameter(torch.randn(*size) / 4), nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return self.last(self.product(torch.relu(self.first(x)).transpose(1, 2), self.weight, self.bias))
+def product(function, *size):
+    return Net(
+        lambda net, x: net.last(function(torch.relu(net.first(x)).transpose(1, 2), net.weight, net.bias)),
+        first=nn.Conv1d(3, 8, 3),
+        last=nn.Linear(8, 4),
+        weight=nn.Parameter(torch.randn(*size) / 4),
+        bias=nn.Parameter(torch.randn(8)),
+    )
 
 
 def up(dimensions, **settings):
@@ -191,29 +173,29 @@ def up(dimensions, **settings):
     return nn.Sequential(*layers)
 
 
-class Joined(nn.Module):
+def joined_net(join, channels, last=nn.Conv2d):
     """A convolution of what `join` makes of a tensor without a sign and one with it."""
-
-    def __init__(self, join, channels, last=nn.Conv2d):
-        super().__init__()
-        self.join, self.grid = join, nn.Parameter(torch.randn(1, 2, 8, 8))
-        self.a, self.b = (nn.Conv2d(3, 8, 3, padding=1) for _ in range(2))
-        self.c = last(channels, 4, 3, padding=1)
-
-    def forward(self, x):
-        return self.c(self.join(self.a(x).relu(), self.b(x), self.grid))
+    return Net(
+        lambda net, x: net.c(join(net.a(x).relu(), net.b(x), net.grid)),
+        grid=nn.Parameter(torch.randn(1, 2, 8, 8)),
+        a=nn.Conv2d(3, 8, 3, padding=1),
+        b=nn.Conv2d(3, 8, 3, padding=1),
+        c=last(channels, 4, 3, padding=1),
+    )
 
 
-class TwoReaders(nn.Module):
-    """A tensor with a sign that a convolution and a transposed one read."""
+def layer_types(compiled):
+    """The types in which OpenVINO computes its layers."""
+    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
+    return [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 3, padding=1)
 
-    def forward(self, x):
-        y = self.a(x)
-        return self.b(y).relu() + self.c(y).sigmoid()
+def two_readers():
+    def run(net, x):
+        y = net.a(x)
+        return net.b(y).relu() + net.c(y).sigmoid()
+
+    return Net(run, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.ConvTranspose2d(8, 8, 3, padding=1))
 
 
 IN_INT8 = {
@@ -224,14 +206,14 @@ IN_INT8 = {
         2,
         2,
     ),
-    "transposed, of a concat": (Joined(lambda a, b, g: torch.cat([a, b], 1), 16, nn.ConvTranspose2d), 2, 3),
-    "transposed, beside a convolution": (TwoReaders(), 2, 3),
-    "function": (Product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
-    "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
-    "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
-    "matrix": (Product(lambda x, w, b: x @ w, 8, 8), 1, 3),
-    "three dimensions": (Product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
-    "left": (Product(lambda x, w, b: w @ x, 7, 6), 1, 2),
+    "transposed, of a concat": (joined_net(lambda a, b, g: torch.cat([a, b], 1), 16, nn.ConvTranspose2d), 2, 3),
+    "transposed, beside a convolution": (two_readers(), 2, 3),
+    "function": (product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
+    "transposed parameter": (product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
+    "addmm": (product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
+    "matrix": (product(lambda x, w, b: x @ w, 8, 8), 1, 3),
+    "three dimensions": (product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
+    "left": (product(lambda x, w, b: w @ x, 7, 6), 1, 2),
 }
 
 
@@ -242,9 +224,7 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     x = torch.randn(2, 3, *[8] * dimensions)
     qmodel = compress.quantize(model.eval(), x, [x], spec=QuantSpec(target="openvino"))
     path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
-    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert sum(t in {"u8", "i8"} for t in types) == count
     audit = compress.audit_onnx(path)
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, count]
@@ -265,28 +245,15 @@ ROWS = {
 @pytest.mark.parametrize("case", ROWS)
 def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way, tmp_path):
     """Two linear layers and what stands between them: no kernel of both, which returns noise."""
-
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
-
-        def forward(self, x):
-            return self.b(ROWS[case](self.a(x)))
-
-    model, x, spec, out = Rows().eval(), torch.randn(4, 32), QuantSpec(target="openvino"), tmp_path / "int8.onnx"
-    if way == "file":
-        compress.quantize_onnx(export(model, tmp_path / "float.onnx", x=x), [x], spec=spec, out=out)
-    else:
-        export_onnx(quantize(model, x, [x], spec=spec), x, out)
-    session = open_session(out, optimize=False)
-    (expected,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    a, b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
+    model, x, out = Net(lambda net, x: net.b(ROWS[case](net.a(x))), a=a, b=b), torch.randn(4, 32), tmp_path / "m.onnx"
+    quantized_file(way, model.eval(), x, QuantSpec(target="openvino"), out)
+    expected = compute(out, x.numpy(), optimize=False)
     read = openvino.Core().read_model(out)
     read.reshape(list(x.shape))
     compiled = openvino.Core().compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     assert sqnr(*map(torch.from_numpy, (expected, compiled(x.numpy())[0]))) > 40
-    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
-    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    types = layer_types(compiled)
     assert len(types) == 2 and set(types) <= {"u8", "i8"}
 
 
@@ -295,23 +262,21 @@ def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way
 GATHERS_X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Windows(nn.Module):
+def windows_net():
     """Overlapping windows of a convolution's result, as in HaloNet; no bias, so that its scales move on."""
+    torch.manual_seed(0)
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.fc = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Linear(8, 4)
+    def run(net, x):
+        windows = F.pad(net.conv(x), [1, 1, 1, 1]).unfold(2, 6, 4).unfold(3, 6, 4)
+        return net.fc(windows.amax((4, 5)).flatten(2).transpose(1, 2))
 
-    def forward(self, x):
-        windows = F.pad(self.conv(x), [1, 1, 1, 1]).unfold(2, 6, 4).unfold(3, 6, 4)
-        return self.fc(windows.amax((4, 5)).flatten(2).transpose(1, 2))
+    return Net(run, conv=nn.Conv2d(3, 8, 3, padding=1, bias=False), fc=nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
     spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
-    qmodel = quantize(Windows().eval(), GATHERS_X, [GATHERS_X], spec=spec)
+    qmodel = quantize(windows_net().eval(), GATHERS_X, [GATHERS_X], spec=spec)
     path = export_onnx(qmodel, GATHERS_X, tmp_path / "model.onnx", dynamic_batch=dynamic)
     nodes = onnx.load(path).graph.node
     assert [node.op_type for node in nodes].count("Gather") == 2 and len({node.name for node in nodes}) == len(nodes)
@@ -323,80 +288,88 @@ def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
 # Q/DQ pairs after concats, splits and flattenings: the values stay, and ONNX Runtime computes in integers there.
 
 
-class RepeatedPairsBranches(nn.Module):
-    """Two branches that a concat joins, a pool, a layer over both, and a flattened end."""
+def repeated_pairs_branches():
+    def run(net, x):
+        x = torch.relu(net.stem(x))
+        x = torch.max_pool2d(torch.cat([torch.relu(net.left(x)), torch.relu(net.right(x))], 1), 2)
+        return net.fc(torch.relu(net.joined(x)).flatten(1))
 
-    def __init__(self):
-        super().__init__()
-        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 3, 1, 1)
-        self.joined, self.fc = nn.Conv2d(8, 6, 3, 1, 1), nn.Linear(6 * 4 * 4, 5)
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 8, 3, 2, 1),
+        left=nn.Conv2d(8, 4, 1),
+        right=nn.Conv2d(8, 4, 3, 1, 1),
+        joined=nn.Conv2d(8, 6, 3, 1, 1),
+        fc=nn.Linear(6 * 4 * 4, 5),
+    )
 
-    def forward(self, x):
-        x = torch.relu(self.stem(x))
-        x = torch.max_pool2d(torch.cat([torch.relu(self.left(x)), torch.relu(self.right(x))], 1), 2)
-        return self.fc(torch.relu(self.joined(x)).flatten(1))
 
-
-class Shuffled(nn.Module):
+def shuffled():
     """Three blocks of a ShuffleNetV2: each joins a part of the block before with a branch of the other part."""
 
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(3, 4, 3, 2, 1)
-        self.branches = nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(3))
-        self.last, self.fc = nn.Conv2d(8, 6, 1), nn.Linear(6 * 8 * 8, 5)
-
-    def forward(self, x):
-        left, right = torch.relu(self.left(x)), torch.relu(self.right(x))
-        for branch in self.branches:
+    def run(net, x):
+        left, right = torch.relu(net.left(x)), torch.relu(net.right(x))
+        for branch in net.branches:
             x = torch.cat([left, torch.relu(branch(right))], 1)
             left, right = x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2).chunk(2, 1)
-        return self.fc(torch.relu(self.last(torch.cat([left, right], 1))).flatten(1))
+        return net.fc(torch.relu(net.last(torch.cat([left, right], 1))).flatten(1))
+
+    return Net(
+        run,
+        left=nn.Conv2d(3, 4, 3, 2, 1),
+        right=nn.Conv2d(3, 4, 3, 2, 1),
+        branches=nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(3)),
+        last=nn.Conv2d(8, 6, 1),
+        fc=nn.Linear(6 * 8 * 8, 5),
+    )
 
 
-class Padded(nn.Module):
-    """Convolutions that pad by reflection and repetition, with groups and a stride."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 2, 1, padding_mode="reflect")
-        self.middle = nn.Conv2d(8, 8, 5, padding="same", padding_mode="replicate", groups=2)
-        self.last, self.fc = nn.Conv2d(8, 6, 3, 2, 1, padding_mode="reflect"), nn.Linear(6 * 4 * 4, 5)
-
-    def forward(self, x):
-        return self.fc(torch.relu(self.last(torch.relu(self.middle(torch.relu(self.stem(x)))))).flatten(1))
+def padded():
+    return Net(
+        lambda net, x: net.fc(torch.relu(net.last(torch.relu(net.middle(torch.relu(net.stem(x)))))).flatten(1)),
+        stem=nn.Conv2d(3, 8, 3, 2, 1, padding_mode="reflect"),
+        middle=nn.Conv2d(8, 8, 5, padding="same", padding_mode="replicate", groups=2),
+        last=nn.Conv2d(8, 6, 3, 2, 1, padding_mode="reflect"),
+        fc=nn.Linear(6 * 4 * 4, 5),
+    )
 
 
-class Resized(nn.Module):
+def resized():
     """A convolution whose result is also read for its shape, as sizes of an open batch are computed."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem, self.low, self.last = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(16, 6, 3, 4)
-        self.fc = nn.Linear(6 * 4 * 4, 5)
+    def run(net, x):
+        x = torch.relu(net.stem(x))
+        up = nn.functional.interpolate(net.low(x), size=x.shape[-2:])
+        return net.fc(torch.relu(net.last(torch.cat([up, x], 1))).flatten(1))
 
-    def forward(self, x):
-        x = torch.relu(self.stem(x))
-        up = nn.functional.interpolate(self.low(x), size=x.shape[-2:])
-        return self.fc(torch.relu(self.last(torch.cat([up, x], 1))).flatten(1))
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 8, 3, 1, 1),
+        low=nn.Conv2d(8, 8, 3, 2, 1),
+        last=nn.Conv2d(16, 6, 3, 4),
+        fc=nn.Linear(6 * 4 * 4, 5),
+    )
 
 
-class Clipped(nn.Module):
+def clipped():
     """Linear layers and a product of two tensors, whose results are clipped and read by what has no form in 8 bits."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm, self.fc = nn.Linear(768, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False)
-        self.rows, self.last = nn.Linear(4, 4), nn.Linear(32, 5)
+    def run(net, x):
+        x = torch.relu(net.fc(net.norm(F.relu6(net.stem(x.flatten(1))))))
+        x = net.rows((x * x.sigmoid()).reshape(-1, 8, 4))
+        return net.last((torch.relu(x @ x.transpose(1, 2)).softmax(-1) @ x).flatten(1))
 
-    def forward(self, x):
-        x = torch.relu(self.fc(self.norm(F.relu6(self.stem(x.flatten(1))))))
-        x = self.rows((x * x.sigmoid()).reshape(-1, 8, 4))
-        return self.last((torch.relu(x @ x.transpose(1, 2)).softmax(-1) @ x).flatten(1))
+    return Net(
+        run,
+        stem=nn.Linear(768, 32),
+        norm=nn.LayerNorm(32),
+        fc=nn.Linear(32, 32, bias=False),
+        rows=nn.Linear(4, 4),
+        last=nn.Linear(32, 5),
+    )
 
 
 def kinds_on_engine(path, folder):
-    """Operators of the graph that ONNX Runtime runs."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 3
@@ -406,20 +379,17 @@ def kinds_on_engine(path, folder):
 
 @pytest.mark.parametrize("way", ["file", "torch"])
 @pytest.mark.parametrize(
-    ("network", "concats"), [(RepeatedPairsBranches, 1), (Shuffled, 4), (Padded, 0), (Resized, 0), (Clipped, 0)]
+    ("network", "concats"), [(repeated_pairs_branches, 1), (shuffled, 4), (padded, 0), (resized, 0), (clipped, 0)]
 )
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     torch.manual_seed(0)
-    model, x, spec = with_statistics(network()), torch.randn(4, 3, 16, 16), QuantSpec(target="onnxruntime")
-    file, out = export(model, tmp_path / "float.onnx"), tmp_path / "int8.onnx"
-    if way == "file":
-        compress.quantize_onnx(file, [x], spec=spec, out=out)
-    else:
-        compress.export_onnx(compress.quantize(model, x, [x], spec=spec), x, out)
+    model, x, out = with_statistics(network()), torch.randn(4, 3, 16, 16), tmp_path / "int8.onnx"
+    quantized_file(way, model, x, QuantSpec(target="onnxruntime"), out)
     kinds = kinds_on_engine(out, tmp_path)
     assert {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul"}.isdisjoint(kinds)
     assert kinds.count("QLinearConcat") == concats
-    assert sqnr(*(torch.from_numpy(run(path, x.numpy())) for path in (file, out))) > 25
+    with torch.no_grad():
+        assert sqnr(model(x), torch.from_numpy(run(out, x.numpy()))) > 25
 
 
 def quantized(tensor, scale, zero_point="z"):
@@ -430,7 +400,6 @@ def quantized(tensor, scale, zero_point="z"):
 
 
 def joined(other_scale):
-    """Two tensors, quantized, joined, split, one part of which is a result; the parts are added."""
     nodes = [
         helper.make_node("Relu", ["x"], ["r"]),
         *quantized("x", "s"), *quantized("r", other_scale),
@@ -477,12 +446,12 @@ def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path)
 
 
 JOINED = {
-    "part of a concat": Joined(lambda a, b, g: torch.cat([a, b], 1)[:, ::2], 8),
-    "crop of a concat": Joined(lambda a, b, g: torch.cat([a, b], 1)[..., 1:-1, 1:], 16),
-    "concat of rows": Joined(lambda a, b, g: torch.cat([a, b], 2), 8),
-    "constant in a concat": Joined(lambda a, b, g: torch.cat([a, b, g.expand(len(b), 2, 8, 8)], 1), 18),
-    "channels by a list": Joined(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3),
-    "channels by a tensor": Joined(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3),
+    "part of a concat": joined_net(lambda a, b, g: torch.cat([a, b], 1)[:, ::2], 8),
+    "crop of a concat": joined_net(lambda a, b, g: torch.cat([a, b], 1)[..., 1:-1, 1:], 16),
+    "concat of rows": joined_net(lambda a, b, g: torch.cat([a, b], 2), 8),
+    "constant in a concat": joined_net(lambda a, b, g: torch.cat([a, b, g.expand(len(b), 2, 8, 8)], 1), 18),
+    "channels by a list": joined_net(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3),
+    "channels by a tensor": joined_net(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3),
 }
 
 
@@ -491,8 +460,6 @@ def test_openvino_carries_integers_through_joins_and_selections(case, tmp_path):
     x = torch.randn(2, 3, 8, 8)
     qmodel = compress.quantize(JOINED[case].eval(), x, [x], spec=QuantSpec(target="openvino"))
     path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
-    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
     assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3

@@ -14,25 +14,18 @@ from compress import build_engine, export_onnx, quantize
 from compress.errors import ExportError
 from compress.export.onnx import looked_up_once, operators_named_once, table_built_once
 from compress.export.prepare import prepare
-
-
-class Pools(nn.Module):
-    """Adaptive maxima as modules, one of them shared by two sizes, and as functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.pool, self.row = nn.AdaptiveMaxPool2d((4, 2)), nn.AdaptiveMaxPool1d(2)
-
-    def forward(self, x):
-        x = self.conv(x)
-        y = self.pool(x)
-        row = self.row(x.flatten(2)) + self.row(y.flatten(2))
-        return row.flatten(1) + F.adaptive_max_pool2d(y, 1).flatten(1).repeat(1, 2)
+from tests.networks import Net
 
 
 def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
-    model, x = Pools().eval(), torch.randn(2, 3, 8, 8)
+    def run(net, x):
+        x = net.conv(x)
+        y = net.pool(x)
+        row = net.row(x.flatten(2)) + net.row(y.flatten(2))
+        return row.flatten(1) + F.adaptive_max_pool2d(y, 1).flatten(1).repeat(1, 2)
+
+    pools = {"pool": nn.AdaptiveMaxPool2d((4, 2)), "row": nn.AdaptiveMaxPool1d(2)}
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3, padding=1), **pools).eval(), torch.randn(2, 3, 8, 8)
     program = torch.export.export(prepare(model, x), (x,))
     assert not [node for node in program.graph.nodes if "adaptive" in str(node.target)]
     path = export_onnx(model, x, tmp_path / "pools.onnx")
@@ -48,22 +41,16 @@ def test_windows_of_several_sizes_stay_adaptive(size):
     assert torch.equal(prepare(model, x)(x), model(x))
 
 
-class LogSigmoids(nn.Module):
-    """The function and the module, on inputs far below -18, where ONNX Runtime's sigmoid ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.module = nn.Conv2d(3, 4, 1), nn.LogSigmoid()
-
-    def forward(self, x):
-        y = 40 * self.conv(x)
-        return torch.cat([F.logsigmoid(y), self.module(y)], 1)
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
+    """The function and the module, on inputs far below -18, where ONNX Runtime's sigmoid ends."""
+
+    def run(net, x):
+        y = 40 * net.conv(x)
+        return torch.cat([F.logsigmoid(y), net.module(y)], 1)
+
     torch.manual_seed(0)
-    model, x = LogSigmoids().eval(), torch.randn(2, 3, 6, 6)
+    model, x = Net(run, conv=nn.Conv2d(3, 4, 1), module=nn.LogSigmoid()).eval(), torch.randn(2, 3, 6, 6)
     model = quantize(model, x, [x]) if quantized else model
     path = export_onnx(model, x, tmp_path / "m.onnx")
     expected = model(x).detach().numpy()
@@ -88,20 +75,13 @@ def test_windows_over_the_edge_are_averaged_on_onnx_runtime_as_in_torch(window, 
     assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
 
 
-class Averages(nn.Module):
-    """Averages with a divisor of their own, as a module and as functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.AvgPool2d(3, 2, 1, divisor_override=5)
-
-    def forward(self, x):
-        x = self.pool(self.conv(x))
+def test_averages_keep_their_divisor(tmp_path):
+    def run(net, x):
+        x = net.pool(net.conv(x))
         return F.avg_pool2d(x, 2, 1, 0, False, True, 3) + F.avg_pool2d(x, (2, 2), stride=1, divisor_override=7)
 
-
-def test_averages_keep_their_divisor(tmp_path):
-    model, x = Averages().eval(), torch.randn(2, 3, 8, 8)
+    pool, x = nn.AvgPool2d(3, 2, 1, divisor_override=5), torch.randn(2, 3, 8, 8)
+    model = Net(run, conv=nn.Conv2d(3, 8, 3, padding=1), pool=pool).eval()
     path = export_onnx(model, x, tmp_path / "averages.onnx")
     (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)

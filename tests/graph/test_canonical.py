@@ -13,7 +13,7 @@ from compress import trace
 from compress.graph.canonical import canonical_graph
 from compress.graph.ops import node_kind
 from compress.graph.report import leaves_of
-from tests.networks import with_statistics
+from tests.networks import Net, with_statistics
 
 G = torch.Generator().manual_seed(0)
 
@@ -23,7 +23,6 @@ def kinds(graph):
 
 
 def same(model, x, more=None):
-    """The canonical graph, checked on the inputs that it was made with and on another batch size."""
     model.eval()
     graph = canonical_graph(model, x)
     for inputs in (x, more if more is not None else torch.cat([x, x[:1]])):
@@ -32,27 +31,25 @@ def same(model, x, more=None):
     return graph
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(16, 4, **options)
-        self.fc = nn.Linear(16, 3)
+def self_attention(run, **options):
+    return Net(run, attn=nn.MultiheadAttention(16, 4, **options), fc=nn.Linear(16, 3))
 
-    def forward(self, x):
-        y, weights = self.attn(x, x, x)
-        return self.fc(y) + weights.mean()
+
+def with_weights(net, x):
+    y, weights = net.attn(x, x, x)
+    return net.fc(y) + weights.mean()
 
 
 @pytest.mark.parametrize("options", [{"batch_first": True}, {}, {"batch_first": True, "bias": False}])
 def test_multihead_attention_is_opened_and_keeps_its_names(options):
     torch.manual_seed(0)
-    model = SelfAttention(**options)
+    model = self_attention(with_weights, **options)
     graph = same(model, torch.randn(2, 5, 16, generator=G))
     assert "attention" not in kinds(graph) and kinds(graph).count("matmul") == 2 and kinds(graph).count("linear") == 3
     assert graph.state_dict().keys() == model.state_dict().keys()
     for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
         assert twin.state_dict().keys() == model.state_dict().keys()
-    other = SelfAttention(**options)
+    other = self_attention(with_weights, **options)
     graph.load_state_dict(other.state_dict())
     x = torch.randn(2, 5, 16, generator=G)
     torch.testing.assert_close(graph(x), other.eval()(x), rtol=1e-4, atol=1e-5)
@@ -60,11 +57,8 @@ def test_multihead_attention_is_opened_and_keeps_its_names(options):
 
 @pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}])
 def test_attention_whose_pair_is_a_result_of_the_network_is_opened(options):
-    class Pair(SelfAttention):
-        def forward(self, x):
-            return self.attn(x, x, x, **options)
-
-    model, x = Pair(batch_first=True).eval(), torch.randn(2, 5, 16, generator=G)
+    model = self_attention(lambda net, x: net.attn(x, x, x, **options), batch_first=True).eval()
+    x = torch.randn(2, 5, 16, generator=G)
     graph = canonical_graph(model, x)
     assert "attention" not in kinds(graph)
     torch.testing.assert_close(graph(x), model(x))
@@ -86,25 +80,19 @@ CROSSED = {
 def test_attention_between_tensors_and_with_masks_is_opened(case):
     options, call, layers = CROSSED[case]
 
-    class Crossed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attn = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
+    def crossed():
+        return Net(
+            lambda net, x: call(net.attn, x)[0], attn=nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
+        )
 
-        def forward(self, x):
-            return call(self.attn, x)[0]
-
-    graph = same(Crossed(), torch.randn(2, 5, 16, generator=G))
+    graph = same(crossed(), torch.randn(2, 5, 16, generator=G))
     assert kinds(graph).count("linear") == layers + 1 and kinds(graph).count("matmul") == 2
-    assert sum(p.numel() for p in graph.parameters()) == sum(p.numel() for p in Crossed().parameters())
+    assert sum(p.numel() for p in graph.parameters()) == sum(p.numel() for p in crossed().parameters())
 
 
 def test_attention_that_cannot_be_opened_says_why():
-    class Longer(SelfAttention):
-        def forward(self, x):
-            return self.attn(x, x, x)[0]
-
-    graph = same(Longer(batch_first=True, add_zero_attn=True), torch.randn(2, 5, 16, generator=G))
+    model = self_attention(lambda net, x: net.attn(x, x, x)[0], batch_first=True, add_zero_attn=True)
+    graph = same(model, torch.randn(2, 5, 16, generator=G))
     (node,) = [node for node in graph.graph.nodes if node_kind(node) == "attention"]
     assert "rows added" in node.meta["whole"]
 
@@ -115,16 +103,12 @@ def test_scaled_dot_product_attention_is_opened(form):
     mask.fill_diagonal_(True)
     options = {"scale": {"scale": 0.3}, "bool": {"attn_mask": mask}, "float": {"attn_mask": torch.randn(5, 5)}}
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(8, 24)
+    def run(net, x):
+        q, k, v = net.qkv(x).reshape(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, **options.get(form, {}))
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).reshape(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
-            return F.scaled_dot_product_attention(q, k, v, **options.get(form, {}))
-
-    assert kinds(same(Attention(), torch.randn(2, 5, 8, generator=G))).count("matmul") == 2
+    graph = same(Net(run, qkv=nn.Linear(8, 24)), torch.randn(2, 5, 8, generator=G))
+    assert kinds(graph).count("matmul") == 2
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -183,12 +167,9 @@ def test_sizes_decide_control_flow_and_values_do_not():
     graph = same(Padded(), torch.randn(2, 3, 6, 6, generator=G))
     assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
 
-    class OnItem(nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum().item() > 0 else x
-
-    (leaf,) = leaves_of(trace(nn.Sequential(nn.Conv2d(3, 4, 1), OnItem()), torch.randn(2, 3, 4, 4)))
-    assert leaf.kind == "OnItem"
+    on_item = Net(lambda net, x: x * 2 if x.sum().item() > 0 else x)
+    (leaf,) = leaves_of(trace(nn.Sequential(nn.Conv2d(3, 4, 1), on_item), torch.randn(2, 3, 4, 4)))
+    assert leaf.path == "1"
 
 
 class Einsum(nn.Module):
@@ -233,17 +214,10 @@ def test_maxvit_has_no_einsum_left():
 
 
 def test_torchs_transformers_are_looked_into_and_their_dropout_stays():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
-            self.encoder, self.fc = nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)
-
-        def forward(self, x):
-            return self.fc(self.encoder(x).mean(1))
-
-    model, x = Net(), torch.randn(2, 5, 16, generator=G)
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True), 2)
+    model = Net(lambda net, x: net.fc(net.encoder(x).mean(1)), encoder=encoder, fc=nn.Linear(16, 3))
+    x = torch.randn(2, 5, 16, generator=G)
     graph = same(model, x)
     assert leaves_of(graph) == () and "attention" not in kinds(graph)
     assert kinds(graph).count("linear") == 2 * 4 + 1 and kinds(graph).count("matmul") == 2 * 2

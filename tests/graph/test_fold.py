@@ -7,13 +7,12 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from compress import quantize, trace
 from compress.graph.fold import fold_batchnorm
 from compress.sparsity.parametrization import apply_masks, masks_of, nm_mask
-from tests.networks import TinyResNet, with_statistics
+from tests.networks import Net, TinyResNet, with_statistics
 
 
 def folded(model, x):
     graph = trace(model, x)
-    paths = fold_batchnorm(graph)
-    return graph, paths
+    return graph, fold_batchnorm(graph)
 
 
 def test_outputs_stay_and_batchnorm_goes():
@@ -24,39 +23,22 @@ def test_outputs_stay_and_batchnorm_goes():
     assert not [m for m in graph.modules() if isinstance(m, nn.BatchNorm2d)]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_transposed_convolutions_fold(groups):
-    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups), nn.BatchNorm2d(6), nn.ReLU())
-    model, x = with_statistics(model).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+FOLDS = {
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), (2, 4, 5, 5)),
+    "transposed with groups": (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.BatchNorm2d(6), (2, 4, 5, 5)),
+    "linear": (nn.Linear(5, 7), nn.BatchNorm1d(7), (4, 5)),
+    "weight norm": (weight_norm(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), (2, 3, 7, 7)),
+    "spectral norm": (spectral_norm(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), (2, 3, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_a_batchnorm_folds_into_the_layer_before_it(name):
+    *parts, shape = FOLDS[name]
+    model, x = with_statistics(nn.Sequential(*parts, nn.ReLU())).double(), torch.randn(shape, dtype=torch.float64)
     graph, paths = folded(model, x)
     assert paths == ("1",)
     torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
-
-
-def test_linear_folds():
-    model = with_statistics(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))).double()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    graph, paths = folded(model, x)
-    assert paths == ("1",)
-    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
-
-
-def test_what_cannot_fold_stays():
-    class Branches(nn.Module):
-        """The convolution's output is read twice, so its BatchNorm must stay."""
-
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            y = self.conv(x)
-            return self.bn(y) + y
-
-    model, x = with_statistics(Branches()), torch.randn(2, 3, 4, 4)
-    graph, paths = folded(model, x)
-    assert paths == ()
-    torch.testing.assert_close(graph(x), model(x))
 
 
 def test_preactivation_networks_keep_what_has_no_layer_before_it():
@@ -64,15 +46,6 @@ def test_preactivation_networks_keep_what_has_no_layer_before_it():
     graph, paths = folded(model, x)
     torch.testing.assert_close(graph(x), model(x), rtol=1e-3, atol=1e-3)
     assert "features.norm0" in paths and "features.denseblock1.denselayer1.norm1" not in paths
-
-
-@pytest.mark.parametrize("how", [weight_norm, spectral_norm])
-def test_parametrized_weights_fold(how):
-    model = nn.Sequential(how(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), nn.ReLU())
-    model, x = with_statistics(model).double().eval(), torch.randn(2, 3, 7, 7, dtype=torch.float64)
-    graph, paths = folded(model, x)
-    assert paths == ("1",)
-    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
 
 
 def test_a_mask_stays_on_the_weight_that_it_is_folded_into():
@@ -107,34 +80,8 @@ def test_no_parameter_is_left_without_a_reader():
 
 
 class _Doubled(nn.Conv2d):
-    """A layer with a forward of its own, whose weight alone does not say what it computes."""
-
     def forward(self, x):
         return 2 * super().forward(x)
-
-
-class _Functional(nn.Module):
-    """BatchNorm as a function, which has no module to fold."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.register_buffer("mean", torch.full((4,), 0.5))
-        self.register_buffer("var", torch.full((4,), 2.0))
-
-    def forward(self, x):
-        return nn.functional.batch_norm(self.conv(x), self.mean, self.var)
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(_Doubled(3, 4, 3), nn.BatchNorm2d(4)), _Functional])
-def test_what_a_weight_alone_does_not_describe_is_not_folded(make):
-    torch.manual_seed(0)
-    model, x = make().eval(), torch.randn(2, 3, 8, 8)
-    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-        nn.init.constant_(norm.running_mean, 0.5)
-    graph_module = trace(model, x)
-    assert fold_batchnorm(graph_module) == ()
-    torch.testing.assert_close(graph_module(x), model(x))
 
 
 def test_channels_on_another_axis_are_not_folded():
@@ -145,15 +92,12 @@ def test_channels_on_another_axis_are_not_folded():
     torch.testing.assert_close(graph(x), model(x))
 
 
-class _Calls(nn.Module):
-    """A function of a convolution, a BatchNorm and an image."""
+def calls(function, norm=None, layer=None):
+    return Net(function, conv=layer or nn.Conv2d(3, 3, 1), norm=norm or nn.BatchNorm2d(3))
 
-    def __init__(self, function, norm=None):
-        super().__init__()
-        self.conv, self.norm, self.function = nn.Conv2d(3, 3, 1), norm or nn.BatchNorm2d(3), function
 
-    def forward(self, x):
-        return self.function(self, x)
+def batch_norm(m, x):
+    return nn.functional.batch_norm(m.conv(x), m.norm.running_mean, m.norm.running_var)
 
 
 STAY = {
@@ -164,12 +108,15 @@ STAY = {
     "the network's input": (lambda m, x: m.norm(x), None),
     "an activation between": (lambda m, x: m.norm(m.conv(x).relu()), None),
     "another normalization": (lambda m, x: m.norm(m.conv(x)), nn.InstanceNorm2d(3, track_running_stats=True)),
+    "an output that is read twice": (lambda m, x: m.norm(y := m.conv(x)) + y, None),
+    "a layer with a forward of its own": (lambda m, x: m.norm(m.conv(x)), None, _Doubled(3, 3, 1)),
+    "a function in its place": (batch_norm, None),
 }
 
 
 @pytest.mark.parametrize("name", STAY)
 def test_a_batchnorm_stays(name):
-    model, x = _Calls(*STAY[name]).eval(), torch.randn(2, 3, 4, 4)
+    model, x = calls(*STAY[name]).eval(), torch.randn(2, 3, 4, 4)
     if model.norm.track_running_stats:
         model.norm.running_mean += 1.0
     graph, paths = folded(model, x)
@@ -202,7 +149,7 @@ def test_a_folded_batchnorm_leaves_its_child_and_no_parameter(training):
     """The child is what another node still calls, as timm's BatchNormAct2d has it."""
     norm = nn.BatchNorm2d(3)
     norm.act = nn.ReLU()
-    model = with_statistics(_Calls(lambda m, x: m.norm.act(m.norm(m.conv(x))), norm))
+    model = with_statistics(calls(lambda m, x: m.norm.act(m.norm(m.conv(x))), norm))
     x = torch.randn(2, 3, 4, 4)
     expected, graph = model(x), trace(model, x)
     graph.train(training)
@@ -212,7 +159,7 @@ def test_a_folded_batchnorm_leaves_its_child_and_no_parameter(training):
 
 
 def test_a_folded_batchnorm_that_is_read_elsewhere_keeps_its_parameters():
-    model = with_statistics(_Calls(lambda m, x: m.norm(m.conv(x)) * m.norm.weight.mean()))
+    model = with_statistics(calls(lambda m, x: m.norm(m.conv(x)) * m.norm.weight.mean()))
     x = torch.randn(2, 3, 4, 4)
     graph, paths = folded(model, x)
     assert paths == ("norm",)

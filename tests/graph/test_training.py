@@ -20,22 +20,17 @@ from compress.graph.compare import TOLERANCE, Reference, relative_error, same_re
 from compress.graph.report import report_of
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import quantization_report_of
-from tests.networks import TinyResNet, with_statistics
+from tests.networks import Net, TinyResNet, unchanged, with_statistics
 
 X = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    """A convolution, a function that may depend on the mode, and another convolution."""
+def two_convolutions(run, **parts):
+    return Net(run, a=nn.Conv2d(8, 8, 3, padding=1), b=nn.Conv2d(8, 8, 3, padding=1), **parts)
 
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.a, self.b, self.run = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), run
-        for name, part in parts.items():
-            setattr(self, name, part)
 
-    def forward(self, x):
-        return self.b(self.run(self, F.relu(self.a(x))))
+def between(run, **parts):
+    return two_convolutions(lambda s, x: s.b(run(s, F.relu(s.a(x)))), **parts)
 
 
 def noisy(s, x):
@@ -60,15 +55,15 @@ def attention(s, x):
 
 
 NETWORKS = {
-    "function": lambda: Net(lambda s, x: F.dropout(x, 0.5, training=s.training)),
-    "whole channels": lambda: Net(lambda s, x: F.dropout2d(x, 0.5, s.training)),
-    "two": lambda: Net(lambda s, x: F.dropout(x, 0.5, s.training) + F.dropout(x, 0.2, s.training)),
-    "noise": lambda: Net(noisy),
-    "noise on both branches": lambda: Net(lambda s, x: noisy(s, x) + s.a(noisy(s, x))),
-    "drop path": lambda: Net(lambda s, x: x + drop_path(s, x)),
-    "module under a branch": lambda: Net(lambda s, x: s.d(x) if s.training else x, d=nn.Dropout(0.5)),
-    "stochastic depth": lambda: Net(lambda s, x: x + s.d(s.b(x)), d=StochasticDepth(0.5, "row")),
-    "attention": lambda: Net(attention),
+    "function": lambda: between(lambda s, x: F.dropout(x, 0.5, training=s.training)),
+    "whole channels": lambda: between(lambda s, x: F.dropout2d(x, 0.5, s.training)),
+    "two": lambda: between(lambda s, x: F.dropout(x, 0.5, s.training) + F.dropout(x, 0.2, s.training)),
+    "noise": lambda: between(noisy),
+    "noise on both branches": lambda: between(lambda s, x: noisy(s, x) + s.a(noisy(s, x))),
+    "drop path": lambda: between(lambda s, x: x + drop_path(s, x)),
+    "module under a branch": lambda: between(lambda s, x: s.d(x) if s.training else x, d=nn.Dropout(0.5)),
+    "stochastic depth": lambda: between(lambda s, x: x + s.d(s.b(x)), d=StochasticDepth(0.5, "row")),
+    "attention": lambda: between(attention),
 }
 
 
@@ -105,9 +100,8 @@ def test_a_quantized_network_is_too_and_quantizes_as_without(name):
 def test_stochastic_depth_of_a_real_network():
     model = torchvision.models.efficientnet_b0(num_classes=4, stochastic_depth_prob=0.5).eval()
     x = torch.randn(2, 3, 32, 32)
-    statistics = copy.deepcopy(model.state_dict())
-    graph = trace(model, x)
-    assert all(torch.equal(value, statistics[key]) for key, value in graph.state_dict().items())
+    with unchanged(model):
+        graph = trace(model, x)
     for network in (model, graph):
         network.train()
         for module in network.modules():
@@ -117,32 +111,27 @@ def test_stochastic_depth_of_a_real_network():
 
 
 def test_what_cannot_be_kept_is_said():
-    class Auxiliary(Net):
-        def forward(self, x):
-            y = F.relu(self.a(x))
-            return (self.b(y), self.aux(y)) if self.training else self.b(y)
+    def with_auxiliary(s, x):
+        y = F.relu(s.a(x))
+        return (s.b(y), s.aux(y)) if s.training else s.b(y)
 
-    model = Auxiliary(None, aux=nn.Conv2d(8, 2, 1)).eval()
+    model = two_convolutions(with_auxiliary, aux=nn.Conv2d(8, 2, 1)).eval()
     qmodel = quantize(model, X, [X])
     assert any("in training the model does more" in note for note in quantization_report_of(qmodel).notes())
-    plain = quantization_report_of(quantize(Net(lambda s, x: x).eval(), X, [X])).notes()
+    plain = quantization_report_of(quantize(between(lambda s, x: x).eval(), X, [X])).notes()
     assert plain == ["corrected 2 biases"]
 
 
-class Statistics(Net):
-    """A layer of its own with a running mean, which it moves in training by `move`, and a counter."""
+def statistics(move):
+    def run(s, x):
+        if s.training:
+            move(s, x.detach().mean((0, 2, 3), keepdim=True))
+        return x - s.mean
 
-    def __init__(self, move):
-        super().__init__(None)
-        self.move = move
-        self.register_buffer("mean", torch.zeros(1, 8, 1, 1))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        y = F.relu(self.a(x))
-        if self.training:
-            self.move(self, y.detach().mean((0, 2, 3), keepdim=True))
-        return self.b(y - self.mean)
+    model = between(run).eval()
+    model.register_buffer("mean", torch.zeros(1, 8, 1, 1))
+    model.register_buffer("calls", torch.zeros(()))
+    return model
 
 
 def in_place(s, mean):
@@ -158,7 +147,7 @@ def assigned(s, mean):
 @pytest.mark.parametrize("move", [in_place, assigned])
 def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is_said(move):
     """Tracing in training mode wrote into the buffers that the graph shares with the model."""
-    model = Statistics(move).eval()
+    model = statistics(move)
     model.mean.fill_(0.5)
     qmodel = quantize(model, X, [X])
     torch.testing.assert_close(qmodel.mean, torch.full((1, 8, 1, 1), 0.5), rtol=0, atol=0)
@@ -168,23 +157,16 @@ def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is
 
 def test_buffers_that_only_later_calls_read_count_as_well():
     """The results of the first call in training are the same, so outputs alone do not show the loss."""
-
-    class Later(Statistics):
-        def forward(self, x):
-            y = super().forward(x)
-            return y + self.b(self.mean.expand(x.shape[0], -1, *x.shape[2:])) if not self.training else y
-
-    found = trace(Statistics(lambda s, mean: in_place(s, 0 * mean)).eval(), X)
+    found = trace(statistics(lambda s, mean: in_place(s, 0 * mean)), X)
     assert "buffers that it updates" in report_of(found).training
 
 
 def test_a_model_that_counts_its_calls_is_not_changed():
-    class Counting(Net):
-        def forward(self, x):
-            self.calls += 1
-            return self.b(F.relu(self.a(x)))
+    def run(s, x):
+        s.calls += 1
+        return x
 
-    model = Counting(None).eval()
+    model = between(run).eval()
     model.register_buffer("calls", torch.zeros(()))
     quantize(model, X, [X])
     assert model.calls == 0
@@ -207,7 +189,7 @@ def only_first(s, x):
 
 @pytest.mark.parametrize("run", [counts, averages, only_first])
 def test_results_that_depend_on_earlier_calls_are_refused(run):
-    model = Net(run, calls=0, seen=False).eval()
+    model = between(run, calls=0, seen=False).eval()
     model.register_buffer("mean", torch.zeros(8))
     with pytest.raises(ModelError, match=r"other results for the same inputs.*writes (calls|mean|seen)"):
         quantize(model, X, [X])
@@ -222,13 +204,9 @@ def caches(s, x):
 
 @pytest.mark.filterwarnings("error::compress.errors.CompressWarning")
 def test_a_cache_passes():
-    model = Net(caches, grid=None).eval()
+    model = between(caches, grid=None).eval()
     torch.testing.assert_close(trace(model, X)(X), model(X))
     quantize(model, X, [X]).train()
-
-
-def auxiliary(s, x):
-    return s.c(x) if s.training else x
 
 
 def in_place_in_evaluation(s, x):
@@ -238,24 +216,22 @@ def in_place_in_evaluation(s, x):
 
 def test_what_the_quantized_network_lacks_is_a_warning():
     with pytest.warns(CompressWarning, match="in training the model does more"):
-        quantize(Net(auxiliary, c=nn.Conv2d(8, 8, 1)).eval(), X, [X]).train()
-    model = Net(in_place_in_evaluation).eval()
+        quantize(between(lambda s, x: s.c(x) if s.training else x, c=nn.Conv2d(8, 8, 1)).eval(), X, [X]).train()
+    model = between(in_place_in_evaluation).eval()
     model.register_buffer("mean", torch.zeros(8))
     with pytest.warns(CompressWarning, match="writes mean in evaluation mode"):
         quantize(model, X, [X])
 
 
-def by_batch(s, x):
-    return x * 3 if len(x) > 2 else x
-
-
-def by_width(s, x):
-    return x * 3 if x.shape[3] > 8 else x
-
-
-@pytest.mark.parametrize(("run", "shape"), [(by_batch, (4, 8, 8, 8)), (by_width, (1, 8, 8, 16))])
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (lambda s, x: x * 3 if len(x) > 2 else x, (4, 8, 8, 8)),
+        (lambda s, x: x * 3 if x.shape[3] > 8 else x, (1, 8, 8, 16)),
+    ],
+)
 def test_a_calibration_batch_that_takes_another_way_than_the_example_is_refused(run, shape):
-    batch, model = torch.randn(shape), Net(run).eval()
+    batch, model = torch.randn(shape), between(run).eval()
     with pytest.raises(ModelError, match="on a calibration batch of .* decides by the sizes or values"):
         quantize(model, X[:1], [X[:1], batch])
     noise = quantize(model, batch, [batch])(batch) - model(batch)

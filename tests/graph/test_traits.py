@@ -20,6 +20,7 @@ from compress.graph.modules import InTraining
 from compress.graph.ops import ONNX_KINDS, SPELLINGS, module_kind, node_kind
 from compress.graph.traits import MANY, TRAITS
 from compress.roofline_model.counting import workload
+from tests.networks import Net
 
 POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}
 """Functions that are tried on positive numbers only."""
@@ -83,7 +84,6 @@ def shape_for(spelling: object) -> tuple[int, ...]:
 
 
 def function_of(spelling, kind):
-    """The operation as a function of its data inputs."""
     if isinstance(spelling, type):
         size = (1,) if "Pad" in spelling.__name__ else (2,) if "Pool" in spelling.__name__ else ()
         return spelling(*MODULES.get(spelling, size)).double().eval()
@@ -209,13 +209,12 @@ def test_every_spelling_belongs_to_one_kind_and_every_kind_has_a_row():
 def test_kinds_that_shared_a_name_have_one_each():
     """`log_softmax`, `log`, `min` and `sqrt` were the same kind as operations of another sign."""
 
-    class Net(nn.Module):
-        def forward(self, x):
-            return (
-                F.log_softmax(x.softmax(1), 1) + x.exp().log() + x.max() - x.min() + x.sqrt() + x.T.t().mT + x.square()
-            )
+    def run(net, x):
+        y = F.log_softmax(x.softmax(1), 1) + x.exp().log() + x.max() - x.min()
+        return y + x.sqrt() + x.T.t().mT + x.square()
 
-    found = [node_kind(n) for n in trace(Net(), torch.rand(3, 3)).graph.nodes if n.op not in {"placeholder", "output"}]
+    graph = trace(Net(run), torch.rand(3, 3)).graph
+    found = [node_kind(n) for n in graph.nodes if n.op not in {"placeholder", "output"}]
     assert found == [
         *("softmax", "log_softmax", "exp", "log", "add", "max", "add", "min", "sub", "sqrt", "add"),
         *("transpose", "transpose", "transpose", "add", "square", "add"),
@@ -300,11 +299,7 @@ def test_hand_count():
 
 
 def test_unknown_is_not_zero():
-    class Odd(nn.Module):
-        def forward(self, x):
-            return torch.fft.fft2(x).real
-
-    macs, unknown = total_macs(layers(trace(Odd(), torch.randn(1, 3, 8, 8))))
+    macs, unknown = total_macs(layers(trace(Net(lambda net, x: torch.fft.fft2(x).real), torch.randn(1, 3, 8, 8))))
     assert macs == 0
     assert [name for name in unknown if "fft" in name]
 
@@ -312,12 +307,8 @@ def test_unknown_is_not_zero():
 def test_numbers_computed_from_sizes_are_no_operations():
     """timm's MobileViT rounds sizes up with math.ceil, which stays in the graph of a traced network."""
 
-    class Rounded(nn.Module):
-        def forward(self, x):
-            height = math.ceil(x.shape[2] / 2) * 2
-            return nn.functional.interpolate(x, size=(height, height))
-
-    graph = trace(Rounded(), torch.randn(1, 3, 7, 7))
+    model = Net(lambda net, x: nn.functional.interpolate(x, size=(math.ceil(x.shape[2] / 2) * 2,) * 2))
+    graph = trace(model, torch.randn(1, 3, 7, 7))
     assert graph.graph.find_nodes(op="call_function", target=math.ceil)
     assert [layer.kind for layer in layers(graph)] == ["resize"] and total_macs(layers(graph)) == (0, ())
-    assert workload(Rounded(), torch.randn(1, 3, 7, 7)).operations[-1].activation_elements == 3 * (49 + 64)
+    assert workload(model, torch.randn(1, 3, 7, 7)).operations[-1].activation_elements == 3 * (49 + 64)

@@ -31,6 +31,7 @@ from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
 from compress.training.distributed import SINGLE, init_processes
+from tests.images import write_images
 
 DEEP = "[" * 100_000
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -104,10 +105,7 @@ def test_a_number_that_is_no_index():
 
 
 def test_a_class_whose_name_is_no_text(tmp_path):
-    for part in ("train", "val"):
-        folder = tmp_path / part / os.fsdecode(b"\xff")
-        folder.mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(folder / "a.png")
+    write_images(tmp_path, [os.fsdecode(b"\xff")], 1)
     with pytest.raises(DataError, match="is no text in UTF-8; rename it"):
         load_data(DataSpec(name="folder", root=str(tmp_path), image_size=8))
 
@@ -136,8 +134,6 @@ def test_devices(device):
 
 
 class Runs:
-    """Runs code as it is unpickled."""
-
     def __reduce__(self):
         return os.mkdir, ("was-run",)
 
@@ -392,10 +388,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_images(name, tmp_path):
-    for part in ("train", "val"):
-        for label in ("a", "b"):
-            (tmp_path / part / label).mkdir(parents=True)
-            GREY.save(tmp_path / part / label / "good.png")
+    write_images(tmp_path, count=1)
     (tmp_path / "val" / "a" / name).write_bytes(PICTURES[name])
     spec = DataSpec(name="folder", root=str(tmp_path), image_size=8, workers=0, augment=False)
     split = load_data(spec).val

@@ -29,7 +29,6 @@ from tests.hostile.disk import read_only, room_for
 
 
 def product(size):
-    """A file with one matrix product."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name in ("x", "y")]
     weight = numpy_helper.from_array(torch.ones(size, size).numpy(), "w")
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weight])

@@ -1,5 +1,3 @@
-"""Models of pytorch-quantization 2.1.3 and what becomes of them; the library itself says what they compute."""
-
 import copy
 import subprocess
 import sys

@@ -79,7 +79,6 @@ def plain(q, k, v, amax, scaling, quant_format, added=0.0):
 
 
 def at_tie(steps):
-    """Within what exponentials and sums of single precision lose."""
     return (steps.abs() % 1 - 0.5).abs() < 1e-5 * (1 + steps.abs())
 
 
@@ -103,7 +102,6 @@ def check(case, device, compiled=False):
 
 
 def largest(q, k, scaling):
-    """Probability."""
     return torch.softmax(q.double() @ k.double().transpose(-2, -1) * scaling, -1).amax().float()
 
 
@@ -138,7 +136,6 @@ def check_packed(case, device, compiled=False):
 
 
 def written(x, amax, dtype):
-    """As the plain path writes it, in the precision of the network."""
     value = fake_quantize(x.detach().float(), scale_from_amax(amax, SIGNED), SIGNED).to(dtype)
     passed = fake_quantize(x, scale_from_amax(amax.double(), SIGNED), SIGNED)
     return passed + (value - passed).detach()
@@ -205,7 +202,6 @@ def check_one_network(make):
 
 
 def in_half(run, qmodel, x, dtype=torch.float16):
-    """Gradients of the parameters under autocast; float16, as the interpreter multiplies the bits of bfloat16."""
     qmodel.zero_grad()
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         result = run(x)
@@ -214,7 +210,6 @@ def in_half(run, qmodel, x, dtype=torch.float16):
 
 
 def assert_near(one, other, least):
-    """Every gradient points into the same direction."""
     for name, grad in other.items():
         assert F.cosine_similarity(one[name].flatten(), grad.flatten(), dim=0) > least, name
 

@@ -69,13 +69,11 @@ def assert_near(result, terms, amax, epilogue):
 
 
 def description(bad, wrong, steps):
-    """The text of a failure: how many elements differ, where, and their steps."""
     places = [(tuple(at.tolist()), float(steps[tuple(at)])) for at in wrong.nonzero()[:8]]
     return f"{int(bad.sum())} of {bad.numel()} beyond float32's precision, {int(wrong.sum())} in all; first {places}"
 
 
 def product(x, weight, *geometry):
-    """A convolution of codes in float64, whose sums of integers are exact, in the values that they stand for."""
     sums = F.conv2d(x.integers.double(), weight.integers.double(), *geometry)
     return sums * (x.amax.double() / 127) * (weight.amax.double() / 127)[:, None, None]
 
@@ -112,7 +110,6 @@ def check(case, device):
 
 
 def check_stem(device):
-    """The first layer, rearranged."""
     torch.manual_seed(0)
     x = Codes(integers(2, 3, 12, 9, device=device), torch.tensor(2.0, device=device))
     weight = Codes(integers(16, 3, 7, 7, low=-127, device=device), 0.5 + torch.rand(16, device=device))

@@ -115,7 +115,6 @@ def check_weights(dtype, out, even):
 
 
 def check_network():
-    """All kernels in a network of two layouts, bias gradients included."""
     qmodel, x = quantized()
     qmodel.to(memory_format=torch.channels_last)
     x = x.contiguous(memory_format=torch.channels_last)

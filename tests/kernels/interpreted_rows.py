@@ -19,6 +19,7 @@ from compress.kernels.triton import layer_norm
 from compress.qat_fusion.norm import FusedNormModule
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
+from tests.networks import Net
 from tests.qat_fusion.common import assert_same, gradients
 from tests.qat_fusion.test_attention import quantized, vit
 
@@ -40,20 +41,13 @@ GPU_NORMS = (
 )
 
 
-class Quantize(torch.nn.Module):
-    """A module that only quantizes, as `FusedNormModule` takes it."""
-
-    def __init__(self, quant_format, amax):
-        super().__init__()
-        self.quantizer = Quantizer(quant_format)
-        self.quantizer.set_amax(torch.tensor(amax))
-
-    def forward(self, x):
-        return self.quantizer(x)
+def quantize(quant_format, amax):
+    net = Net(lambda net, x: net.quantizer(x), quantizer=Quantizer(quant_format))
+    net.quantizer.set_amax(torch.tensor(amax))
+    return net
 
 
 def sure(x, amax, quant_format):
-    """Mask of elements whose rounding and saturation do not depend on the last bits of `x`."""
     steps = x / scale_from_amax(amax.double(), quant_format)
     return ((steps % 1 - 0.5).abs() > 1e-5 * (1 + steps.abs())).detach()
 
@@ -86,14 +80,13 @@ def check_activation(activation, shape, bias_dim, quant_format, dtype, device, c
 
 
 def check_norm(case, device, compiled=False):
-    """Result and gradients of two norms, one after the other, as in blocks of a network."""
     rows, width, dtypes, kept, has_bias, quant_format = case
     generator = torch.Generator().manual_seed(4)
     amax = 1.3
     made = [(2 * torch.randn((*rows, width), generator=generator) + 1).to(device, dtype) for dtype in dtypes]
     made += [torch.randn(width, generator=generator).to(device) for _ in range(2 if has_bias else 1)]
     module = FusedNormModule(
-        1e-5, Quantize(quant_format, amax).to(device), kept, False, "triton" if device == "cpu" else None
+        1e-5, quantize(quant_format, amax).to(device), kept, False, "triton" if device == "cpu" else None
     )
     range_ = torch.tensor(amax, device=device)
 
@@ -131,7 +124,6 @@ def check_norm(case, device, compiled=False):
 
 
 def maybe_compiled(run, compiled):
-    """As asked for."""
     return torch.compile(run, fullgraph=True) if compiled else run
 
 
@@ -148,7 +140,6 @@ def compare(run, reference, made, generator):
 
 
 def check_network():
-    """A whole network: the plain path's gradients."""
     qmodel, x = quantized(vit())
     fused = compress.fuse_for_training(qmodel, kernels="triton")
     assert sum(isinstance(module, FusedNormModule) for module in fused.modules()) == 5

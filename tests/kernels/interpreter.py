@@ -33,7 +33,6 @@ def _server():
 
 
 def interpreted(module):
-    """Output of a module's checks."""
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
     server = _server()
     with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
@@ -44,7 +43,6 @@ def interpreted(module):
 
 
 def main():
-    """Run the checks that standard input names, each in a fork, until it is closed."""
     _patch_once()
     for module in IMPORTED:
         importlib.import_module(module)

@@ -76,7 +76,6 @@ extern "C" void run_watch(scalar* x, u64 n, u32* amax, float* width, u64* counts
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def on_processor(request, tmp_path_factory):
-    """(dtype, library): the source, compiled by the system's C++ compiler."""
     found = shutil.which("g++") or shutil.which("clang++")
     if found is None:
         pytest.skip("no C++ compiler")
@@ -95,7 +94,6 @@ def call(function, values, *tables):
 
 
 def sequences():
-    """Widths set late, values at upper ends and on edges, growth within and beyond the bins, odd addresses."""
     growing = [torch.zeros(9), torch.randn(3000).relu(), 2 * torch.randn(701)[1:], 40 * torch.randn(903)[3:]]
     yield [*growing, torch.randn(50), torch.zeros(3)]
     yield [torch.tensor([64.0, 63.0, 1.0]), torch.tensor([64.0, 128.0]), torch.tensor([-300.0]), torch.tensor([301.0])]

@@ -9,8 +9,6 @@ from compress.engines import EngineInfo, TensorInfo
 
 
 class GivenEngine(Engine):
-    """Computes `function` and notes every call in `calls`, a list that several engines may share."""
-
     def __init__(
         self,
         function: Callable[[np.ndarray], np.ndarray],
@@ -34,8 +32,6 @@ class GivenEngine(Engine):
 
 
 class Listener:
-    """Progress that counts its calls."""
-
     def __init__(self) -> None:
         self.total: int | None = None
         self.advanced = 0

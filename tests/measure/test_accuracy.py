@@ -37,6 +37,7 @@ from compress.measure.latency import RUNS_PER_TURN
 from compress.measure.metric import METRIC_NAMES, Metric
 from tests.engines.models import classifier, images
 from tests.measure.fakes import GivenEngine, Listener
+from tests.networks import Net
 
 
 def batches(logits, targets, size):
@@ -164,15 +165,12 @@ def test_outputs_that_are_not_logits_are_refused():
 
 @pytest.mark.parametrize("make", [lambda y, x: (y, x), lambda y, x: {"features": x, "out": y}], ids=["tuple", "dict"])
 def test_the_logits_of_several_outputs_are_those_of_training(make, tmp_path):
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(12, 5)
 
-        def forward(self, x):
-            return make(self.fc(x.flatten(1)), x.flatten(1))
-
-    model, pictures, targets = Two().eval(), torch.randn(6, 3, 2, 2), torch.arange(6) % 5
+    model, pictures, targets = (
+        Net(lambda net, x: make(net.fc(x.flatten(1)), x.flatten(1)), fc=torch.nn.Linear(12, 5)).eval(),
+        torch.randn(6, 3, 2, 2),
+        torch.arange(6) % 5,
+    )
     path = export_onnx(model, pictures, tmp_path / "two.onnx")
     with build_engine(path, "onnxruntime") as engine, torch.no_grad():
         found = measure_accuracy(engine, [(pictures, targets)])
@@ -269,7 +267,6 @@ def engine(function=lambda x: x.mean(axis=(2, 3)), **more):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that moves by steps that a test gives: one step a reading."""
     now, steps = [0], []
 
     def read():

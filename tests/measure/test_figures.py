@@ -1,5 +1,3 @@
-"""None"""
-
 import numpy as np
 import onnx
 import pytest
@@ -17,18 +15,14 @@ from compress.measure.spec import check_bench_spec
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 from tests.engines.models import classifier, quantized_classifier
+from tests.networks import Net
 
 IMAGES = torch.randn(7, 2, 8, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 3, (7, 8, 12), generator=torch.Generator().manual_seed(2))
 
 
-class Maps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3, padding=1)
-
-    def forward(self, x):
-        return {"out": self.conv(x), "aux": self.conv(x) * 2}
+def maps():
+    return Net(lambda net, x: {"out": net.conv(x), "aux": net.conv(x) * 2}, conv=nn.Conv2d(2, 3, 3, padding=1))
 
 
 def expected(model):
@@ -38,7 +32,7 @@ def expected(model):
 
 def test_an_engine_is_judged_by_a_task_over_a_loader(tmp_path):
     torch.manual_seed(0)
-    model = Maps().eval()
+    model = maps().eval()
     metric = segmentation(("a", "b", "c")).metric
     loader = DataLoader(TensorDataset(IMAGES, TARGETS), batch_size=3)
     reference = measure_metric(TorchEngine(model, (2, 8, 12)), loader, metric, keep=4)
@@ -54,7 +48,7 @@ def test_an_engine_is_judged_by_a_task_over_a_loader(tmp_path):
 
 
 def test_mapping_batches_and_a_function_as_the_metric():
-    model = Maps().eval()
+    model = maps().eval()
     batches = [{"pixel_values": IMAGES[:4], "labels": TARGETS[:4]}, {"pixel_values": IMAGES[4:], "labels": TARGETS[4:]}]
 
     def share(outputs, targets):
@@ -66,17 +60,19 @@ def test_mapping_batches_and_a_function_as_the_metric():
     assert measure_metric(TorchEngine(model, (2, 8, 12)), batches, share, limit=5).images == 5
 
 
-def test_refusals():
-    engine = TorchEngine(Maps().eval(), (2, 8, 12))
-    metric = task_metric(lambda outputs, targets: 1.0)
-    with pytest.raises(DataError, match="no image to evaluate"):
-        measure_metric(engine, [], metric)
-    with pytest.raises(DataError, match="its targets must be its 'labels'"):
-        measure_metric(engine, [{"pixel_values": IMAGES}], metric)
-    with pytest.raises(DataError, match="7 images and 3 targets"):
-        measure_metric(engine, [(IMAGES, TARGETS[:3])], metric)
-    with pytest.raises(EngineError, match="out of image 0 is not finite"):
-        measure_metric(engine, [(IMAGES * float("inf"), TARGETS)], metric)
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "no image to evaluate"),
+        ([{"pixel_values": IMAGES}], "its targets must be its 'labels'"),
+        ([(IMAGES, TARGETS[:3])], "7 images and 3 targets"),
+        ([(IMAGES * float("inf"), TARGETS)], "out of image 0 is not finite"),
+    ],
+)
+def test_refusals(batches, message):
+    engine = TorchEngine(maps().eval(), (2, 8, 12))
+    with pytest.raises((DataError, EngineError), match=message):
+        measure_metric(engine, batches, task_metric(lambda outputs, targets: 1.0))
 
 
 # Bytes of files whose contents are known, and numpy's or ONNX's own count of each tensor.

@@ -1,5 +1,3 @@
-"""Signal to noise and agreement: closed forms, scikit-learn, and the extremes."""
-
 import math
 
 import numpy as np
@@ -97,7 +95,6 @@ def exported(request, tmp_path_factory):
 
 
 def spoiled(path, target, change, *, node):
-    """The file with the initializer that feeds input 1 (the scale) of a node, or a weight, changed."""
     model = onnx.load(str(path))
     (found,) = (n for n in model.graph.node if n.name == node)
     for tensor in model.graph.initializer:
@@ -169,7 +166,6 @@ def files(tmp_path_factory):
 
 
 def changed(path, out, node):
-    """The file with the weights of one convolution turned over."""
     model = onnx.load(str(path))
     (conv,) = [n for n in model.graph.node if n.name == node]
     for tensor in model.graph.initializer:

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,69 +11,69 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tests.exact import open_session
+import compress
+from tests.exact import compute
+from tests.networks import Net
 
 
-class Gated(nn.Module):
-    """Hard swish, squeeze-and-excite, a depthwise and a transposed convolution, ReLU6, resize and concat."""
+def gated_net():
+    def run(net, x):
+        x = F.hardswish(net.norm(net.stem(x)))
+        y = F.relu6(net.depthwise(x))
+        gate = F.hardsigmoid(net.excite(F.relu(net.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        x = net.project(F.silu(y * gate)) + x
+        x = torch.cat([F.interpolate(x, scale_factor=2.0), net.up(x)], 1)
+        return net.fc(F.max_pool2d(x, 2).mean((2, 3)))
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.depthwise = nn.Conv2d(8, 8, 3, 1, 1, groups=8)
-        self.squeeze, self.excite = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
-        self.project = nn.Conv2d(8, 8, 1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, 2)
-        self.fc = nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = F.hardswish(self.norm(self.stem(x)))
-        y = F.relu6(self.depthwise(x))
-        gate = F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
-        x = self.project(F.silu(y * gate)) + x
-        x = torch.cat([F.interpolate(x, scale_factor=2.0), self.up(x)], 1)
-        return self.fc(F.max_pool2d(x, 2).mean((2, 3)))
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        norm=nn.BatchNorm2d(8),
+        depthwise=nn.Conv2d(8, 8, 3, 1, 1, groups=8),
+        squeeze=nn.Conv2d(8, 4, 1),
+        excite=nn.Conv2d(4, 8, 1),
+        project=nn.Conv2d(8, 8, 1),
+        up=nn.ConvTranspose2d(8, 4, 2, 2),
+        fc=nn.Linear(12, 5),
+    )
 
 
-class Attention(nn.Module):
+def attention():
     """Patches, one block of a transformer with torch's own attention, and a class token."""
 
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 4, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, 16))
-        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+    def run(net, x):
+        x = net.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([net.token.expand(x.shape[0], -1, -1), x], 1)
         n, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = net.qkv(net.norm1(x)).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c)
-        x = x + self.out(y)
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return self.head(x[:, 0])
+        x = x + net.out(y)
+        x = x + net.down(F.gelu(net.up(net.norm2(x))))
+        return net.head(x[:, 0])
+
+    return Net(
+        run,
+        patches=nn.Conv2d(3, 16, 4, 4),
+        token=nn.Parameter(torch.randn(1, 1, 16)),
+        norm1=nn.LayerNorm(16),
+        norm2=nn.LayerNorm(16),
+        qkv=nn.Linear(16, 48),
+        out=nn.Linear(16, 16),
+        up=nn.Linear(16, 32),
+        down=nn.Linear(32, 16),
+        head=nn.Linear(16, 5),
+    )
 
 
-class Shuffled(nn.Module):
-    """Two branches of a split, joined and shuffled."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
-        self.branch = nn.Conv2d(4, 4, 3, 1, 1)
-        self.last = nn.Conv2d(8, 8, 1)
-
-    def forward(self, x):
-        a, b = F.relu(self.stem(x)).chunk(2, 1)
-        x = torch.cat([a, F.relu(self.branch(b))], 1)
+def shuffled():
+    def run(net, x):
+        a, b = F.relu(net.stem(x)).chunk(2, 1)
+        x = torch.cat([a, F.relu(net.branch(b))], 1)
         n, c, h, w = x.shape
         x = x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
-        return F.avg_pool2d(F.leaky_relu(self.last(x)), 2)
+        return F.avg_pool2d(F.leaky_relu(net.last(x)), 2)
+
+    return Net(run, stem=nn.Conv2d(3, 8, 3, 1, 1), branch=nn.Conv2d(4, 4, 3, 1, 1), last=nn.Conv2d(8, 8, 1))
 
 
 def export(
@@ -84,7 +85,6 @@ def export(
     folded: bool = True,
     x: torch.Tensor | None = None,
 ) -> Path:
-    """Write a file with torch's older exporter, the batch open; `folded` False leaves BatchNorm as it is."""
     x = torch.randn(2, 3, 16, 16) if x is None else x
     mode = torch.onnx.TrainingMode.EVAL if folded else torch.onnx.TrainingMode.PRESERVE
     with warnings.catch_warnings():
@@ -97,15 +97,22 @@ def export(
     return path
 
 
+def quantized_file(source: str, model: nn.Module, x: torch.Tensor, spec: compress.QuantSpec, out: Path) -> Any:
+    """Write a quantized file of a torch model, or of the file that it is exported to; return what was quantized."""
+    if source == "torch":
+        qmodel = compress.quantize(model, x, [x], spec=spec)
+        compress.export_onnx(qmodel, x, out)
+        return qmodel
+    return compress.quantize_onnx(export(model, out.with_name("float.onnx"), x=x), [x], spec=spec, out=out)
+
+
 def batches(count: int = 2, size: int = 16, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(4, 3, size, size, generator=generator) for _ in range(count)]
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
-    """The first output of a file on ONNX Runtime."""
-    session = open_session(path)
-    return session.run(None, {session.get_inputs()[0].name: x})[0]
+    return compute(path, x)
 
 
 def sqnr(a: np.ndarray, b: np.ndarray) -> float:
@@ -118,7 +125,6 @@ def model_of(
     nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray], *, shape=(2, 3, 8, 8), opset: int = 17, result="y",
     domains: tuple[str, ...] = (), rank: int = 4,
 ) -> onnx.ModelProto:  # fmt: skip
-    """A model of some nodes, from input `x` to output `y`."""
     graph = helper.make_graph(
         nodes,
         "made",

@@ -18,7 +18,7 @@ from compress.quantization.spec import TARGETS
 from tests.exact import open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq import files
-from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, weights
+from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, weights
 
 RARELY = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 
@@ -41,7 +41,6 @@ def saved(model, path):
 
 
 def types_of(path):
-    """The type of every tensor that onnx's inference finds."""
     graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
     return {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.output, *graph.input)}
 
@@ -90,7 +89,7 @@ def test_random_graphs_in_int8_and_half_are_as_near_as_in_int8(tmp_path_factory,
         assert not a.any() or sqnr(a, c) > min(sqnr(a, b) - 8, 25)
 
 
-@pytest.mark.parametrize(("network", "size"), [(TinyResNet, 16), (Gated, 16), (Attention, 16)])
+@pytest.mark.parametrize(("network", "size"), [(TinyResNet, 16), (gated_net, 16), (attention, 16)])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_networks_have_no_product_in_float32(tmp_path, network, size, precision):
     torch.manual_seed(0)
@@ -225,7 +224,7 @@ def test_graphs_inside_functions_and_other_domains_stay_float32(tmp_path):
 
 def test_quantized_files_have_scales_of_half_precision(tmp_path):
     torch.manual_seed(0)
-    file = export(with_statistics(Gated()), tmp_path / "float.onnx")
+    file = export(with_statistics(gated_net()), tmp_path / "float.onnx")
     done = quantize_onnx_file(file, batches(), precision="fp16", out=tmp_path / "q.onnx")
     assert compress.audit_onnx(done.path).float_type == "float16"
     constants = {t.name: numpy_helper.to_array(t) for t in onnx.load(done.path).graph.initializer}
@@ -243,12 +242,13 @@ def test_quantized_files_have_scales_of_half_precision(tmp_path):
 
 def test_refusals(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx")
-    with pytest.raises(QuantizationError, match="fp32.*one of: fp16, bf16"):
-        compress.cast_onnx(file, precision="fp32")
-    with pytest.raises(QuantizationError, match="the float file itself"):
-        compress.cast_onnx(file, file)
-    with pytest.raises(CalibrationError, match="empty"):
-        compress.cast_onnx(file, batches=[])
+    for options, message in (
+        ({"precision": "fp32"}, "fp32.*one of: fp16, bf16"),
+        ({"out": file}, "the float file itself"),
+        ({"batches": []}, "empty"),
+    ):
+        with pytest.raises((QuantizationError, CalibrationError), match=message):
+            compress.cast_onnx(file, **options)
     with pytest.raises(QuantizationError, match="fp8"):
         compress.quantize_onnx(file, batches(), precision="fp8")
     half = compress.cast_onnx(file, keep_io_types=False).path

@@ -10,26 +10,26 @@ from onnx import helper, numpy_helper
 from torch import nn
 
 import compress
+from tests.networks import Net
 from tests.onnx_ptq.files import batches, export, run, sqnr
 
 
-class Affine(nn.Module):
+def affine(depthwise: bool = False):
     """Factors and shifts around a hard-swish, as PP-OCR's recognizers have them."""
+    groups = 16 if depthwise else 1
 
-    def __init__(self, depthwise: bool = False) -> None:
-        super().__init__()
-        groups = 16 if depthwise else 1
-        self.first = nn.Conv2d(3, 16, 3, padding=1)
-        self.last = nn.Conv2d(16, 16, 5, stride=2, padding=(2, 1), dilation=(1, 2), groups=groups)
+    def run(net, x):
+        x = nn.functional.hardswish(4 * net.first(x) - 4)
+        return net.last(0.1 * x + 0.05)
 
-    def forward(self, x):
-        x = nn.functional.hardswish(4 * self.first(x) - 4)
-        return self.last(0.1 * x + 0.05)
+    return Net(
+        run,
+        first=nn.Conv2d(3, 16, 3, padding=1),
+        last=nn.Conv2d(16, 16, 5, stride=2, padding=(2, 1), dilation=(1, 2), groups=groups),
+    )
 
 
 class Excited(nn.Module):
-    """Squeeze and excite of two wide channels, which the weights after it make up for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.squeezed, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
@@ -44,7 +44,6 @@ class Excited(nn.Module):
 
 
 def quantized(model, tmp_path, x, reader="file", **options):
-    """The float results on ONNX Runtime, those of the quantized file, and its path."""
     file = export(model.eval(), tmp_path / "float.onnx", x=x[:2])
     spec, path = compress.QuantSpec(**options), tmp_path / "int8.onnx"
     if reader == "file":
@@ -63,7 +62,7 @@ def quantized(model, tmp_path, x, reader="file", **options):
 )
 def test_no_integers_for_values_that_images_do_not_have(tmp_path, target, reader):
     torch.manual_seed(0)
-    model, x = Affine(), torch.cat(batches(4))
+    model, x = affine(), torch.cat(batches(4))
     wanted, plain, _ = quantized(model, tmp_path, x, reader, target=target, smooth=None, bias_correction=None)
     _, found, path = quantized(model, tmp_path, x, reader, target=target, bias_correction=None)
     assert sqnr(wanted, found) > sqnr(wanted, plain) + 0.5
@@ -75,7 +74,7 @@ def test_no_integers_for_values_that_images_do_not_have(tmp_path, target, reader
 
 def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
     torch.manual_seed(0)
-    _, _, path = quantized(Affine(), tmp_path, torch.cat(batches(2)), target="tensorrt")
+    _, _, path = quantized(affine(), tmp_path, torch.cat(batches(2)), target="tensorrt")
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     assert not any(value.any() for name, value in constants.items() if name.endswith("zero_point"))
 
@@ -87,7 +86,7 @@ def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
 def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
     """With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer."""
     torch.manual_seed(0)
-    model, x = Affine(depthwise), torch.cat(batches(16))
+    model, x = affine(depthwise), torch.cat(batches(16))
     error = {}
     for chosen in ("auto", None):
         wanted, found, _ = quantized(model, tmp_path, x, reader, target=target, bias_correction=chosen)

@@ -12,9 +12,9 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 import compress
 from compress.errors import QuantizationError
 from tests.networks import TinyResNet, with_statistics
-from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export, model_of, run, sqnr, weights
+from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
-NETWORKS = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+NETWORKS = {"resnet": TinyResNet, "gated": gated_net, "attention": attention, "shuffled": shuffled}
 
 
 class Reader(CalibrationDataReader):

@@ -21,8 +21,9 @@ from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.spec import TARGETS
 from tests.exact import WEIGHTS, open_session
-from tests.networks import TinyResNet, with_statistics
-from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, run, sqnr, weights
+from tests.further import further
+from tests.networks import Net, TinyResNet, with_statistics
+from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, sqnr, weights
 
 PICTURES = batches(1, seed=1)[0].numpy()
 
@@ -34,7 +35,7 @@ def nodes_of(path):
 @pytest.fixture
 def gated(tmp_path):
     torch.manual_seed(0)
-    return export(with_statistics(Gated()), tmp_path / "float.onnx", opset=19, folded=False)
+    return export(with_statistics(gated_net()), tmp_path / "float.onnx", opset=19, folded=False)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -331,7 +332,7 @@ def test_nothing_unread_stays(target, tmp_path):
 
 def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
     torch.manual_seed(0)
-    file = export(Attention(), tmp_path / "float.onnx", opset=14)  # LayerNorm and GELU in primitives
+    file = export(attention(), tmp_path / "float.onnx", opset=14)  # LayerNorm and GELU in primitives
     result = quantize_onnx_file(file, batches())
     rules = [row.rule for row in result.placement.decisions]
     assert rules.count("matmul input") == 4
@@ -353,22 +354,18 @@ def test_circular_padding_is_read_by_openvino(tmp_path):
     assert sqnr(run(tmp_path / "float.onnx", x), found) > 30
 
 
-class Viewed(torch.nn.Module):
-    """Convolutions with biases before quantizers, and a reshape by the size of the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Conv2d(3, 8, 3, 2), torch.nn.Conv2d(8, 8, 1)
-
-    def forward(self, x):
+def viewed():
+    def run(net, x):
         images = x.shape[0]
-        x = self.b(self.a(torch.nn.functional.pad(x, (0, 1, 0, 1))))
+        x = net.b(net.a(torch.nn.functional.pad(x, (0, 1, 0, 1))))
         return x.mean((2, 3), keepdim=True).view(images, -1)
+
+    return Net(run, a=torch.nn.Conv2d(3, 8, 3, 2), b=torch.nn.Conv2d(8, 8, 1))
 
 
 def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
     torch.manual_seed(0)
-    path = export(Viewed(), tmp_path / "float.onnx")
+    path = export(viewed(), tmp_path / "float.onnx")
     assert "Shape" in {node.op_type for node in nodes_of(path).values()}
     data = batches()
     made = compress.quantize_onnx(
@@ -385,15 +382,6 @@ def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
         with compress.build_engine(made, "openvino", batch_size=size, threads=1, precision="f32") as engine:
             (result,) = engine.run({engine.inputs[0].name: x[:size]}).values()
         assert sqnr(expected[:size], result) > 40
-
-
-class Activated(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.activation, self.first, self.last = activation, nn.Conv2d(3, 16, 3, 2), nn.Conv2d(16, 8, 1)
-
-    def forward(self, x):
-        return self.last(self.activation(self.first(4 * x)))
 
 
 @pytest.mark.parametrize("opset", [11, 17])
@@ -422,7 +410,15 @@ class Activated(nn.Module):
 def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activation, known, opset):
     """The lowest value of a known activation is its zero point; torch's values of the activation are the oracle."""
     torch.manual_seed(0)
-    model, spec = Activated(activation).eval(), QuantSpec(target="openvino", smooth=None)
+    model, spec = (
+        Net(
+            lambda net, x: net.last(net.activation(net.first(4 * x))),
+            activation=activation,
+            first=nn.Conv2d(3, 16, 3, 2),
+            last=nn.Conv2d(16, 8, 1),
+        ).eval(),
+        QuantSpec(target="openvino", smooth=None),
+    )
     path = export(model, tmp_path / "float.onnx", opset=opset)
     made = quantize_onnx_file(path, batches(), spec=spec, out=tmp_path / "int8.onnx")
     qmodel = compress.quantize(model, batches()[0], batches(), spec=spec)
@@ -437,8 +433,6 @@ def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activati
 
 
 class Modern(nn.Module):
-    """A block whose attention and RMSNorm are operators from opset 23 on."""
-
     def __init__(self):
         super().__init__()
         self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.RMSNorm(16)
@@ -452,8 +446,9 @@ class Modern(nn.Module):
         return self.head((x + self.out(y.transpose(1, 2).reshape(n, t, c))).mean(1))
 
 
-@pytest.mark.parametrize("opset", [21, 23, 25])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("opset", "masked"), further(itertools.product([21, 23, 25], [False, True]), [(21, False), (25, True)])
+)
 def test_attention_and_rms_norm_as_operators(tmp_path, opset, masked):
     torch.manual_seed(0)
     model, x = Modern().eval(), batches()

@@ -12,7 +12,7 @@ from onnxruntime.transformers.optimizer import optimize_model
 import compress
 from compress.errors import QuantizationError
 from tests.networks import TinyResNet, with_statistics
-from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, run, sqnr
+from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, sqnr
 
 
 def optimized(file, level):
@@ -27,7 +27,7 @@ def domains(path):
     return {node.domain for node in onnx.load(path).graph.node}
 
 
-@pytest.mark.parametrize("network", [TinyResNet, Gated, Attention])
+@pytest.mark.parametrize("network", [TinyResNet, gated_net, attention])
 def test_fused_operators_are_opened(tmp_path, network):
     torch.manual_seed(0)
     file, x = export(with_statistics(network()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
@@ -44,7 +44,7 @@ def test_fused_operators_are_opened(tmp_path, network):
 
 def test_norms_with_a_skip_are_opened(tmp_path):
     torch.manual_seed(0)
-    file, x = export(with_statistics(Attention()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
+    file, x = export(with_statistics(attention()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
     optimize_model(str(file), model_type="vit", num_heads=2, hidden_size=16, opt_level=0).save_model_to_file(
         str(tmp_path / "fused.onnx")
     )

@@ -22,11 +22,11 @@ from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.spec import TARGETS
 from examples.yolo import Yolo
-from tests.exact import open_session
+from tests.exact import compute
 from tests.families import FAMILIES
 from tests.further import further
 from tests.networks import TinyResNet, with_statistics
-from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export, model_of, run, sqnr, weights
+from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
 MAX = ActivationSpec(calibrator="max")
 
@@ -44,7 +44,6 @@ def unequal():
 
 
 def plain():
-    """Three convolutions."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 4, 1))
     return nn.Sequential(*layers).eval()
@@ -53,7 +52,7 @@ def plain():
 def outliers():
     """Two channels of each norm are 100 times as large as the others."""
     torch.manual_seed(0)
-    model = Attention().eval()
+    model = attention().eval()
     with torch.no_grad():
         for norm, layer in ((model.norm1, model.qkv), (model.norm2, model.up)):
             norm.weight[:2] *= 100
@@ -147,8 +146,6 @@ IMAGES = torch.randn(12, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
 class Peaked(nn.Module):
-    """Outlier channels after a LayerNorm and a GELU, and attention of a few large and many small weights."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
@@ -177,8 +174,6 @@ class Sink(nn.Module):
 
 
 class Wide(nn.Module):
-    """A depthwise convolution behind channels whose ranges are far apart, through hard-swish and through ReLU."""
-
     def __init__(self, activation):
         super().__init__()
         self.first, self.activation = nn.Conv2d(3, 16, 3), activation
@@ -192,8 +187,7 @@ class Wide(nn.Module):
 
 
 def decibel(path, wanted, x):
-    session = open_session(path)
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    found = compute(path, x.numpy())
     return 10 * np.log10((wanted**2).sum() / ((found - wanted) ** 2).sum())
 
 
@@ -242,7 +236,7 @@ def test_ordinary_ranges_add_nothing(tmp_path):
 # A torch model and the ONNX file of the same model get the same quantizers.
 
 SIZE = 32
-OWN = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+OWN = {"resnet": TinyResNet, "gated": gated_net, "attention": attention, "shuffled": shuffled}
 NETWORKS = {
     **OWN, "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
     **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
@@ -258,8 +252,6 @@ def data_of(name):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The network, its file and calibration data; each file is written once."""
-
     @functools.cache
     def made(name):
         torch.manual_seed(0)
@@ -274,7 +266,6 @@ def exported(tmp_path_factory):
 
 
 def quantizers(placement, amax):
-    """Formats and scales: of activations sorted by scale, since names differ, of weights in the order of the layers."""
     activations = sorted(
         (str(site.format), float(scale_from_amax(amax[site.name], site.format))) for site in placement.activations
     )

@@ -1,5 +1,3 @@
-"""Files that cannot be quantized, broken and hostile ones: one sentence, and nothing is written."""
-
 import numpy as np
 import onnx
 import pytest

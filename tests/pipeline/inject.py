@@ -31,7 +31,6 @@ _AT = {"cut": "fsync", "full": "create"}
 
 
 def happens(kind: Kind, operation: str) -> bool:
-    """Return True if faults of this kind happen at this operation."""
     return _AT.get(kind, operation) == operation
 
 
@@ -115,7 +114,6 @@ def _finished(out: Path) -> int:
 
 
 def operations(recipe: Recipe, command: str, out: Path) -> list[Point]:
-    """Run undisturbed, and return the file operations in order."""
     with faults(out, "fails", lambda point: False) as seen:
         run(recipe, command, out, device="cpu")
     return seen
@@ -146,5 +144,4 @@ def _disturb(recipe: Recipe, command: str, out: Path, kind: Kind, point: Point, 
 
 
 def digests(out: Path) -> dict[str, str]:
-    """Return the SHA-256 of each weights file of a run, by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.glob(WEIGHTS))}

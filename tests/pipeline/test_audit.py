@@ -1,5 +1,3 @@
-"""`export.require` and the audit of engines, in whole runs of a small network."""
-
 import json
 
 import pytest
@@ -36,6 +34,7 @@ def test_openvino_meets_int8(tmp_path):
         check_required(Run(recipe=asked, folder=read_state(folder), data=load_data(asked.data)))
 
 
+@pytest.mark.release
 def test_rtx_is_audited_and_required(tmp_path):
     asked = recipe(
         "bench.engines=[tensorrt-rtx]",

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
@@ -28,7 +27,8 @@ from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
 from compress.report.write import write_report
 from compress.variants import Variant
-from tests.networks import tiny
+from tests.images import write_images
+from tests.networks import Net, tiny
 from tests.pipeline.inject import digests
 
 RECIPE = parse_recipe({"train": {"epochs": 1}})
@@ -195,13 +195,7 @@ def test_damaged_metrics_are_named(tmp_path, text):
 
 @pytest.fixture
 def pictures(tmp_path):
-    for part in ("train", "val"):
-        for number, label in enumerate(("cat", "dog")):
-            (tmp_path / "data" / part / label).mkdir(parents=True)
-            for i in range(3):
-                path = tmp_path / "data" / part / label / f"{i}.bmp"
-                Image.new("RGB", (8, 8), (100 * number, 50 * i, 0)).save(path)
-    return tmp_path / "data"
+    return write_images(tmp_path / "data", ("cat", "dog"), 3, size=(8, 8), ending="bmp")
 
 
 def _rename(root):
@@ -214,16 +208,12 @@ def _exchange(root):
     first.rename(root / "x"), second.rename(first), (root / "x").rename(second)
 
 
-def _remove(root):
-    (root / "val" / "dog" / "2.bmp").unlink()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_rename, "the classes of train were cat, dog, and are dog, zebra"),
         (_exchange, "images of train were added, removed, renamed, exchanged"),
-        (_remove, "val had 6 images, and has 5"),
+        (lambda root: (root / "val" / "dog" / "2.bmp").unlink(), "val had 6 images, and has 5"),
     ],
 )
 def test_data_that_changed_are_refused(pictures, tmp_path, change, words):
@@ -277,21 +267,14 @@ def test_what_only_a_late_step_would_refuse_is_refused_at_once(tmp_path, change,
     assert not (tmp_path / "run").exists()
 
 
-class _Unwritable(nn.Module):
+def unwritable(num_classes):
     """What torch.fx traces and quantizes, and no exporter writes: a special function without an ONNX operator."""
 
-    def __init__(self, num_classes):
-        super().__init__()
-        self.conv, self.more = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
-        self.fc = nn.Linear(4, num_classes)
+    def run(net, x):
+        x = torch.special.bessel_j0(net.conv(x))
+        return net.fc(net.more(x).mean((2, 3)))
 
-    def forward(self, x):
-        x = torch.special.bessel_j0(self.conv(x))
-        return self.fc(self.more(x).mean((2, 3)))
-
-
-def unwritable(num_classes):
-    return _Unwritable(num_classes)
+    return Net(run, conv=nn.Conv2d(3, 4, 3), more=nn.Conv2d(4, 4, 3), fc=nn.Linear(4, num_classes))
 
 
 def test_an_export_that_will_fail_fails_before_a_long_training(tmp_path):
@@ -318,11 +301,7 @@ PLACES = {
 def home(tmp_path_factory):
     """The folder in which a recipe with relative paths was run."""
     home = tmp_path_factory.mktemp("at") / "home"
-    for split in ("train", "val"):
-        for label, shade in (("dark", 40), ("light", 200)):
-            (home / "images" / split / label).mkdir(parents=True)
-            for i in range(3):
-                Image.new("RGB", (16, 16), (shade + i, shade, shade)).save(home / f"images/{split}/{label}/{i}.png")
+    write_images(home / "images", ("dark", "light"), 3)
     (home / "start").mkdir()
     torch.manual_seed(0)
     torch.save(tiny(num_classes=2).state_dict(), home / "start" / "w.pth")
@@ -334,14 +313,12 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def begun_elsewhere(home, tmp_path, monkeypatch):
-    """The run, for a process that stands in another folder."""
     monkeypatch.chdir(tmp_path)
     return home / "run"
 
 
 @contextmanager
 def renamed(path, name):
-    """The path under another name while the block runs."""
     moved = path.rename(path.with_name(name))
     try:
         yield moved
@@ -384,8 +361,6 @@ LOCK_RECIPE = parse_recipe({})
 
 @pytest.fixture
 def without_locks(monkeypatch):
-    """A file system that has none, as some network file systems answer."""
-
     def none(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 

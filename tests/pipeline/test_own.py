@@ -16,8 +16,8 @@ from compress.errors import RecipeError, RunError
 from compress.pipeline.predict import predict
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
-from tests.exact import open_session
-from tests.networks import TinyResNet, with_statistics
+from tests.exact import compute, open_session
+from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_ptq.files import export
 
 IMAGES = torch.rand(8, 4, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -30,18 +30,11 @@ def data(spec):
 
 
 def network():
-    """Two outputs, of which the second is half as large as the pictures, in both directions."""
-    return Depth()
-
-
-class Depth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.near = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
-
-    def forward(self, x):
-        near = self.near(x)
+    def run(net, x):
+        near = net.near(x)
         return {"near": near, "far": nn.functional.avg_pool2d(near, 2)}
+
+    return Net(run, near=nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1)))
 
 
 def loss(outputs, targets):
@@ -177,8 +170,7 @@ def test_images_without_labels_are_judged_by_the_float_network(tmp_path):
     images = ((pixels[3::4] / 255 - 0.5) / 0.25).astype(np.float32).transpose(0, 3, 1, 2)
     said = {}
     for variant in ("float", "ptq", "qat"):
-        session = open_session(tmp_path / "run" / f"{variant}.onnx")
-        said[variant] = session.run(None, {session.get_inputs()[0].name: images})[0].argmax(1)
+        said[variant] = compute(tmp_path / "run" / f"{variant}.onnx", images).argmax(1)
     rows = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for variant, classes in said.items():
         (row,) = (

@@ -101,6 +101,7 @@ def test_boxes_are_drawn_inside_the_picture(tmp_path):
     }
     tree = {**SMALL, "task": "detection", "model": {"name": "tests.pipeline.test_predict:detector"}, "data": data}
     tree |= {"train": {**SMALL["train"], "epochs": 0}, "export": {"nms": True}}
+    tree |= {"bench": SMALL["bench"] | {"engines": ["onnxruntime"]}}
     run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
     picture = tmp_path / "data" / "JPEGImages" / "c.png"
     (found,) = predict(tmp_path / "run", [picture])

@@ -41,7 +41,6 @@ MASKED = ("block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2")
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """A run's folder, and the numbers of the epochs that its training images were loaded for, in order."""
     out, epochs, draw = tmp_path_factory.mktemp("prune") / "run", [], MemorySplit.draw
 
     def watched(self, indices, *, epoch, device):

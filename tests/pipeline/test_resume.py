@@ -7,47 +7,30 @@ import time
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress import run
 from compress.recipe.tree import parse_recipe
-from compress.support.progress import NoProgress
 from tests.further import further
+from tests.images import write_images
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
+from tests.training.toy import Stop
 
 MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("top-1: torch", 1)]
 """Task, and how far it comes before Ctrl-C is pressed."""
 
 
 def network(num_classes=10):
-    """One convolution and a classifier: quick to export."""
     layers = nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
     return nn.Sequential(*layers)
 
 
-class CtrlC(NoProgress):
-    """A user who waits for a moment."""
-
-    def __init__(self, task, count):
-        self.task, self.left = task, count
-
-    def advance(self, task, amount=1, **fields):
-        self.left -= task == self.task
-        if not self.left:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """One whose every part has something to say: a foreign classifier, images that are none, ranges that cut off."""
     root = tmp_path_factory.mktemp("data")
+    write_images(root, count=8, size=(20, 20))
     for part in ("train", "val"):
-        for number, label in enumerate("ab"):
-            (root / part / label).mkdir(parents=True)
-            for i in range(8):
-                Image.new("RGB", (20, 20), (30 * i, 100 * number, 0)).save(root / part / label / f"{i}.png")
         for i in range(4):
             (root / part / "a" / f"none{i}.png").write_bytes(b"no picture")
     save_file(network().state_dict(), root / "digits.safetensors")
@@ -80,7 +63,7 @@ def test_a_run_that_is_stopped_again_and_again_tells_what_an_undisturbed_one_tel
     run(recipe, "qat", whole, device="cpu")
     for task, count in MOMENTS:
         with pytest.raises(KeyboardInterrupt):
-            run(recipe, "qat", stopped, resume=True, device="cpu", progress=CtrlC(task, count))
+            run(recipe, "qat", stopped, resume=True, device="cpu", progress=Stop(count, task=task))
         assert not (stopped / "report.md").exists()
     run(recipe, "qat", stopped, resume=True, device="cpu")
 

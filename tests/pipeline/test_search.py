@@ -12,7 +12,7 @@ from tests.exact import open_session
 
 TREE = {
     "model": {"name": "tests.networks:narrow"},
-    "data": {"name": "digits", "image_size": 16, "batch_size": 128},
+    "data": {"name": "digits", "image_size": 16, "batch_size": 128, "train_images": 256, "val_images": 128},
     "train": {"epochs": 1},
     "finetune": {"epochs": 1},
     "qat": None,
@@ -78,14 +78,14 @@ def test_a_worker_joins_the_search_and_finds_it_done(searched):
 
 
 def test_requests_are_refused_before_any_work(tmp_path):
-    recipe = parse_recipe(TREE, source="here")
-    with pytest.raises(SearchError, match="search takes a bound"):
-        search_run(recipe, tmp_path / "none", engine="openvino")
-    with pytest.raises(SearchError, match="above 0 and below 1"):
-        search_run(recipe, tmp_path / "none", engine="openvino", latency=0.0)
     nothing = {"search": {"widths": [], "formats": ["float"], "blocks": False}}
-    with pytest.raises(SearchError, match="the space is empty"):
-        search_run(parse_recipe({**TREE, **nothing}, source="here"), tmp_path / "none", engine="openvino", latency=0.5)
+    for changes, bound, message in (
+        ({}, {}, "search takes a bound"),
+        ({}, {"latency": 0.0}, "above 0 and below 1"),
+        (nothing, {"latency": 0.5}, "the space is empty"),
+    ):
+        with pytest.raises(SearchError, match=message):
+            search_run(parse_recipe({**TREE, **changes}, source="here"), tmp_path / "none", engine="openvino", **bound)
     assert not (tmp_path / "none").exists()
     with pytest.raises(RunError):
         search_worker(tmp_path / "none", engine="openvino")

@@ -1,5 +1,3 @@
-"""Sensitivity and mixed precision over a small network that is really trained, exported and measured."""
-
 import csv
 import dataclasses
 import json
@@ -55,11 +53,6 @@ def measured(folder):
     return sensitivity_run(RECIPE, folder, images=96, weight_bits=[3], device="cpu")
 
 
-@pytest.fixture(scope="module")
-def points(measured):
-    return mixed_front(measured, batch_size=2, precision="f32", images=96, points=2, seconds=0.2)
-
-
 def test_files_tell_the_same(measured, folder):
     document = json.loads((folder / "sensitivity.json").read_text())
     assert list(document) == ["w8a8", "w3a8"]
@@ -88,25 +81,21 @@ def test_it_goes_on_where_it_stopped(measured, folder):
     path.write_text(json.dumps(whole))
 
 
-def test_front_is_measured_and_its_recipe_makes_the_network(measured, points, tmp_path):
-    found, table = points
+def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path):
+    found, table = mixed_front(measured, batch_size=2, precision="f32", images=96, points=2, seconds=0.2)
     labels = [point.label for point in found]
     assert labels[:3] == ["float", "w8a8", "w3a8"]
     assert found[0].agreement == 1 and found[0].spec is None and found[0].sqnr_db == float("inf")
     assert all(point.latency_ms > 0 and point.predicted_ms > 0 for point in found)
     assert all(ms >= 0 for row in table.ms.values() for ms in row.values())
     formats = {**found[1].formats, "conv1": "float", "block1.conv2": "w3a8"}
-    point = replace(found[1], formats=formats, spec=None)
-    point = replace(point, spec=mixed_spec_of(measured, formats))
+    spec = mixed_spec(measured.specs["w8a8"], formats, measured.settings, base="w8a8")
+    point = replace(found[1], formats=formats, spec=spec)
     recipe = load_recipe(write_recipe(measured, point, tmp_path / "mixed.yaml"))
     assert recipe.model == RECIPE.model and recipe.data == RECIPE.data
     sites = placement_of(insert_quantizers(measured.model, measured.run.example, recipe.quantization)).weights
     bits = {site.path: site.format.num_bits for site in sites}
     assert "conv1" not in bits and bits.pop("block1.conv2") == 3 and set(bits.values()) == {8}
-
-
-def mixed_spec_of(measured, formats):
-    return mixed_spec(measured.specs["w8a8"], formats, measured.settings, base="w8a8")
 
 
 def test_costs_from_a_data_sheet(measured):
@@ -133,13 +122,17 @@ def test_pick():
             pick(points, **limits)
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(RecipeError, match="quantization"):
-        sensitivity_run(replace(RECIPE, quantization=None), tmp_path / "a")
-    with pytest.raises(RecipeError, match="images"):
-        sensitivity_run(RECIPE, tmp_path / "a", images=0)
-    with pytest.raises(QuantizationError, match="num_bits"):
-        sensitivity_run(RECIPE, tmp_path / "a", weight_bits=[1])
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (replace(RECIPE, quantization=None), {}, "quantization"),
+        (RECIPE, {"images": 0}, "images"),
+        (RECIPE, {"weight_bits": [1]}, "num_bits"),
+    ],
+)
+def test_refusals(recipe, options, message, tmp_path):
+    with pytest.raises((RecipeError, QuantizationError), match=message):
+        sensitivity_run(recipe, tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
 
 

@@ -129,7 +129,6 @@ def test_the_mixed_network_leaves_the_costly_layer_float_and_its_recipe_makes_it
 
 
 def stolen(monkeypatch):
-    """A hypervisor that keeps every second of the time, by the counters that the kernel writes."""
     clock = itertools.count(0.0, 10.0)
 
     def read():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -52,16 +53,6 @@ class CtrlC(NoProgress):
             raise KeyboardInterrupt
 
 
-class Notes(NoProgress):
-    """A user who reads the lines."""
-
-    def __init__(self):
-        self.texts = []
-
-    def note(self, text):
-        self.texts.append(text)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("targets") / "run"
@@ -74,7 +65,6 @@ def finished(tmp_path_factory):
 
 
 def zero_points(path):
-    """Types of the zero points of the quantizers whose scale is a single number: those of activations."""
     graph = onnx.load(path).graph
     constants = {c.name: onnx.numpy_helper.to_array(c) for c in graph.initializer}
     return {
@@ -246,8 +236,6 @@ def test_triton_runs_a_file_in_the_engine_that_it_is_made_for(tmp_path, target, 
 
 
 class Counted:
-    """Batches that count how often they are read."""
-
     def __init__(self, batches):
         self.batches, self.passes = batches, 0
 
@@ -271,8 +259,7 @@ def test_shared_calibration_gives_each_target_the_ranges_of_its_own(calibrator):
         expected = {name: q.amax for name, q in quantizers(alone)}
         found = {name: q.amax for name, q in quantizers(qmodel)}
         assert found.keys() == expected.keys()
-        for name, amax in expected.items():
-            torch.testing.assert_close(found[name], amax, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-06, atol=0)
         assert qmodel.placement == alone.placement and qmodel.report.calibration.images == 16
 
 
@@ -301,9 +288,9 @@ def test_the_file_of_litert_is_the_one_that_it_loads(tmp_path):
         "quantization": {**TREE["quantization"], "target": ["litert", "onnxruntime"]},
         "bench": {**TREE["bench"], "engines": ["litert", "onnxruntime"]},
     }
-    notes = Notes()
-    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu", progress=notes)
-    (exported,) = (text for text in notes.texts if text.startswith("export: "))
+    listener = Mock(NoProgress)
+    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu", progress=listener)
+    (exported,) = (note.args[0] for note in listener.note.call_args_list if note.args[0].startswith("export: "))
     files = [part.split()[0] for part in exported.removeprefix("export: ").split(", ")]
     assert files == ["float.onnx", "ptq.onnx", "ptq.tflite", "ptq.onnxruntime.onnx"]
     sizes = {

@@ -1,5 +1,3 @@
-"""None"""
-
 import io
 import itertools
 import math

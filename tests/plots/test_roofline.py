@@ -1,5 +1,3 @@
-"""Roofline figures: images that open, and text in them that does not lie on other text."""
-
 import itertools
 import math
 from dataclasses import replace
@@ -15,32 +13,33 @@ from analysis.roofline_layers.run import Block, convolution_rows, draw_blocks, d
 from compress.plots.roofline import draw_ceilings, draw_roofline, draw_rooflines, family, roofline_caption
 from compress.plots.style import save_figure, styled
 from compress.roofline_model import Ceiling, Ceilings, Sample, find_device, roofline_of, workload
+from tests.networks import Net
 
 
-class Network(nn.Module):
+def small_network():
     """One layer of each family, so that every colour occurs."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, padding=1)
-        self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
-        self.point = nn.Conv2d(32, 64, 1)
-        self.pool = nn.AdaptiveAvgPool2d(2)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-        self.head = nn.Linear(64, 10)
+    def run(net, x):
+        x = net.pool(net.point(torch.relu(net.depthwise(net.stem(x))))).flatten(2).transpose(1, 2)
+        return net.head(net.attention(x, x, x, need_weights=False)[0].mean(1))
 
-    def forward(self, x):
-        x = self.pool(self.point(torch.relu(self.depthwise(self.stem(x))))).flatten(2).transpose(1, 2)
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 32, 3, padding=1),
+        depthwise=nn.Conv2d(32, 32, 3, padding=1, groups=32),
+        point=nn.Conv2d(32, 64, 1),
+        pool=nn.AdaptiveAvgPool2d(2),
+        attention=nn.MultiheadAttention(64, 4, batch_first=True),
+        head=nn.Linear(64, 10),
+    )
 
 
 @pytest.fixture(scope="module")
 def work():
-    return replace(workload(Network(), torch.randn(2, 3, 32, 32), fused=True), model="network")
+    return replace(workload(small_network(), torch.randn(2, 3, 32, 32), fused=True), model="network")
 
 
 def overlapping_texts(figure):
-    """Pairs of visible, non-empty texts whose boxes overlap after layout, and texts that are cut off."""
     with styled():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
@@ -54,7 +53,6 @@ def overlapping_texts(figure):
 
 
 def _labels_off_the_axes(figure):
-    """Labels of ticks outside the limits, which exist and are not drawn."""
     hidden = set()
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):

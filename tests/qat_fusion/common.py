@@ -6,50 +6,47 @@ from torch import nn
 
 import compress
 from compress.quantization.quantizer import quantizers
-from tests.networks import network
+from tests.networks import Net, network
 from tests.training.toy import CLASSES
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
 
 
-class Mixed(nn.Module):
+def mixed():
     """ReLU6, a depthwise convolution, an in-place add, a tensor with two readers, a linear layer on (N, L, C)."""
 
-    def __init__(self):
-        super().__init__()
-        self.expand = nn.Conv2d(3, 8, 1)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.project = nn.Conv2d(8, 8, 1, bias=False)
-        self.again = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
-        self.tokens = nn.Linear(8, 16)
-        self.gelu = nn.GELU()
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x):
-        x = F.relu6(self.depthwise(F.relu6(self.expand(x))))
-        y = self.project(x)
-        z = self.again(y)
+    def run(net, x):
+        x = F.relu6(net.depthwise(F.relu6(net.expand(x))))
+        y = net.project(x)
+        z = net.again(y)
         z += y
-        z = self.tokens(torch.relu(z).flatten(2).transpose(1, 2))
-        return self.head(self.gelu(z).mean(1))
+        z = net.tokens(torch.relu(z).flatten(2).transpose(1, 2))
+        return net.head(net.gelu(z).mean(1))
+
+    torch.manual_seed(1)
+    net = Net(
+        run,
+        expand=nn.Conv2d(3, 8, 1),
+        depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        project=nn.Conv2d(8, 8, 1, bias=False),
+        again=nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+        tokens=nn.Linear(8, 16),
+        gelu=nn.GELU(),
+        head=nn.Linear(16, CLASSES),
+    )
+    return net.eval()
 
 
 def convolutions(count, inputs=3):
-    """`count` convolutions with ReLU, and one more."""
     torch.manual_seed(1)
     pairs = [(nn.Conv2d(8 if i else inputs, 8, 3, padding=1), nn.ReLU()) for i in range(count)]
     return [module for pair in pairs for module in pair] + [nn.Conv2d(8, 8, 1)]
 
 
-def mixed():
-    torch.manual_seed(1)
-    return Mixed().eval()
-
-
-def quantized(make=network, target="tensorrt", clip=0.6, size=12, **spec):
+def quantized(make=network, target="tensorrt", clip=0.6, size=12, channels=3, count=4, **spec):
     """A calibrated network whose ranges are too small, so that values saturate."""
     torch.manual_seed(2)
-    x = 2 * torch.randn(4, 3, size, size)
+    x = 2 * torch.randn(count, channels, size, size)
     qmodel = compress.quantize(make(), x, [x], spec=compress.QuantSpec(target=target, **spec))
     for _, quantizer in quantizers(qmodel):
         quantizer.set_amax(quantizer.amax * clip)
@@ -57,7 +54,6 @@ def quantized(make=network, target="tensorrt", clip=0.6, size=12, **spec):
 
 
 def gradients(run, qmodel, x, **autocast):
-    """(result, gradient of the input, gradients of the parameters) of a loss that weights every output."""
     x = x.clone().requires_grad_()
     qmodel.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
@@ -68,7 +64,6 @@ def gradients(run, qmodel, x, **autocast):
 
 
 def compiled_gradients(qmodel, x):
-    """`gradients` of the fused graph, in one graph of the compiler's."""
     torch.compiler.reset()
     fused = compress.fuse_for_training(qmodel)
     return gradients(torch.compile(fused, backend="aot_eager", fullgraph=True), qmodel, x)
@@ -79,8 +74,14 @@ def assert_same(one, other, rtol=0.0, atol=0.0):
     assert any(grad.abs().max() > 1e-3 for grad in one[2].values())
 
 
+def fused_as_plain(qmodel, x, rtol=0.0, atol=0.0, **options):
+    """The fused graph, after a look that its results and gradients are those of the plain path."""
+    fused = compress.fuse_for_training(qmodel, **options)
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol, atol)
+    return fused
+
+
 def saved_bytes(run, x):
-    """Bytes that autograd keeps for backward, parameters apart, a storage once."""
     kept = {}
 
     def note(tensor):

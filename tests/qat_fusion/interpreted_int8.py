@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compress
+from tests.networks import Net
 from tests.qat_fusion.common import assert_same, gradients
 
 
@@ -28,27 +29,26 @@ class Block(nn.Module):
         return torch.relu(self.path(x) + self.other(x))
 
 
-class Net(nn.Module):
-    """A ResNet in small: stem, a pool, a bottleneck block and two basic ones, a depthwise convolution, a head."""
+def small_network():
+    def run(net, x):
+        x = torch.relu(net.depthwise(net.blocks(net.pool(net.stem(x)))))
+        return net.head(torch.relu(net.last(x)).mean((2, 3)))
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.blocks = nn.Sequential(Block(16, 32, 1, 16), Block(32, 32, 1), Block(32, 16, 2))
-        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
-        self.last = nn.Conv2d(16, 16, 1)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        x = torch.relu(self.depthwise(self.blocks(self.pool(self.stem(x)))))
-        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+    return Net(
+        run,
+        stem=nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        pool=nn.MaxPool2d(3, 2, 1),
+        blocks=nn.Sequential(Block(16, 32, 1, 16), Block(32, 32, 1), Block(32, 16, 2)),
+        depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        last=nn.Conv2d(16, 16, 1),
+        head=nn.Linear(16, 5),
+    )
 
 
 def made(**spec):
     torch.manual_seed(0)
     x = (2 * torch.randn(2, 3, 16, 16)).contiguous(memory_format=torch.channels_last)
-    qmodel = compress.quantize(Net().eval(), x, [x], spec=compress.QuantSpec(**spec))
+    qmodel = compress.quantize(small_network().eval(), x, [x], spec=compress.QuantSpec(**spec))
     for name, quantizer in qmodel.named_modules():
         if name.startswith("quantizers."):
             quantizer.set_amax(0.8 * quantizer.amax)
@@ -94,7 +94,6 @@ def check_compiled():
 
 
 def check_kept_batchnorm():
-    """With a BatchNorm after the convolution no chain begins at it, and nothing changes."""
     qmodel, x = made(batchnorm="keep")
     fused = compress.fuse_for_training(qmodel, kernels="triton", forward="int8")
     close(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x))

@@ -11,24 +11,28 @@ from torch.utils.checkpoint import checkpoint
 import compress
 from compress.qat_fusion.recompute import Recipe
 from compress.quantization.quantizer import quantizers
+from tests.networks import Net
 from tests.qat_fusion.common import assert_same, gradients, saved_bytes
 
 
-class Block(nn.Module):
-    """The two halves of a transformer's block, the second one with a dropout, and a SiLU between convolutions."""
+def block(dropout=0.0, inplace=False):
+    def run(net, x):
+        x = net.depthwise(net.silu(net.stem(x))).flatten(2).transpose(1, 2).contiguous()
+        x = x + net.narrow(net.dropout(F.gelu(net.wide(net.norm(x)))))
+        return net.head(net.last(x)).mean(1)
 
-    def __init__(self, dropout=0.0, inplace=False):
-        super().__init__()
-        self.stem, self.depthwise = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
-        self.silu = nn.SiLU()
-        self.norm, self.wide = nn.LayerNorm(16), nn.Linear(16, 64)
-        self.dropout, self.narrow, self.last = nn.Dropout(dropout, inplace), nn.Linear(64, 16), nn.LayerNorm(16)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        x = self.depthwise(self.silu(self.stem(x))).flatten(2).transpose(1, 2).contiguous()
-        x = x + self.narrow(self.dropout(F.gelu(self.wide(self.norm(x)))))
-        return self.head(self.last(x)).mean(1)
+    return Net(
+        run,
+        stem=nn.Conv2d(3, 16, 3, padding=1),
+        depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        silu=nn.SiLU(),
+        norm=nn.LayerNorm(16),
+        wide=nn.Linear(16, 64),
+        dropout=nn.Dropout(dropout, inplace),
+        narrow=nn.Linear(64, 16),
+        last=nn.LayerNorm(16),
+        head=nn.Linear(16, 5),
+    )
 
 
 class Dense(nn.Module):
@@ -48,7 +52,7 @@ class Dense(nn.Module):
         return self.head(F.relu6(self.norms[2](x))).mean((2, 3))
 
 
-def made(make=Block, **options):
+def made(make=block, **options):
     """A calibrated network whose ranges are too small, so that values saturate; and its input."""
     torch.manual_seed(1)
     model = make(**options).to(memory_format=torch.channels_last)
@@ -60,8 +64,6 @@ def made(make=Block, **options):
 
 
 def seeded(run):
-    """`run` with the same random numbers in each call."""
-
     def call(x):
         torch.manual_seed(5)
         return run(x)
@@ -69,7 +71,7 @@ def seeded(run):
     return call
 
 
-def check_gradients(make=Block, **options):
+def check_gradients(make=block, **options):
     """Those of the plain path; and bit for bit those without recipes."""
     _, qmodel, x = made(make, **options)
     fused = compress.fuse_for_training(qmodel, kernels="triton").train()
@@ -87,8 +89,6 @@ def check_gradients(make=Block, **options):
 
 
 def keeping(fused):
-    """The same function, in which every layer keeps its input itself."""
-
     class Keeping(torch.fx.Interpreter):
         def call_module(self, target, args, kwargs):
             kwargs = {key: None if isinstance(value, Recipe) else value for key, value in kwargs.items()}
@@ -98,7 +98,6 @@ def keeping(fused):
 
 
 def check_bytes(make, channels, share):
-    """Kept for backward: a share of float training's bytes, and as much less as the layers' inputs take."""
     model, qmodel, x = made(make)
     fused = compress.fuse_for_training(qmodel, kernels="triton").train()
     with torch.autocast("cpu", torch.bfloat16):
@@ -139,7 +138,7 @@ def main():
     check_gradients(Dense)
     check_batch_norms(training=True)
     check_batch_norms(training=False)
-    check_bytes(Block, 16 + 16 + 64, share=0.65)  # inputs of the depthwise convolution and of two linear layers
+    check_bytes(block, 16 + 16 + 64, share=0.65)  # inputs of the depthwise convolution and of two linear layers
     check_bytes(Dense, 16 + 24 + 32, share=0.65)
     print("all as kept")
 

@@ -1,5 +1,3 @@
-"""Training with convolutions on codes: the plain path's numbers and gradients."""
-
 import pytest
 import torch
 

@@ -29,7 +29,7 @@ from compress.quantization.learned import (
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.quantizer import quantizers
 from compress.training.passes import damping_loss
-from tests.exact import open_session
+from tests.exact import compute
 from tests.networks import network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -85,6 +85,17 @@ def test_one_step_of_sgd_moves_the_step_size_as_lsq_does():
     torch.testing.assert_close(ours, s.detach() - lr * s.grad / math.sqrt(50 * f.high))
 
 
+def minimized(optimizer, loss_of, steps):
+    losses = []
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.fixture(scope="module")
 def fixed():
     return compress.quantize(network(), X[:2], [X], spec=SPEC)
@@ -109,13 +120,7 @@ def test_every_range_is_trained_and_the_loss_falls(learned):
     target = network()(X).detach()
     before = {name: q.amax.detach().clone() for name, q in quantizers(learned)}
     optimizer = torch.optim.SGD([p for n, p in learned.named_parameters() if n.endswith("amax")], lr=0.05)
-    losses = []
-    for _ in range(40):
-        loss = (learned(X) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = minimized(optimizer, lambda: (learned(X) - target).square().mean(), 40)
     assert min(losses[-5:]) < 0.8 * losses[0]
     assert all((q.amax != before[name]).any() for name, q in quantizers(learned))
 
@@ -255,11 +260,7 @@ def test_offsets_use_more_of_the_integers_learn_and_become_zero_points(tmp_path)
     assert (qmodel(OFFSETS_X) - target).square().mean() < 0.7 * before  # SiLU is never below -0.28
     optimizer = torch.optim.SGD([p for n, p in qmodel.named_parameters() if n.startswith("quantizers")], lr=0.05)
     starts = {name: qmodel.get_submodule(name).offset.item() for name in names}
-    for _ in range(10):
-        loss = (qmodel(OFFSETS_X) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    minimized(optimizer, lambda: (qmodel(OFFSETS_X) - target).square().mean(), 10)
     assert any(qmodel.get_submodule(name).offset.item() != starts[name] for name in names)
     learned = qmodel(OFFSETS_X).detach()
     freeze_scales(qmodel)
@@ -271,8 +272,7 @@ def test_offsets_use_more_of_the_integers_learn_and_become_zero_points(tmp_path)
     assert all(torch.equal(q(x), x) for q in found)  # zero is an integer, which padding needs
 
     path = compress.export_onnx(qmodel, OFFSETS_X[:2], tmp_path / "m.onnx")
-    session = open_session(path, optimize=False)
-    got = np.concatenate([session.run(None, {session.get_inputs()[0].name: x.numpy()})[0] for x in OFFSETS_X.split(2)])
+    got = np.concatenate([compute(path, x.numpy(), optimize=False) for x in OFFSETS_X.split(2)])
     noise = ((frozen.numpy() - got) ** 2).sum() / (frozen.numpy() ** 2).sum()
     assert noise < 1e-3  # but for ties of 4 bits
     learned_ranges = compress.quantize(model, OFFSETS_X[:2], [OFFSETS_X], spec=OFFSETS_SPEC)
@@ -345,8 +345,7 @@ def test_the_file_computes_what_was_trained_also_where_batchnorm_changes_the_sig
     normalize_weights(qmodel)
     expected = qmodel(X).detach().numpy()
     path = compress.export_onnx(qmodel, X[:2], tmp_path / "m.onnx")
-    session = open_session(path, optimize=False)
-    got = np.concatenate([session.run(None, {session.get_inputs()[0].name: x.numpy()})[0] for x in X.split(2)])
+    got = np.concatenate([compute(path, x.numpy(), optimize=False) for x in X.split(2)])
     assert 10 * np.log10((expected**2).sum() / ((got - expected) ** 2).sum()) > 30
 
 
@@ -399,13 +398,7 @@ def test_two_bits_learn():
     normalize_weights(qmodel)
     y = (X.mean((1, 2, 3)) > 0).long()
     optimizer = torch.optim.SGD(qmodel.train().parameters(), lr=0.02, momentum=0.9)
-    losses = []
-    for _ in range(30):
-        loss = F.cross_entropy(qmodel(X), y) + 1e-3 * damping_loss(qmodel)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = minimized(optimizer, lambda: F.cross_entropy(qmodel(X), y) + 1e-3 * damping_loss(qmodel), 30)
     assert sum(losses[-3:]) / 3 < 0.5 * losses[0]
     freeze_scales(qmodel)
     bake_weights(qmodel)

@@ -39,7 +39,6 @@ floats = st.floats(-1e4, 1e4, width=32)
 
 
 def onnx_round_trip(x, scale, quant_format):
-    """A model with one Q/DQ pair."""
     kind = TensorProto.INT8 if quant_format.dtype == torch.int8 else TensorProto.UINT8
     shape = list(scale.shape)
     attributes = {} if quant_format.axis is None else {"axis": quant_format.axis}
@@ -277,7 +276,6 @@ def test_quantizers_are_inserted_on_the_device_of_the_model():
 
 
 def windows():
-    """Attention in shifted windows, whose mask is made while the graph is."""
     torch.manual_seed(0)
     return SwinTransformerBlock(16, 2, [4, 4], [2, 2]).eval()
 

@@ -14,6 +14,7 @@ from compress import effective_receptive_field
 from compress.errors import DataError, ModelError, ReceptiveFieldError
 from compress.receptive import ErfOptions, effective_receptive_fields, erf_drift
 from compress.receptive.effective import layers_to_show, probe_images, second_moment
+from tests.networks import Net
 
 ONES = ErfOptions(upstream="ones")
 
@@ -53,35 +54,33 @@ def test_size_grows_with_the_root_of_the_depth():
     assert slope == pytest.approx(0.5, abs=0.03)
 
 
-class Small(nn.Module):
-    """Branches, in-place operations of every kind, a strided part."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv2d(3, 8, 3, padding=1)
-        self.b = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.act = nn.ReLU(inplace=True)
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Hardswish(inplace=True))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        y = self.a(x)
-        z = self.act(self.norm(self.b(y))) * 1.0
+def small_net():
+    def run(net, x):
+        y = net.a(x)
+        z = net.act(net.norm(net.b(y))) * 1.0
         z += y
         z = torch.relu_(z) + 1.0
         z.mul_(2.0)
-        return self.head(self.block(z).mean((2, 3)))
+        return net.head(net.block(z).mean((2, 3)))
+
+    return Net(
+        run,
+        a=nn.Conv2d(3, 8, 3, padding=1),
+        b=nn.Conv2d(8, 8, 3, padding=1),
+        norm=nn.BatchNorm2d(8),
+        act=nn.ReLU(inplace=True),
+        block=nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Hardswish(inplace=True)),
+        head=nn.Linear(8, 4),
+    )
 
 
 @pytest.fixture
 def small():
     torch.manual_seed(0)
-    return Small().double().eval()
+    return small_net().double().eval()
 
 
 def plain_autograd(model, images, path, unit):
-    """Mean magnitude of the gradient of the sum of a unit's channels, one image at a time."""
     total = torch.zeros(images.shape[2:], dtype=torch.float64)
     for image in images:
         x = image[None].clone().requires_grad_()
@@ -193,25 +192,26 @@ def test_tokens_are_found_behind_the_class_token():
     assert places.amax(0).tolist() == [15, 31]
 
 
-class Loops(nn.Module):
+def loops():
     """A model that torch.fx cannot trace, and that returns a dict."""
 
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)])
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        for step in self.steps:
+    def run(net, x):
+        for step in net.steps:
             x = step(x)
             if x.sum() > -1e9:
-                x = self.act(x + 1)
+                x = net.act(x + 1)
         return {"map": x, "mean": x.mean()}
+
+    return Net(
+        run,
+        steps=nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)]),
+        act=nn.ReLU(inplace=True),
+    )
 
 
 def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
     torch.manual_seed(0)
-    model = Loops().double()
+    model = loops().double()
     images = torch.rand(2, 3, 9, 9, dtype=torch.float64)
     field = effective_receptive_field(model, images, layer="steps.1", options=ONES)
     assert field.method.startswith("hooks (")
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
 
 def test_a_layer_inside_a_part_that_was_kept_whole():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Loops())
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), loops())
     images = torch.rand(1, 3, 9, 9)
     field = effective_receptive_field(model, images, layer="1.steps.0")
     assert field.method.startswith("hooks (")
@@ -283,27 +283,16 @@ def test_channels_that_sum_to_zero_are_said_not_measured_as_noise():
 
 
 def test_a_model_that_breaks_its_own_gradient_is_said():
-    class Overwrites(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Conv2d(3, 3, 3)
-
-        def forward(self, x):
-            y = self.a(x).exp()
+    def overwrites():
+        def run(net, x):
+            y = net.a(x).exp()
             y.mul_(2.0)  # the gradient of exp needs its result
             return y * 1.0
 
+        return Net(run, a=nn.Conv2d(3, 3, 3))
+
     with pytest.raises(ReceptiveFieldError, match="inplace operation"):
-        effective_receptive_field(Overwrites(), torch.rand(1, 3, 8, 8))
-
-
-class Detached(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
-
-    def forward(self, x):
-        return self.b(self.a(x).detach()), (x > 0).sum((2, 3))
+        effective_receptive_field(overwrites(), torch.rand(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +307,9 @@ class Detached(nn.Module):
     ],
 )
 def test_bad_input_is_refused(layer, image, message):
-    model = Detached()
+    model = Net(
+        lambda net, x: (net.b(net.a(x).detach()), (x > 0).sum((2, 3))), a=nn.Conv2d(3, 3, 3), b=nn.Conv2d(3, 3, 3)
+    )
     if image.isnan().any():
         model.a = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Hardswish())
     with pytest.raises((ReceptiveFieldError, ModelError), match=message):
@@ -339,14 +330,17 @@ def test_bad_options_are_refused(options, message):
         ErfOptions(**options)
 
 
-def test_a_unit_outside_and_images_of_two_sizes_are_refused():
-    model = nn.Conv2d(3, 3, 3)
-    with pytest.raises(ReceptiveFieldError, match="6 x 6 units"):
-        effective_receptive_field(model, torch.rand(1, 3, 8, 8), options=ErfOptions(unit=(6, 0)))
-    with pytest.raises(ReceptiveFieldError, match="differ in size"):
-        effective_receptive_field(model, [torch.rand(1, 3, 8, 8), torch.rand(1, 3, 9, 8)])
-    with pytest.raises(DataError, match="holds str"):
-        effective_receptive_field(model, [["no tensor", 0]])
+@pytest.mark.parametrize(
+    ("images", "unit", "message"),
+    [
+        (torch.rand(1, 3, 8, 8), (6, 0), "6 x 6 units"),
+        ([torch.rand(1, 3, 8, 8), torch.rand(1, 3, 9, 8)], None, "differ in size"),
+        ([["no tensor", 0]], None, "holds str"),
+    ],
+)
+def test_a_unit_outside_and_images_of_two_sizes_are_refused(images, unit, message):
+    with pytest.raises((ReceptiveFieldError, DataError), match=message):
+        effective_receptive_field(nn.Conv2d(3, 3, 3), images, options=ErfOptions(unit=unit))
 
 
 def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
@@ -391,4 +385,4 @@ def test_probe_images():
 def test_layers_to_show_end_blocks_in_order():
     names = layers_to_show(torchvision.models.resnet18(weights=None), torch.zeros(1, 3, 64, 64), count=8)
     assert names == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
-    assert layers_to_show(Loops(), torch.zeros(1, 3, 9, 9)) in ([None], ["act"])
+    assert layers_to_show(loops(), torch.zeros(1, 3, 9, 9)) in ([None], ["act"])

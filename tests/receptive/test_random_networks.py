@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compress import receptive_field
+from tests.networks import Net
 from tests.receptive.support import support
 
 CHANNELS = 4
@@ -22,61 +23,38 @@ class Resize(nn.Module):
         return F.interpolate(x, **self.options)
 
 
-class Pad(nn.Module):
-    def __init__(self, left, right, mode):
-        super().__init__()
-        self.amounts, self.mode = (left, right), mode
-
-    def forward(self, x):
-        return F.pad(x, self.amounts, mode=self.mode)
+def pad(left, right, mode):
+    return Net(lambda net, x: F.pad(x, net.amounts, mode=net.mode), amounts=(left, right), mode=mode)
 
 
-class Branches(nn.Module):
-    """Two branches side by side, added or concatenated; the second is cropped or as long as the first."""
+def branches(kernel, dilation, concat):
+    def run(net, x):
+        y = net.conv(x)
+        return net.mix(torch.cat([x, y], 1)) if net.concat else x + y
 
-    def __init__(self, kernel, dilation, concat):
-        super().__init__()
-        self.conv = nn.Conv1d(CHANNELS, CHANNELS, kernel, dilation=dilation, padding="same", bias=False)
-        self.mix = nn.Conv1d(2 * CHANNELS, CHANNELS, 1, bias=False)
-        self.concat = concat
-
-    def forward(self, x):
-        y = self.conv(x)
-        return self.mix(torch.cat([x, y], 1)) if self.concat else x + y
-
-
-class Slice(nn.Module):
-    def __init__(self, start, step):
-        super().__init__()
-        self.start, self.step = start, step
-
-    def forward(self, x):
-        return x[..., self.start :: self.step]
+    return Net(
+        run,
+        conv=nn.Conv1d(CHANNELS, CHANNELS, kernel, dilation=dilation, padding="same", bias=False),
+        mix=nn.Conv1d(2 * CHANNELS, CHANNELS, 1, bias=False),
+        concat=concat,
+    )
 
 
-class Roll(nn.Module):
-    def __init__(self, by):
-        super().__init__()
-        self.by = by
-
-    def forward(self, x):
-        return x.roll(self.by, -1)
+def slice_net(start, step):
+    return Net(lambda net, x: x[..., net.start :: net.step], start=start, step=step)
 
 
-class Tokens(nn.Module):
-    """To tokens and back, with a linear layer over the channels in between."""
+def roll(by):
+    return Net(lambda net, x: x.roll(net.by, -1), by=by)
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(CHANNELS, CHANNELS, bias=False)
 
-    def forward(self, x):
-        return self.linear(x.transpose(1, 2)).permute(0, 2, 1)
+def tokens():
+    return Net(
+        lambda net, x: net.linear(x.transpose(1, 2)).permute(0, 2, 1), linear=nn.Linear(CHANNELS, CHANNELS, bias=False)
+    )
 
 
 class Shuffle(nn.Module):
-    """Depth to space along one axis."""
-
     def forward(self, x):
         n, c, length = x.shape
         y = x.view(n, c // 2, 2, length).transpose(2, 3).reshape(n, c // 2, 2 * length)
@@ -111,16 +89,16 @@ layers = st.one_of(
     st.builds(lambda n: Resize(size=n, mode="nearest-exact"), st.integers(1, 20)),
     st.builds(lambda n, a: Resize(size=n, mode="linear", align_corners=a), st.integers(2, 20), st.booleans()),
     st.builds(lambda f: Resize(scale_factor=f, mode="linear"), st.sampled_from([0.5, 1.5, 2.0, 3.0])),
-    st.builds(Pad, st.integers(0, 2), st.integers(0, 2), st.sampled_from(["constant", "replicate", "circular"])),
+    st.builds(pad, st.integers(0, 2), st.integers(0, 2), st.sampled_from(["constant", "replicate", "circular"])),
     st.builds(
         lambda k, m: nn.Conv1d(CHANNELS, CHANNELS, k, padding=k // 2, padding_mode=m, bias=False),
         st.sampled_from([1, 3]),
         st.sampled_from(["circular", "replicate"]),
     ),
-    st.builds(Branches, st.integers(1, 4), st.integers(1, 2), st.booleans()),
-    st.builds(Slice, st.integers(0, 1), st.integers(1, 2)),
-    st.builds(Roll, st.integers(-2, 2)),
-    st.builds(Tokens),
+    st.builds(branches, st.integers(1, 4), st.integers(1, 2), st.booleans()),
+    st.builds(slice_net, st.integers(0, 1), st.integers(1, 2)),
+    st.builds(roll, st.integers(-2, 2)),
+    st.builds(tokens),
     st.builds(Shuffle),
 )
 

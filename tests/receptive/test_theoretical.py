@@ -26,6 +26,7 @@ from compress.receptive.fields import (
     unite,
 )
 from tests.further import further
+from tests.networks import Net
 from tests.receptive.support import support, supports, torchvision_model, without_chance
 
 
@@ -33,22 +34,16 @@ def table(model, *shape):
     return receptive_field(model, torch.rand(shape or (1, 3, 32, 32)))
 
 
-class SqueezeExcite(nn.Module):
-    """Squeeze-and-excite."""
+def squeeze_excite():
+    def run(net, x):
+        x = net.conv(x)
+        return x * net.squeeze(net.pool(x)).sigmoid()
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.squeeze = nn.Conv2d(3, 3, 1)
-
-    def forward(self, x):
-        x = self.conv(x)
-        return x * self.squeeze(self.pool(x)).sigmoid()
+    return Net(run, conv=nn.Conv2d(3, 3, 3, padding=1), pool=nn.AdaptiveAvgPool2d(1), squeeze=nn.Conv2d(3, 3, 1))
 
 
 def test_squeeze_and_excite_is_global_and_keeps_its_local_size():
-    row = table(SqueezeExcite()).rows[-1]
+    row = table(squeeze_excite()).rows[-1]
     assert row.status == "global"
     assert "pool" in row.reason
     assert row.size == (32, 32)
@@ -69,15 +64,8 @@ def test_squeeze_and_excite_is_global_and_keeps_its_local_size():
     ],
 )
 def test_operations_over_all_positions_are_global(head):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 6, 3)
 
-        def forward(self, x):
-            return head(self.conv(x))
-
-    row = table(Model(), 1, 3, 12, 12).rows[-1]
+    row = table(Net(lambda net, x: head(net.conv(x)), conv=nn.Conv2d(3, 6, 3)), 1, 3, 12, 12).rows[-1]
     assert row.status == "global"
     assert row.seen == (12, 12)
 
@@ -147,8 +135,6 @@ class Sorting(nn.Module):
 
 
 class Spelled(nn.Module):
-    """Two swaps of the axes of an image, the second by attribute, and a maximum between."""
-
     def forward(self, x):
         y = x.transpose(2, 3)
         return torch.maximum(y, torch.nn.functional.max_pool2d(y, 3, 1, 1)).mT.flip(3)
@@ -166,40 +152,32 @@ def test_an_unknown_function_that_returns_a_tuple():
     assert "sort" in rows[-1].reason
 
 
-class Skewed(nn.Module):
+def skewed():
     """Two branches of one size whose centres differ by half a pixel."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, stride=2, padding=1)
-        self.pool = nn.AvgPool2d(2, 2)
-
-    def forward(self, x):
-        return self.conv(x) + self.pool(x)
+    return Net(
+        lambda net, x: net.conv(x) + net.pool(x), conv=nn.Conv2d(3, 3, 3, stride=2, padding=1), pool=nn.AvgPool2d(2, 2)
+    )
 
 
 def test_branches_with_different_centres_are_said_to_be_misaligned():
-    row = table(Skewed()).row("add")
+    row = table(skewed()).row("add")
     assert row.size == (3, 3)  # -1 .. 1 and 0 .. 1
     assert len(row.notes) == 1
     assert "0.5 px" in row.notes[0]
     assert "misaligned" in row.notes[0]
 
 
-class Unequal(nn.Module):
+def unequal():
     """Two branches of one size whose strides differ: 9 -> 3 by stride 3 and by stride 4 with padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Conv1d(1, 1, 3, stride=3, bias=False)
-        self.right = nn.Conv1d(1, 1, 3, stride=4, padding=1, bias=False)
-
-    def forward(self, x):
-        return self.left(x) + self.right(x)
+    return Net(
+        lambda net, x: net.left(x) + net.right(x),
+        left=nn.Conv1d(1, 1, 3, stride=3, bias=False),
+        right=nn.Conv1d(1, 1, 3, stride=4, padding=1, bias=False),
+    )
 
 
 def test_branches_with_different_strides_are_misaligned_and_still_exact_at_the_image_size():
-    model = Unequal()
+    model = unequal()
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
     image = torch.rand(1, 1, 9, requires_grad=True)
@@ -254,17 +232,16 @@ def test_odd_and_tiny_inputs(size):
 
 
 def test_dict_and_tuple_outputs_and_graph_modules():
-    class Many(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 5)
-
-        def forward(self, x):
-            return {"a": self.a(x), "both": (self.b(x), self.a(self.b(x)))}
+    def many():
+        return Net(
+            lambda net, x: {"a": net.a(x), "both": (net.b(x), net.a(net.b(x)))},
+            a=nn.Conv2d(3, 3, 3),
+            b=nn.Conv2d(3, 3, 5),
+        )
 
     image = torch.rand(1, 3, 16, 16)
-    found = receptive_field(Many(), image)
-    traced = receptive_field(trace(Many(), image), image)
+    found = receptive_field(many(), image)
+    traced = receptive_field(trace(many(), image), image)
     assert found.row("a").size == (7, 7)  # its last call
     assert [row.size for row in found] == [row.size for row in traced]
 
@@ -300,7 +277,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_records_are_json():
-    records = json.loads(json.dumps(table(SqueezeExcite()).records()))
+    records = json.loads(json.dumps(table(squeeze_excite()).records()))
     assert records[-1]["local_size"] == [3, 3]
     assert records[-1]["status"] == "global"
 

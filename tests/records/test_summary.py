@@ -1,5 +1,3 @@
-"""None"""
-
 import json
 import math
 from dataclasses import replace

@@ -18,7 +18,6 @@ def run_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def sample(run_folder, tmp_path_factory) -> Path:
-    """The same with its report."""
     folder = tmp_path_factory.mktemp("reported") / "resnet50"
     shutil.copytree(run_folder, folder)
     write_report(folder)
@@ -27,7 +26,6 @@ def sample(run_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory) -> Path:
-    """A run all of whose names and texts try to be markup; with its report."""
     folder = tmp_path_factory.mktemp("hostile")
     rows = []
     for variant, ms in (("float", 10.0), (HOSTILE, 4.0)):

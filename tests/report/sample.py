@@ -47,7 +47,6 @@ TORCH = "torch (fake quantization)"
 
 
 def resnet50_layers() -> list[tuple[str, str, tuple[int, ...], int]]:
-    """(name, kind, weight shape, output side at 64 px) of the weighted layers."""
     rows: list[tuple[str, str, tuple[int, ...], int]] = [("conv1", "conv", (64, 3, 7, 7), 32)]
     width = 64
     for stage, (blocks, planes) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True), start=1):
@@ -247,7 +246,6 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_sample(folder: Path) -> Path:
-    """Write the whole run folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     for name, value in {

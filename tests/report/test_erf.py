@@ -1,5 +1,3 @@
-"""Files of receptive-field reports: there, whole, readable by others, and saying what they should."""
-
 import copy
 import csv
 import json

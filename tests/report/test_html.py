@@ -1,5 +1,3 @@
-"""None"""
-
 import json
 import os
 import re
@@ -208,7 +206,6 @@ def interval(low, high, difference, **more):
 
 
 def detection_run(folder):
-    """A small run of a detector."""
     folder.mkdir(parents=True)
     rows = []
     for variant, value in (("float", 40.0), ("qat", 40.2)):

@@ -1,5 +1,3 @@
-"""None"""
-
 import json
 import re
 import shutil
@@ -30,7 +28,6 @@ SUMMARY_COLUMNS = summary_columns(())
 
 
 def rendered(text: str) -> Page:
-    """The result of an independent Markdown parser."""
     return Page(READER.render(text).replace("<span></span>", ""))
 
 

@@ -3,47 +3,43 @@
 import torch
 from torch import nn
 
+from tests.networks import Net
 
-class Residual(nn.Module):
+
+def residual(channels=4):
     """conv-bn-relu, conv-bn, and a residual addition with a ReLU after it, on 4 channels."""
 
-    def __init__(self, channels=4):
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x):
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
+    def run(net, x):
+        y = torch.relu(net.bn1(net.conv1(x)))
+        y = net.bn2(net.conv2(y))
         return torch.relu(y + x)
 
+    return Net(
+        run,
+        conv1=nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        bn1=nn.BatchNorm2d(channels),
+        conv2=nn.Conv2d(channels, channels, 1, bias=False),
+        bn2=nn.BatchNorm2d(channels),
+    )
 
-class SqueezeExcite(nn.Module):
+
+def squeeze_excite():
     """Squeeze-and-excite, whose second convolution must not be fused with the product with the map."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Conv2d(4, 4, 1)
+    def run(net, x):
+        x = net.conv(x)
+        return x * torch.sigmoid(net.fc(net.pool(x)))
 
-    def forward(self, x):
-        x = self.conv(x)
-        return x * torch.sigmoid(self.fc(self.pool(x)))
+    return Net(run, conv=nn.Conv2d(3, 4, 3, padding=1), pool=nn.AdaptiveAvgPool2d(1), fc=nn.Conv2d(4, 4, 1))
 
 
-class PreActivation(nn.Module):
+def pre_activation():
     """BatchNorm and ReLU before the convolution, and a concat, as in DenseNet."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(4, 8, 3, padding=1, bias=False)
-
-    def forward(self, x):
-        return torch.cat([x, self.conv(torch.relu(self.norm(x)))], 1)
+    return Net(
+        lambda net, x: torch.cat([x, net.conv(torch.relu(net.norm(x)))], 1),
+        norm=nn.BatchNorm2d(4),
+        conv=nn.Conv2d(4, 8, 3, padding=1, bias=False),
+    )
 
 
 class Opaque(nn.Module):
@@ -53,30 +49,24 @@ class Opaque(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class WithOpaque(nn.Module):
+def with_opaque():
     """An opaque layer after a convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.odd = Opaque()
-
-    def forward(self, x):
-        return self.odd(self.conv(x))
+    return Net(lambda net, x: net.odd(net.conv(x)), conv=nn.Conv2d(3, 4, 3), odd=Opaque())
 
 
-class Block(nn.Module):
+def block_net(width=16, heads=2):
     """A transformer block: LayerNorm, attention, residual, MLP, residual."""
 
-    def __init__(self, width=16, heads=2):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+    def run(net, x):
+        y = net.norm1(x)
+        x = x + net.attention(y, y, y, need_weights=False)[0]
+        return x + net.down(torch.nn.functional.gelu(net.up(net.norm2(x))))
 
-    def forward(self, x):
-        y = self.norm1(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+    return Net(
+        run,
+        norm1=nn.LayerNorm(width),
+        attention=nn.MultiheadAttention(width, heads, batch_first=True),
+        norm2=nn.LayerNorm(width),
+        up=nn.Linear(width, 4 * width),
+        down=nn.Linear(4 * width, width),
+    )

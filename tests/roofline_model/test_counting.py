@@ -1,5 +1,7 @@
 """macs and bytes against closed forms and against torch's own flop counter, which observes execution."""
 
+from operator import attrgetter
+
 import pytest
 import torch
 import torchvision
@@ -12,11 +14,11 @@ from compress.errors import ModelError, RooflineError
 from compress.graph.layers import layers
 from compress.roofline_model import convolution, workload
 from compress.roofline_model.counting import count
-from tests.roofline_model.networks import Block, PreActivation, Residual, SqueezeExcite, WithOpaque
+from tests.networks import Net
+from tests.roofline_model.networks import block_net, pre_activation, residual, squeeze_excite, with_opaque
 
 
 def counted_by_torch(model, x):
-    """Return the macs of all operations that torch dispatches, with attention as separate products."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -28,7 +30,7 @@ def counted_by_torch(model, x):
 
 
 def test_residual_block_by_hand():
-    work = workload(Residual(), torch.randn(2, 4, 5, 6))
+    work = workload(residual(), torch.randn(2, 4, 5, 6))
     n, hw, c = 2, 30, 4
     by_name = {op.name: op for op in work.operations}
     assert list(by_name) == ["conv1", "bn1", "relu", "conv2", "bn2", "add", "relu_1"]
@@ -42,7 +44,7 @@ def test_residual_block_by_hand():
 
 
 def test_residual_block_fused_by_hand():
-    work = workload(Residual(), torch.randn(2, 4, 5, 6), fused=True)
+    work = workload(residual(), torch.randn(2, 4, 5, 6), fused=True)
     first, second = work.operations
     n, hw, c = 2, 30, 4
     assert first.members == ("conv1", "bn1", "relu")
@@ -54,35 +56,28 @@ def test_residual_block_fused_by_hand():
 
 
 def test_gate_is_not_fused_into_the_map():
-    work = workload(SqueezeExcite(), torch.randn(1, 3, 8, 8), fused=True)
+    work = workload(squeeze_excite(), torch.randn(1, 3, 8, 8), fused=True)
     assert [op.members for op in work.operations] == [("conv",), ("pool",), ("fc", "sigmoid"), ("mul",)]
     assert work.operations[-1].activation_elements == 2 * 4 * 64 + 4
 
 
 def test_pre_activation_is_one_pointwise_kernel():
-    work = workload(PreActivation(), torch.randn(1, 4, 8, 8), fused=True)
+    work = workload(pre_activation(), torch.randn(1, 4, 8, 8), fused=True)
     assert [op.kind for op in work.operations] == ["pointwise", "conv", "concat"]
     assert work.operations[0].members == ("norm", "relu")
     assert work.operations[0].bias_elements == 8
 
 
 def test_add_of_two_convolutions_goes_with_the_later_one():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x):
-            return self.a(x) + self.b(x)
-
-    work = workload(Two(), torch.randn(1, 3, 4, 4), fused=True)
+    model = Net(lambda net, x: net.a(x) + net.b(x), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1))
+    work = workload(model, torch.randn(1, 3, 4, 4), fused=True)
     assert [op.members for op in work.operations] == [("a",), ("b", "add")]
     assert work.operations[1].activation_elements == 3 * 16 + 2 * 4 * 16
 
 
 def test_transformer_block_by_hand():
     tokens, width = 7, 16
-    work = workload(Block(width), torch.randn(2, tokens, width))
+    work = workload(block_net(width), torch.randn(2, tokens, width))
     attention = next(op for op in work.operations if op.kind == "attention")
     n = 2 * tokens
     assert attention.macs == n * 4 * width**2 + 2 * 2 * tokens**2 * width
@@ -95,15 +90,8 @@ def test_transformer_block_by_hand():
 
 
 def test_views_cost_nothing_and_are_looked_through():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.fc(torch.flatten(x.transpose(1, 2), 1)[:, :8])
-
-    (only,) = workload(Views(), torch.randn(2, 4, 4)).operations
+    model = Net(lambda net, x: net.fc(torch.flatten(x.transpose(1, 2), 1)[:, :8]), fc=nn.Linear(8, 4))
+    (only,) = workload(model, torch.randn(2, 4, 4)).operations
     assert only.name == "fc"
     assert only.activation_elements == 2 * 8 + 2 * 4  # the slice, not the tensor from which it was cut
 
@@ -186,15 +174,16 @@ def test_vision_transformer_agrees_with_torchs_counter():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model", [Residual(), SqueezeExcite(), Block()], ids=lambda m: type(m).__name__)
-def test_another_batch_is_what_tracing_it_gives(model, fused):
-    shape = {"Residual": (4, 6, 6), "SqueezeExcite": (3, 6, 6), "Block": (5, 16)}[type(model).__name__]
+@pytest.mark.parametrize(
+    ("model", "shape"), [(residual(), (4, 6, 6)), (squeeze_excite(), (3, 6, 6)), (block_net(), (5, 16))]
+)
+def test_another_batch_is_what_tracing_it_gives(model, shape, fused):
     scaled = workload(model, torch.randn(2, *shape), fused=fused).with_batch(6)
     assert scaled == workload(model, torch.randn(6, *shape), fused=fused)
 
 
 def test_unknown_is_not_zero():
-    (conv, odd) = workload(WithOpaque(), torch.randn(1, 3, 8, 8)).operations
+    (conv, odd) = workload(with_opaque(), torch.randn(1, 3, 8, 8)).operations
     assert conv.macs == 36 * 4 * 27
     assert odd.name == "odd"
     assert odd.macs is None
@@ -205,31 +194,20 @@ def test_convolution_from_numbers_is_the_traced_one(kernel, groups):
     model = nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=groups, bias=False)
     (traced,) = workload(nn.Sequential(model), torch.randn(3, 8, 10, 10)).operations
     made = convolution(channels=8, size=10, kernel=kernel, groups=groups, batch_size=3)
-    for attribute in (
-        "macs",
-        "sparse_macs",
-        "weight_elements",
-        "sparse_weight_elements",
-        "activation_elements",
-        "detail",
-    ):
-        assert getattr(made, attribute) == getattr(traced, attribute), attribute
+    numbers = ("macs", "sparse_macs", "weight_elements", "sparse_weight_elements", "activation_elements", "detail")
+    assert attrgetter(*numbers)(made) == attrgetter(*numbers)(traced)
 
 
 def test_layers_tell_weight_macs_of_functions():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 4))
+    def run(net, x):
+        y = nn.functional.linear(x, net.weight)
+        return y @ y.transpose(1, 2)
 
-        def forward(self, x):
-            y = nn.functional.linear(x, self.weight)
-            return y @ y.transpose(1, 2)
-
-    linear, matmul = (row for row in layers(trace(Functional(), torch.randn(2, 3, 4))) if row.macs)
+    model, x = Net(run, weight=nn.Parameter(torch.randn(6, 4))), torch.randn(2, 3, 4)
+    linear, matmul = (row for row in layers(trace(model, x)) if row.macs)
     assert (linear.macs, linear.weight_macs) == (2 * 3 * 4 * 6, 2 * 3 * 4 * 6)
     assert (matmul.macs, matmul.weight_macs) == (2 * 3 * 3 * 6, 0)
-    operations = workload(Functional(), torch.randn(2, 3, 4)).operations
+    operations = workload(model, x).operations
     assert operations[0].weight_elements == operations[0].sparse_weight_elements == 24
 
 
@@ -247,11 +225,11 @@ def test_bad_inputs_are_refused():
     with pytest.raises(RooflineError, match="batch dimension"):
         workload(nn.Sequential(nn.ReLU()), torch.tensor(1.0))
     with pytest.raises(RooflineError, match="batch_size must be 1 or more, got 0"):
-        workload(Residual(), torch.randn(1, 4, 3, 3)).with_batch(0)
+        workload(residual(), torch.randn(1, 4, 3, 3)).with_batch(0)
 
 
 def test_quantized_network_costs_what_the_float_one_does():
-    model, x = Residual(), torch.randn(2, 4, 6, 6)
+    model, x = residual(), torch.randn(2, 4, 6, 6)
     quantized = quantize(model, x, [x], spec=QuantSpec(target="tensorrt"))
     float_work, quantized_work = (workload(m, x, fused=True) for m in (model, quantized))
     for a, b in zip(float_work.operations, quantized_work.operations, strict=True):
@@ -261,11 +239,8 @@ def test_quantized_network_costs_what_the_float_one_does():
 def test_a_channel_shuffle_costs_the_same_in_every_spelling():
     """In torchvision it is a view, a transpose and a view, which cost nothing."""
 
-    class Spelled(nn.Module):
-        def forward(self, x):
-            return x.view(2, 2, 4, 5, 5).transpose(1, 2).reshape(2, 8, 5, 5)
-
+    spelled = Net(lambda net, x: x.view(2, 2, 4, 5, 5).transpose(1, 2).reshape(2, 8, 5, 5))
     x = torch.randn(2, 8, 5, 5)
-    assert torch.equal(Spelled()(x), nn.ChannelShuffle(2)(x))
-    spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (Spelled(), nn.ChannelShuffle(2)))
+    assert torch.equal(spelled(x), nn.ChannelShuffle(2)(x))
+    spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (spelled, nn.ChannelShuffle(2)))
     assert [op.activation_elements for op in spelled.operations] == [op.activation_elements for op in module.operations]

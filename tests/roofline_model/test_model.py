@@ -1,5 +1,3 @@
-"""The roofline formula on devices with round numbers, and its properties on any device."""
-
 import json
 
 import pytest
@@ -28,7 +26,7 @@ from compress.roofline_model import (
     workload,
 )
 from compress.roofline_model.tables import quantity, table
-from tests.roofline_model.networks import Block, Residual, WithOpaque
+from tests.roofline_model.networks import block_net, residual, with_opaque
 
 
 def device(bandwidth=10.0, **peaks):
@@ -115,7 +113,7 @@ def test_law_holds_for_any_operation_and_device(macs, elements, weights, bandwid
 
 
 def test_totals_are_sums():
-    result = roofline(Residual(), torch.randn(2, 4, 5, 6), device=device(), precision="fp32")
+    result = roofline(residual(), torch.randn(2, 4, 5, 6), device=device(), precision="fp32")
     n, hw, c = 2, 30, 4
     assert result.macs == n * hw * c * c * 10
     assert result.flops == 2 * result.macs
@@ -129,7 +127,7 @@ def test_totals_are_sums():
 
 
 def test_unknown_layers_are_listed_and_left_out():
-    result = roofline(WithOpaque(), torch.randn(1, 3, 8, 8), device=device(), precision="fp32")
+    result = roofline(with_opaque(), torch.randn(1, 3, 8, 8), device=device(), precision="fp32")
     assert result.unknown == ("odd",)
     odd = result.rows[-1]
     assert (odd.bound, odd.flops, odd.least_time_ms, odd.attainable_flops_per_s) == ("unknown", None, None, None)
@@ -138,14 +136,14 @@ def test_unknown_layers_are_listed_and_left_out():
 
 def test_layer_norm_keeps_its_input_in_floating_point():
     x = torch.randn(1, 5, 16)
-    int8, fp16 = (roofline(Block(), x, device=device(), precision=p) for p in ("int8", "fp16"))
+    int8, fp16 = (roofline(block_net(), x, device=device(), precision=p) for p in ("int8", "fp16"))
     norm, norm_half = (next(r for r in result.rows if r.kind == "layer_norm") for result in (int8, fp16))
     assert norm_half.activation_bytes == 2 * 80 * 2
     assert norm.activation_bytes == 80 * 2 + 80  # read as fp16, written as int8 for the projections
 
 
 def test_measured_times_become_points_below_the_roof():
-    result = roofline(Residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32", fused=True)
+    result = roofline(residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32", fused=True)
     assert result.measured_ms is None
     first, second = result.rows
     timed = result.with_times(
@@ -160,7 +158,7 @@ def test_measured_times_become_points_below_the_roof():
 
 
 def test_times_of_strangers_are_refused():
-    result = roofline(Residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32")
+    result = roofline(residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32")
     with pytest.raises(RooflineError, match="'conv9', which is not a layer of this roofline, did you mean 'conv"):
         result.with_times({"conv9": 1.0})
     for bad in (0.0, -1.0, float("nan")):
@@ -169,7 +167,7 @@ def test_times_of_strangers_are_refused():
 
 
 def test_everything_is_json():
-    result = roofline(WithOpaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp16", name="odd one")
+    result = roofline(with_opaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp16", name="odd one")
     read = json.loads(json.dumps(result.as_dict()))
     assert read["model"] == "odd one"
     assert read["totals"]["unknown"] == ["odd"]
@@ -181,7 +179,7 @@ def test_refused_before_the_model_runs():
     def never(*_):
         pytest.fail("the model was run")
 
-    model = Residual()
+    model = residual()
     model.forward = never
     for options in ({"device": "h300"}, {"precision": "int7"}, {"device": "t4", "precision": "bf16"}):
         with pytest.raises(RooflineError):
@@ -189,7 +187,7 @@ def test_refused_before_the_model_runs():
 
 
 def test_int8_never_exceeds_half_of_fp16s_bytes_by_more_than_what_stays_float():
-    work = workload(Block(), torch.randn(2, 5, 16), fused=True)
+    work = workload(block_net(), torch.randn(2, 5, 16), fused=True)
     half, eight = (roofline_of(work, device=device(), precision=p) for p in ("fp16", "int8"))
     assert half.activation_bytes / 2 < eight.activation_bytes < half.activation_bytes
     assert eight.least_time_ms < half.least_time_ms
@@ -199,7 +197,7 @@ def test_int8_never_exceeds_half_of_fp16s_bytes_by_more_than_what_stays_float():
 
 
 def test_scenarios_are_rooflines_of_their_settings():
-    model, x = Residual(), torch.randn(2, 4, 9, 9)
+    model, x = residual(), torch.randn(2, 4, 9, 9)
     scenarios = what_if(model, x, device="a100", precision="fp16", batch_sizes=(1, 64))
     assert [s.name for s in scenarios] == [
         "fp16, as it is",
@@ -222,7 +220,7 @@ def test_scenarios_are_rooflines_of_their_settings():
 
 
 def test_what_a_device_lacks_is_said_and_not_zero():
-    scenarios = what_if(Residual(), torch.randn(1, 4, 9, 9), device="t4", batch_sizes=(8,))
+    scenarios = what_if(residual(), torch.randn(1, 4, 9, 9), device="t4", batch_sizes=(8,))
     sparse = next(s for s in scenarios if "2:4" in s.name)
     assert sparse.least_time_ms is None
     assert sparse.speedup is None
@@ -233,9 +231,9 @@ def test_what_a_device_lacks_is_said_and_not_zero():
 def test_bad_settings_are_refused():
     x = torch.randn(1, 4, 9, 9)
     with pytest.raises(RooflineError, match="no peak for bf16"):
-        what_if(Residual(), x, device="t4", precision="bf16")
+        what_if(residual(), x, device="t4", precision="bf16")
     with pytest.raises(RooflineError, match="batch_size"):
-        what_if(Residual(), x, batch_sizes=(0,))
+        what_if(residual(), x, batch_sizes=(0,))
 
 
 # Bounds of 2:4 on a device with round numbers, and properties that hold for any network.
@@ -253,7 +251,6 @@ def sparse_device(bandwidth):
 
 
 def chain():
-    """8 -> 16 -> 16 -> 4 channels, 1x1, no biases, on 2x2 pictures."""
     layers = [nn.Conv2d(8, 16, 1, bias=False), nn.ReLU(), nn.Conv2d(16, 16, 1, bias=False), nn.Conv2d(16, 4, 1)]
     return nn.Sequential(*layers), torch.zeros(1, 8, 2, 2)
 
@@ -311,41 +308,43 @@ def test_nothing_masked_is_nothing_gained_and_totals_are_the_rooflines():
 
 
 def test_attention_stays_dense_and_linear_layers_of_a_transformer_gain():
-    bound = sparse_bound(Block(), torch.zeros(1, 5, 16), masked=["up", "down"], device=sparse_device(1e9))
+    bound = sparse_bound(block_net(), torch.zeros(1, 5, 16), masked=["up", "down"], device=sparse_device(1e9))
     rows = {row.layer: row for row in bound.rows}
     assert rows["attention"].speedup == 1.0
     assert rows["up"].speedup == pytest.approx(2) and rows["down"].speedup == pytest.approx(2)
 
 
 def test_unknown_costs_are_named():
-    bound = sparse_bound(WithOpaque(), torch.randn(1, 3, 8, 8), masked=[], device="a100")
+    bound = sparse_bound(with_opaque(), torch.randn(1, 3, 8, 8), masked=[], device="a100")
     assert bound.unknown == ("odd",)
     document = json.loads(json.dumps(bound.as_dict()))
     assert document["rows"][0]["layer"] == "conv" and document["speedup"] == 1.0
 
 
-def test_what_cannot_be_is_refused():
-    model, x = chain()
-    with pytest.raises(RooflineError, match="'9' is not a layer that runs"):
-        sparse_bound(model, x, masked=["9"], device=sparse_device(1.0))
-    with pytest.raises(RooflineError, match="NVIDIA T4 has no peak for int8-2:4"):
-        sparse_bound(model, x, masked=["2"], device="t4")
-    with pytest.raises(RooflineError, match="batch_size must be 1 or more"):
-        sparse_bound(model, x, masked=["2"], device="a100", batch_size=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"masked": ["9"], "device": sparse_device(1.0)}, "'9' is not a layer that runs"),
+        ({"masked": ["2"], "device": "t4"}, "NVIDIA T4 has no peak for int8-2:4"),
+        ({"masked": ["2"], "device": "a100", "batch_size": 0}, "batch_size must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(RooflineError, match=message):
+        sparse_bound(*chain(), **options)
 
 
 # Times of nodes, and text tables.
 
 
 def cells(text):
-    """Return the cells of the Markdown tables in a text."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1, "columns are aligned"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_times_name_every_row_of_the_roofline():
-    model, x = Residual(), torch.randn(2, 4, 8, 8)
+    model, x = residual(), torch.randn(2, 4, 8, 8)
     times = measure_torch_times(model, x, repeats=2, warmup=1)
     result = roofline(model, x, device="t4", precision="fp32")
     assert list(times) == [row.name for row in result.rows]
@@ -357,7 +356,7 @@ def test_times_name_every_row_of_the_roofline():
 
 
 def test_times_leave_no_gradient_and_no_mode_behind():
-    model = Residual().train()
+    model = residual().train()
     measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=1, warmup=0)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
@@ -366,7 +365,7 @@ def test_times_leave_no_gradient_and_no_mode_behind():
 
 
 def test_rows_table_holds_the_rows():
-    result = roofline(Residual(), torch.randn(2, 4, 8, 8), device="t4", precision="fp32")
+    result = roofline(residual(), torch.randn(2, 4, 8, 8), device="t4", precision="fp32")
     head, _, *body = cells(rows_text(result, top=None))
     assert [line[0] for line in body] == [row.name for row in result.rows]
     assert len(cells(rows_text(result, top=3))) == 5
@@ -377,13 +376,13 @@ def test_rows_table_holds_the_rows():
 
 
 def test_unknown_layers_are_said():
-    result = roofline(WithOpaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp32")
+    result = roofline(with_opaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp32")
     assert "unknown and not included: odd" in summary_text(result)
     assert [line[2] for line in cells(rows_text(result))[2:]].count("unknown") == 1
 
 
 def test_other_tables():
-    scenarios = what_if(Residual(), torch.randn(1, 4, 8, 8), device="t4", batch_sizes=(4,))
+    scenarios = what_if(residual(), torch.randn(1, 4, 8, 8), device="t4", batch_sizes=(4,))
     body = cells(what_if_text(scenarios))[2:]
     assert [line[0] for line in body] == [s.name for s in scenarios]
     assert "no peak for int8-2:4" in what_if_text(scenarios)

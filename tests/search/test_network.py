@@ -15,7 +15,7 @@ from compress.errors import SearchError
 from compress.search.network import CRITERIA, apply, channel_scores, distance, reconstruct, removed_classes
 from compress.search.space import make_space
 from compress.search.structure import analyse
-from tests.networks import network
+from tests.networks import Net, network
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 STRUCTURE = analyse(network(), IMAGES)
@@ -62,22 +62,23 @@ def test_a_block_left_out_is_its_identity():
     assert not any(name.startswith("block1.conv") for name, _ in without.named_modules())
 
 
-class InPlace(nn.Module):
-    """Two blocks whose sums a ReLU overwrites, and a last sum that reads the first block's result again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.relu, self.overwriting = nn.ReLU(), nn.Hardtanh(-0.2, 0.2, inplace=True)
-
-    def forward(self, x):
-        y = self.relu(self.conv1(x))
-        z = self.overwriting(y + self.conv2(y))
+def in_place():
+    def run(net, x):
+        y = net.relu(net.conv1(x))
+        z = net.overwriting(y + net.conv2(y))
         return z + 3 * y
+
+    return Net(
+        run,
+        conv1=nn.Conv2d(3, 8, 3, padding=1),
+        conv2=nn.Conv2d(8, 8, 3, padding=1),
+        relu=nn.ReLU(),
+        overwriting=nn.Hardtanh(-0.2, 0.2, inplace=True),
+    )
 
 
 def test_what_overwrote_the_sum_of_a_block_left_out_leaves_the_identity_alone():
-    model = InPlace().eval()
+    model = in_place().eval()
     found = analyse(model, IMAGES)
     small = apply(found, {f"block {next(iter(found.blocks))}": "left out"})
     y = model.conv1(IMAGES).relu()
@@ -118,17 +119,16 @@ def test_a_norm_that_calls_a_function_is_followed_as_a_module_of_its_name():
             mean, var = self.running_mean, self.running_var
             return torch.relu(functional.batch_norm(x, mean, var, self.weight, self.bias, use, self.momentum, self.eps))
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.inner, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), NormAct(8)
-            self.last = nn.Conv2d(8, 8, 1)
+    def block():
+        def run(net, x):
+            x = net.stem(x)
+            return x + net.last(net.norm(net.inner(x)))
 
-        def forward(self, x):
-            x = self.stem(x)
-            return x + self.last(self.norm(self.inner(x)))
+        return Net(
+            run, stem=nn.Conv2d(3, 8, 1), inner=nn.Conv2d(8, 8, 3, padding=1), norm=NormAct(8), last=nn.Conv2d(8, 8, 1)
+        )
 
-    model = Block().eval()
+    model = block().eval()
     found = analyse(model, IMAGES)
     assert list(found.groups) == ["inner"] and len(found.blocks) == 1
     small = apply(found, {"width inner": "4"})
@@ -142,17 +142,15 @@ def test_a_norm_that_calls_a_function_is_followed_as_a_module_of_its_name():
 
 
 def test_shuffled_channels_stay_and_say_why():
-    class Shuffled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1), nn.Linear(6, 2)
+    def shuffled():
+        def run(net, x):
+            x = net.first(x)
+            x = net.second(x.view(len(x), 2, 4, *x.shape[2:]).transpose(1, 2).reshape(len(x), 8, *x.shape[2:]))
+            return net.fc(x.mean((2, 3)))
 
-        def forward(self, x):
-            x = self.first(x)
-            x = self.second(x.view(len(x), 2, 4, *x.shape[2:]).transpose(1, 2).reshape(len(x), 8, *x.shape[2:]))
-            return self.fc(x.mean((2, 3)))
+        return Net(run, first=nn.Conv2d(3, 8, 1), second=nn.Conv2d(8, 6, 1), fc=nn.Linear(6, 2))
 
-    found = analyse(Shuffled().eval(), IMAGES)
+    found = analyse(shuffled().eval(), IMAGES)
     assert "first" not in found.groups
     assert "second" in found.groups
 
@@ -195,8 +193,6 @@ CRITERIA_IMAGES = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_see
 
 
 class Gated(nn.Module):
-    """A convolution, its norm, a factor on each channel, ReLU and a classifier."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)

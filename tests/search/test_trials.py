@@ -1,5 +1,3 @@
-"""Trials in several processes, of which one is killed; a search that goes on."""
-
 import signal
 import time
 from datetime import datetime, timedelta
@@ -15,7 +13,6 @@ from tests.search.worker import SPACE, STARTS, figures, work
 
 
 def begun(said, storage, seconds):
-    """A worker that is inside its first trial."""
     worker = start(said, work, storage, 8, seconds)
     while worker.is_alive() and not (said.exists() and said.read_text().startswith("begun\n")):
         time.sleep(0.02)

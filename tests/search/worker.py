@@ -12,7 +12,6 @@ STARTS = {f"start {width}": dict.fromkeys(SPACE.elements, str(width)) for width 
 
 
 def figures(configuration):
-    """Time falls and the error grows with every channel that goes."""
     kept = [int(choice) for choice in configuration.values()]
     return Figures(ms=1.0, ratio=sum(kept) / 12, distance=float(sum((4 - k) ** 2 for k in kept)), agreement=None)
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from compress import SparsitySpec
+from compress import SparsitySpec, sparsify
 from compress.sparsity.channel_permutation import permute_channels
 from compress.sparsity.parametrization import kept_magnitude, nm_mask
 from tests.networks import with_statistics
 
 
 def small() -> nn.Module:
-    """Four convolutions and a classifier; all but the first and the last are 2:4 eligible."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
@@ -29,8 +28,13 @@ def small() -> nn.Module:
     return with_statistics(layers)
 
 
+def sparse(spec: SparsitySpec | None = None) -> nn.Module:
+    model = small()
+    sparsify(model, spec or SparsitySpec())
+    return model
+
+
 def batch(count: int = 4, size: int = 8) -> torch.Tensor:
-    """Images for `small`."""
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(7))
 
 
@@ -40,7 +44,6 @@ QUICK = SparsitySpec(permute_seconds=0.2)
 
 
 def permuted(model, x, spec=QUICK):
-    """Permute, check the outputs and that kept magnitudes are reported truly; return the report."""
     model = with_statistics(model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with torch.no_grad():

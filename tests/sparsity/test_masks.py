@@ -1,5 +1,3 @@
-"""None"""
-
 from itertools import combinations
 
 import numpy as np
@@ -23,6 +21,7 @@ from compress.sparsity.parametrization import (
     verify_nm,
 )
 from compress.sparsity.spec import SparsityRule, check_sparsity_spec, parse_pattern
+from tests.networks import Net
 from tests.sparsity.nets import batch, small
 
 NM = st.sampled_from([(2, 4), (1, 4), (3, 4), (1, 2), (4, 8), (2, 6)])
@@ -134,45 +133,46 @@ def test_weights_that_do_not_fit_are_refused(weight, n, m, match):
         nm_mask(weight, n, m)
 
 
-def test_other_misuse_is_refused():
-    with pytest.raises(SparsityError, match="scores"):
-        nm_mask(torch.ones(4, 8), 2, 4, scores=torch.ones(8, 4))
-    with pytest.raises(SparsityError, match="between 0 and 1"):
-        unstructured_mask(torch.ones(4), 1.5)
-    with pytest.raises(SparsityError, match="prune_channels"):
-        pattern_mask(torch.ones(4, 4), parse_pattern("channel:0.5"))
-    with pytest.raises(SparsityError, match="axis 1"):
-        verify_nm(np.ones((4, 6)), 2, 4)
-    with pytest.raises(SparsityError, match="axis 2"):
-        verify_nm(np.ones((4, 8)), 2, 4, axis=2)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nm_mask(torch.ones(4, 8), 2, 4, scores=torch.ones(8, 4)), "scores"),
+        (lambda: unstructured_mask(torch.ones(4), 1.5), "between 0 and 1"),
+        (lambda: pattern_mask(torch.ones(4, 4), parse_pattern("channel:0.5")), "prune_channels"),
+        (lambda: verify_nm(np.ones((4, 6)), 2, 4), "axis 1"),
+        (lambda: verify_nm(np.ones((4, 8)), 2, 4, axis=2), "axis 2"),
+    ],
+)
+def test_other_misuse_is_refused(call, message):
+    with pytest.raises(SparsityError, match=message):
+        call()
 
 
-class Zoo(nn.Module):
-    """One layer of every kind that the rules tell apart."""
+def zoo():
+    def run(net, x):
+        x = net.depthwise(net.grouped(net.plain(net.stem(x))))
+        x = net.deep(net.up(net.wide(net.narrow(net.odd(x))))).flatten(2).transpose(1, 2)
+        return net.head(net.attention(x, x, x)[0].mean(1))
 
-    def __init__(self):
-        super().__init__()
-        self.unused = nn.Linear(32, 32)
-        self.stem = nn.Conv2d(3, 32, 3)
-        self.plain = nn.Conv2d(32, 32, 3)
-        self.grouped = nn.Conv2d(32, 32, 3, groups=4)
-        self.depthwise = nn.Conv2d(32, 32, 3, groups=32)
-        self.odd = nn.Conv2d(32, 36, 1)
-        self.narrow = nn.Conv2d(36, 30, 1)
-        self.wide = nn.Conv2d(30, 256, 1)
-        self.up = nn.ConvTranspose2d(256, 64, 1)
-        self.deep = nn.Conv2d(64, 256, 3, padding=1)
-        self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
-        self.head = nn.Linear(256, 16)
-
-    def forward(self, x):
-        x = self.depthwise(self.grouped(self.plain(self.stem(x))))
-        x = self.deep(self.up(self.wide(self.narrow(self.odd(x))))).flatten(2).transpose(1, 2)
-        return self.head(self.attention(x, x, x)[0].mean(1))
+    return Net(
+        run,
+        unused=nn.Linear(32, 32),
+        stem=nn.Conv2d(3, 32, 3),
+        plain=nn.Conv2d(32, 32, 3),
+        grouped=nn.Conv2d(32, 32, 3, groups=4),
+        depthwise=nn.Conv2d(32, 32, 3, groups=32),
+        odd=nn.Conv2d(32, 36, 1),
+        narrow=nn.Conv2d(36, 30, 1),
+        wide=nn.Conv2d(30, 256, 1),
+        up=nn.ConvTranspose2d(256, 64, 1),
+        deep=nn.Conv2d(64, 256, 3, padding=1),
+        attention=nn.MultiheadAttention(256, 4, batch_first=True),
+        head=nn.Linear(256, 16),
+    )
 
 
 def rows(spec=None, *, model=None, inputs=None):
-    return {r.layer: r for r in eligibility(model or Zoo(), spec or SparsitySpec(), example_inputs=inputs)}
+    return {r.layer: r for r in eligibility(model or zoo(), spec or SparsitySpec(), example_inputs=inputs)}
 
 
 def test_every_layer_has_a_verdict_and_a_reason():
@@ -235,7 +235,7 @@ def test_rules_that_cannot_hold_are_refused():
 
 
 def test_a_model_compiled_in_place_shows_its_order():
-    model, plain = Zoo(), Zoo()
+    model, plain = zoo(), zoo()
     model.compile(backend="eager")
     model(torch.zeros(1, 3, 12, 12))
     wanted = [row.eligible for row in rows(model=plain, inputs=torch.zeros(1, 3, 12, 12)).values()]
@@ -253,7 +253,7 @@ def test_tied_weights_stay_dense():
 
 
 def test_the_model_is_left_as_it_was():
-    model = Zoo().train()
+    model = zoo().train()
     model.deep.eval()
     modes = {name: m.training for name, m in model.named_modules()}
     rows(model=model, inputs=torch.zeros(1, 3, 12, 12))

@@ -1,5 +1,3 @@
-"""None"""
-
 import copy
 import io
 import itertools
@@ -30,20 +28,16 @@ from compress.models.by_name import fit_state
 from compress.quantization.learned import freeze_scales
 from compress.sparsity.parametrization import NMMask, apply_masks, masked_layers, masks_of, nm_mask, verify_nm
 from compress.training.checkpoint import load_model, save_model
+from compress.training.evaluate import QUIET
 from compress.training.spec import FinetuneSpec
 from tests.fresh import finish, start
-from tests.sparsity.nets import batch, small
+from tests.networks import Net, unchanged
+from tests.sparsity.nets import batch, small, sparse
 from tests.sparsity.two_processes import work
-from tests.training.toy import toy_data
+from tests.training.toy import Stop, toy_data
 
 SPEC = SparsitySpec()
 PATHS = ["3", "6"]
-
-
-def sparse():
-    model = small()
-    sparsify(model, SPEC)
-    return model
 
 
 def test_masked_weight_is_the_original_times_the_mask_and_the_parameter_stays():
@@ -122,14 +116,10 @@ def test_squashing_a_copy_leaves_the_other_masked():
 
 
 def test_one_of_two_parametrizations_is_baked_and_copies_keep_both():
-    class Double(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
     layer = nn.Linear(3, 2)
     weight = layer.weight
     for name in ("weight", "bias"):
-        parametrize.register_parametrization(layer, name, Double())
+        parametrize.register_parametrization(layer, name, Net(lambda net, x: 2 * x))
     twin = copy.deepcopy(layer)
     expected = layer(torch.ones(1, 3))
     bake(layer, "weight")
@@ -244,12 +234,11 @@ OPTIONS = {
 
 def loops_sparse(schedule="one-shot", **options):
     spec = SparsitySpec(schedule=schedule, **options)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     return model, MaskSchedule(model, spec)
 
 
-def train(model, schedule, after_step=None, folder=None, resume=False, **options):
+def train(model, schedule, after_step=None, folder=None, resume=False, progress=QUIET, **options):
     spec = FinetuneSpec(**({"epochs": 8, "lr": 0.02, "distill": False, "evaluate_every": 20} | options))
     totals = []
 
@@ -259,8 +248,8 @@ def train(model, schedule, after_step=None, folder=None, resume=False, **options
         if after_step is not None:
             after_step(done)
 
-    teacher = small() if spec.distill else None
-    fit(model, DATA, spec, batch_size=8, folder=folder, teacher=teacher, after_step=step, resume=resume, device="cpu")
+    options = {"teacher": small() if spec.distill else None, "resume": resume, "progress": progress}
+    fit(model, DATA, spec, batch_size=8, folder=folder, after_step=step, device="cpu", **options)
     return len(totals)
 
 
@@ -299,40 +288,30 @@ def test_averaged_copies_hold_the_pattern(schedule):
     check(twin)  # weights are averages, masks the last model's
 
 
-class StopError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stopped_training_resumes_to_the_same_bits(schedule, tmp_path):
     options = {"optimizer": "adamw", "lr": 0.002, "checkpoint_steps": 7, "ema_decay": 0.95}
 
-    def stop(done):
-        if done == 40:
-            raise StopError
-
     whole, masks = loops_sparse(schedule, update_steps=3)
     train(whole, masks, folder=tmp_path / "whole", **options)
     model, masks = loops_sparse(schedule, update_steps=3)
-    with pytest.raises(StopError):
-        train(model, masks, after_step=stop, folder=tmp_path / "halves", **options)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, masks, progress=Stop(40), folder=tmp_path / "halves", **options)
     model, masks = loops_sparse(schedule, update_steps=3)
     assert train(model, masks, folder=tmp_path / "halves", resume=True, **options) < 25
     check(model)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value), key
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
 def test_files_of_sparse_and_dense_models_are_not_taken_for_each_other(tmp_path):
     model, _ = loops_sparse()
     dense = small()
     masked_file, dense_file = (save_model(m, tmp_path / n) for m, n in ((model, "masked"), (dense, "dense")))
-    state = copy.deepcopy(dense.state_dict())
-    with pytest.raises(CheckpointError, match=r"unexpected: .*parametrizations.*of a masked network: call sparsify"):
-        load_model(dense, masked_file)
-    with pytest.raises(CheckpointError, match=r"missing: .*parametrizations.*of a dense network"):
-        load_model(model, dense_file)
-    assert all(torch.equal(dense.state_dict()[key], value) for key, value in state.items())
+    with unchanged(dense):
+        with pytest.raises(CheckpointError, match=r"unexpected: .*parametrizations.*masked network: call sparsify"):
+            load_model(dense, masked_file)
+        with pytest.raises(CheckpointError, match=r"missing: .*parametrizations.*of a dense network"):
+            load_model(model, dense_file)
     with pytest.raises(CheckpointError, match="of a masked network: call sparsify before loading it"):
         fit_state(dense, model.state_dict(), source="masked.pt")
     squash_masks(model)
@@ -345,13 +324,19 @@ def test_files_of_sparse_and_dense_models_are_not_taken_for_each_other(tmp_path)
 
 @pytest.fixture
 def quantized():
-    model = small()
-    sparsify(model, SparsitySpec())
-    masks = squash_masks(model)
+    masks = squash_masks(model := sparse())
     qmodel = insert_quantizers(model, batch(), QuantSpec())
     apply_masks(qmodel, masks)
     calibrate(qmodel, [batch(8)])
     return qmodel, masks
+
+
+def check_zeros(qmodel, masks):
+    for path, mask in masks.items():
+        layer = qmodel.get_submodule(path)
+        fake = layer.weight_quantizer(layer.weight).detach()
+        assert (fake[~mask] == 0).all() and (fake[mask] != 0).any()
+        assert verify_nm(fake.numpy(), 2, 4) == 0
 
 
 def test_zeros_stay_zero_in_the_integers_after_training(quantized):
@@ -363,11 +348,7 @@ def test_zeros_stay_zero_in_the_integers_after_training(quantized):
         optimizer.zero_grad()
         qmodel(batch(8)).square().mean().backward()
         optimizer.step()
-    for path in masks:
-        layer = qmodel.get_submodule(path)
-        fake = layer.weight_quantizer(layer.weight).detach()
-        assert (fake[~masks[path]] == 0).all() and (fake[masks[path]] != 0).any()
-        assert verify_nm(fake.numpy(), 2, 4) == 0
+    check_zeros(qmodel, masks)
     assert not torch.equal(qmodel.get_submodule("3").weight, before)
 
 
@@ -388,16 +369,11 @@ def test_zeros_survive_fifty_steps_of_the_trainer(quantized, options):
     before = qmodel.get_submodule("3").weight.detach().clone()
     if spec.scales == "learned":
         learn_scales(qmodel)
-    data = toy_data(train=56, val=10, classes=10, size=8)
-    assert fit(qmodel, data, spec, batch_size=8, folder=None, device="cpu").steps >= 50
+    assert fit(qmodel, DATA, spec, batch_size=8, folder=None, device="cpu").steps >= 50
     freeze_scales(qmodel)
     squash_masks(qmodel)
     assert not torch.equal(qmodel.get_submodule("3").weight, before)
-    for path, mask in masks.items():
-        layer = qmodel.get_submodule(path)
-        fake = layer.weight_quantizer(layer.weight).detach()
-        assert (fake[~mask] == 0).all() and (fake[mask] != 0).any()
-        assert verify_nm(fake.numpy(), 2, 4) == 0
+    check_zeros(qmodel, masks)
 
 
 def test_copies_pickles_and_squashes(quantized):
@@ -421,25 +397,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+def check_masks(state):
+    for key in ("3", "6"):
+        mask = state[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(mask.numpy(), 2, 4) == 0
+        assert mask.float().mean() == 0.5
+
+
 @pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste", "gumbel"])
 def test_two_processes_train_and_mask_what_one_does(folder, schedule):
     first, second, alone = (torch.load(folder / f"{schedule}-{who}.pt") for who in (0, 1, "alone"))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
     for key, value in first.items():
-        assert torch.equal(second[key], value), key
         # the shares of learned masks are at a low temperature, which magnifies the rounding of sums in another order
         torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-3 if key.endswith("shares") else 1e-5)
-    for key in ("3", "6"):
-        kept = first[f"{key}.parametrizations.weight.0.mask"]
-        assert verify_nm(kept.numpy(), 2, 4) == 0
-        assert kept.float().mean() == 0.5
+    check_masks(first)
 
 
 @pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
 def test_masks_survive_fifty_steps_in_two_processes(folder, schedule):
     first, second = (torch.load(folder / f"{schedule}-long-{rank}.pt") for rank in (0, 1))
-    for key, value in first.items():
-        assert torch.equal(second[key], value), key
-    for key in ("3", "6"):
-        mask = first[f"{key}.parametrizations.weight.0.mask"]
-        assert verify_nm(mask.numpy(), 2, 4) == 0
-        assert mask.float().mean() == 0.5
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    check_masks(first)

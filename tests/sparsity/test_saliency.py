@@ -1,6 +1,6 @@
-"""None"""
-
 import importlib
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import compress
-from compress import SparsitySpec, prune_channels, sparsify
+from compress import SparsitySpec, prune_channels
 from compress.errors import DataError, SparsityError
 from compress.sparsity import saliency
 from compress.sparsity.parametrization import nm_mask, verify_nm
@@ -25,14 +25,13 @@ from compress.sparsity.saliency import (
     unfolded,
 )
 from compress.sparsity.spec import SparsityRule, parse_pattern
-from tests.networks import TinyResNet
-from tests.sparsity.nets import batch, small
+from tests.networks import Net, TinyResNet, unchanged
+from tests.sparsity.nets import batch, small, sparse
 
 NM24 = parse_pattern("2:4")
 
 
 def correlated(rows, columns, seed=0):
-    """Inputs (rows, columns) whose columns predict each other, as activations do."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
     return torch.randn(rows, columns // 2, generator=generator, dtype=torch.float64) @ mix[: columns // 2] + (
@@ -133,24 +132,17 @@ def test_hessians_without_meaning_are_refused(hessian):
         prune_by_hessian(torch.randn(2, 4), hessian, NM24, damping=0.01)
 
 
-class Grouped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(8, 16, 3, padding=1, groups=2)
-        self.second = nn.Conv2d(16, 8, 3, stride=2, dilation=1)
-
-    def forward(self, x):
-        return self.second(F.relu(self.first(x)))
-
-
 def test_layers_are_measured_in_order_and_the_model_is_not_changed(monkeypatch):
     torch.manual_seed(0)
-    model = Grouped()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model = Net(
+        lambda net, x: net.second(F.relu(net.first(x))),
+        first=nn.Conv2d(8, 16, 3, padding=1, groups=2),
+        second=nn.Conv2d(16, 8, 3, stride=2, dilation=1),
+    )
     batches = [(torch.randn(6, 8, 8, 8), torch.zeros(6))] * 2
     layers = {"first": model.first, "second": model.second}
-    together = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with unchanged(model):
+        together = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
     monkeypatch.setattr(saliency, "MEMORY_BYTES", 1)  # one layer a pass: the second sees the pruned first
     apart = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
     torch.testing.assert_close(apart["first"][0], together["first"][0])
@@ -242,24 +234,20 @@ def test_weakest_channels_go_and_counts_fit_tensor_cores():
     assert [row.after[:2] for row in report.rows] == [(16, 3), (16, 16), (5, 256)]
 
 
-class Branches(nn.Module):
-    """Channels that move together through a sum, a concatenation, BatchNorm and a depthwise convolution."""
+def branches():
+    def run(net, x):
+        x = net.a(x).relu()
+        x = (x + net.b(x)).relu()
+        return net.fc(torch.cat([net.dw(x), net.c(x)], 1).mean((2, 3)))
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = (nn.Sequential(nn.Conv2d(i, 32, 3, padding=1), nn.BatchNorm2d(32)) for i in (3, 32))
-        self.dw, self.c, self.fc = nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 3), nn.Linear(64, 5)
-
-    def forward(self, x):
-        x = self.a(x).relu()
-        x = (x + self.b(x)).relu()
-        return self.fc(torch.cat([self.dw(x), self.c(x)], 1).mean((2, 3)))
+    a, b = (nn.Sequential(nn.Conv2d(i, 32, 3, padding=1), nn.BatchNorm2d(32)) for i in (3, 32))
+    return Net(run, a=a, b=b, dw=nn.Conv2d(32, 32, 3, groups=32), c=nn.Conv2d(32, 32, 3), fc=nn.Linear(64, 5))
 
 
 def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
     """Channels of zeros are the weakest, so the network before pruning is the oracle."""
     torch.manual_seed(0)
-    model, x = Branches().eval(), batch()
+    model, x = branches().eval(), batch()
     with torch.no_grad():
         for layer in (model.a[0], model.b[0], model.dw, model.c, model.a[1], model.b[1]):
             layer.weight[::2], layer.bias[::2] = 0, 0
@@ -278,44 +266,31 @@ def test_module_modes_survive():
     assert [m.training for m in model] == [i != 1 for i in range(11)]
 
 
-def test_misuse_is_refused(monkeypatch):
-    spec = SparsitySpec(pattern="channel:0.5")
-    with pytest.raises(SparsityError, match="call sparsify"):
-        prune_channels(small(), SparsitySpec(), example_inputs=batch())
-    with pytest.raises(SparsityError, match="quantized: remove channels of the float model"):
-        prune_channels(compress.quantize(small(), batch(), [batch()]), spec, example_inputs=batch())
-    masked = small()
-    sparsify(masked, SparsitySpec())
-    with pytest.raises(SparsityError, match="masked already"):
-        prune_channels(masked, spec, example_inputs=batch())
-    rules = (SparsityRule(match="*", enable=False),)
-    with pytest.raises(SparsityError, match=r"whole channels reach is 0\.00 of the macs"):
-        prune_channels(small(), SparsitySpec(pattern="channel:0.5", rules=rules), example_inputs=batch())
-    with pytest.raises(SparsityError, match="matches no layer"):
-        prune_channels(
-            small(), SparsitySpec(pattern="channel:0.5", rules=(SparsityRule(match="x"),)), example_inputs=batch()
-        )
+HALF = SparsitySpec(pattern="channel:0.5")
 
-    def missing(name):
-        raise ImportError(name)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+@pytest.mark.parametrize(
+    ("make", "spec", "words"),
+    [
+        (small, SparsitySpec(), "call sparsify"),
+        (lambda: compress.quantize(small(), batch(), [batch()]), HALF, "quantized: remove channels of the float model"),
+        (sparse, HALF, "masked already"),
+        (small, replace(HALF, rules=(SparsityRule(match="*", enable=False),)), r"reach is 0\.00 of the macs"),
+        (small, replace(HALF, rules=(SparsityRule(match="x"),)), "matches no layer"),
+    ],
+)
+def test_misuse_is_refused(make, spec, words):
+    with pytest.raises(SparsityError, match=words):
+        prune_channels(make(), spec, example_inputs=batch())
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(SparsityError, match=r"pip install 'compress-vision\[pruning\]'"):
-        prune_channels(small(), spec, example_inputs=batch())
-
-
-class Split(nn.Module):
-    """Two outputs, one of which comes from a layer that is not the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1)
-
-    def forward(self, x):
-        x = self.a(x)
-        return x, self.b(x)
+        prune_channels(small(), HALF, example_inputs=batch())
 
 
 def test_outputs_keep_their_shape_or_the_rule_is_told():
+    model = Net(lambda net, x: (y := net.a(x), net.b(y)), a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(16, 16, 1))
     with pytest.raises(SparsityError, match="changed the model's outputs"):
-        prune_channels(Split(), SparsitySpec(pattern="channel:0.5"), example_inputs=batch())
+        prune_channels(model, HALF, example_inputs=batch())

@@ -1,5 +1,3 @@
-"""None"""
-
 import copy
 
 import pytest
@@ -30,7 +28,8 @@ from compress.sparsity.parametrization import (
     verify_nm,
 )
 from compress.sparsity.spec import SparsityRule
-from tests.sparsity.nets import batch, small
+from tests.networks import Net
+from tests.sparsity.nets import batch, small, sparse
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:2", "3:16"])
@@ -70,32 +69,23 @@ def test_hessian_masks_update_the_weights_and_need_batches():
     kept = weight != 0
     assert not torch.allclose(weight[kept], dense[6].weight[kept])
     assert torch.equal(model[0].weight, dense[0].weight)
-    with pytest.raises(SparsityError, match="needs calibration batches"):
-        sparsify(small(), SparsitySpec(saliency="hessian"))
 
 
-class Leaky(nn.Module):
+def leaky():
     """A layer that the forward pass leaves out, and one that fx cannot trace past."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = small()
-        self.spare = nn.Conv2d(16, 16, 1)
-
-    def forward(self, x):
-        return self.net(x) if x.sum() < 1e9 else self.net(x * 2)
+    return Net(lambda net, x: net.net(x) if x.sum() < 1e9 else net.net(x * 2), net=small(), spare=nn.Conv2d(16, 16, 1))
 
 
 def test_layers_that_never_ran_are_named():
     rules = (SparsityRule(match="spare"),)
     with pytest.raises(SparsityError, match="never ran on the calibration images: spare; disable"):
-        sparsify(Leaky(), SparsitySpec(saliency="hessian", rules=rules), batches=[batch()])
+        sparsify(leaky(), SparsitySpec(saliency="hessian", rules=rules), batches=[batch()])
 
 
 def test_graph_that_cannot_be_traced_is_masked_without_permutation():
-    model = Leaky()
+    model = leaky()
     report = sparsify(model, SparsitySpec(permute=True), example_inputs=batch())
-    assert "cannot trace Leaky.forward" in report.permutation.refused
+    assert "cannot trace Net.forward" in report.permutation.refused
     assert report.masked == ("net.3", "net.6")
 
 
@@ -116,18 +106,11 @@ def test_permutation_comes_before_the_masks():
 
 
 def test_misuse_is_refused():
-    model = small()
-    sparsify(model, SparsitySpec())
+    model = sparse()
     with pytest.raises(SparsityError, match="sparse already"):
         sparsify(model, SparsitySpec())
     squash_masks(model)
     sparsify(model, SparsitySpec())  # and again after squashing
-    with pytest.raises(SparsityError, match="call compress.prune_channels"):
-        sparsify(small(), SparsitySpec(pattern="channel:0.5"))
-    with pytest.raises(SparsityError, match="permute needs example_inputs"):
-        sparsify(small(), SparsitySpec(permute=True))
-    with pytest.raises(SparsityError, match="no layer can be masked with pattern '2:7'"):
-        sparsify(small(), SparsitySpec(pattern="2:7"))
     broken = small()
     with torch.no_grad():
         broken[6].weight[0, 0] = float("nan")
@@ -136,26 +119,42 @@ def test_misuse_is_refused():
     assert not masked_layers(broken)
 
 
-class Products(nn.Module):
-    """Weights that are no layer's `weight`: of attention, of a recurrent layer, and the model's own."""
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"saliency": "hessian"}, "needs calibration batches"),
+        ({"pattern": "channel:0.5"}, "call compress.prune_channels"),
+        ({"permute": True}, "permute needs example_inputs"),
+        ({"pattern": "2:7"}, "no layer can be masked with pattern '2:7'"),
+    ],
+)
+def test_specs_that_cannot_be_followed_are_refused(keys, words):
+    with pytest.raises(SparsityError, match=words):
+        sparsify(small(), SparsitySpec(**keys))
 
-    def __init__(self, width):
-        super().__init__()
-        self.embed, self.inner, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, kdim=width, vdim=width)
-        self.recurrent, self.own = nn.GRU(32, 32, batch_first=True), nn.Parameter(torch.randn(32, 32))
-        self.gain = nn.Parameter(torch.ones(1, 32))
 
-    def forward(self, x):
-        query = self.embed(x)
-        keys = x if self.attention.kdim == 16 else query
-        y = self.recurrent(self.inner(self.attention(query, keys, keys)[0]) * self.gain)[0]
-        return self.head(nn.functional.linear(y, self.own))
+def products(width):
+    def run(net, x):
+        query = net.embed(x)
+        keys = x if net.attention.kdim == 16 else query
+        y = net.recurrent(net.inner(net.attention(query, keys, keys)[0]) * net.gain)[0]
+        return net.head(nn.functional.linear(y, net.own))
+
+    return Net(
+        run,
+        embed=nn.Linear(16, 32),
+        inner=nn.Linear(32, 32),
+        head=nn.Linear(32, 8),
+        attention=nn.MultiheadAttention(32, 4, batch_first=True, kdim=width, vdim=width),
+        recurrent=nn.GRU(32, 32, batch_first=True),
+        own=nn.Parameter(torch.randn(32, 32)),
+        gain=nn.Parameter(torch.ones(1, 32)),
+    )
 
 
 @pytest.mark.parametrize("width", [32, 16])
 def test_weights_that_are_no_layers_have_a_row_each(width):
-    model = Products(width).eval()
+    model = products(width).eval()
     multiplied = {name for name, p in model.named_parameters() if p.dim() > 1 and name != "gain"}
     report = sparsify(model, SparsitySpec(), example_inputs=torch.randn(2, 5, 16))
     assert {row.layer for row in report.rows} == {name.removesuffix(".weight") for name in multiplied}
@@ -163,7 +162,7 @@ def test_weights_that_are_no_layers_have_a_row_each(width):
     assert not own.eligible and own.shape == (32, 32) and report.masked == ("inner",)
     rule = SparsityRule(match="own", enable=True)
     with pytest.raises(SparsityError, match="a rule enables own"):
-        sparsify(Products(width), SparsitySpec(rules=(rule,)), example_inputs=torch.randn(2, 5, 16))
+        sparsify(products(width), SparsitySpec(rules=(rule,)), example_inputs=torch.randn(2, 5, 16))
 
 
 OPTIMIZERS = {
@@ -209,8 +208,7 @@ def violations(model):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_masks_survive_fifty_steps(name):
-    model = small().train()
-    sparsify(model, SparsitySpec())
+    model = sparse().train()
     masks, before = masks_of(model), model[3].weight.detach().clone()
     train(model, OPTIMIZERS[name](model.parameters()))
     for path, layer in masked_layers(model).items():
@@ -222,8 +220,7 @@ def test_masks_survive_fifty_steps(name):
 
 
 def test_masks_survive_lbfgs():
-    model = small().eval()
-    sparsify(model, SparsitySpec())
+    model = sparse()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
 
     def closure():
@@ -270,8 +267,7 @@ def test_gradual_masks_follow_the_cubic_schedule():
 @pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
 def test_masks_are_the_patterns_own_at_the_end(schedule, begin, end, update):
     spec = SparsitySpec(schedule=schedule, begin=begin, end=end, update_steps=update)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec), steps=30)
     assert violations(model) == 0
     assert set(densities_of(model)) == {0.5}
@@ -279,8 +275,7 @@ def test_masks_are_the_patterns_own_at_the_end(schedule, begin, end, update):
 
 def test_gradual_unstructured_ends_at_its_share():
     spec = SparsitySpec(schedule="gradual", pattern="unstructured:0.8", end=1.0)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec), steps=10)
     layer = masked_layers(model)["3"]
     assert torch.equal(layer.mask, unstructured_mask(layer.original, 0.8))
@@ -309,8 +304,7 @@ def test_sr_ste_step_is_the_papers():
 
 def test_sr_ste_masks_move_and_decay_draws_masked_weights_in():
     spec = SparsitySpec(schedule="sr-ste", sr_ste_decay=5.0)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     masks = masks_of(model)
     free = masked_layers(model)["3"].original.detach().clone()
     train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec))
@@ -323,28 +317,22 @@ def test_sr_ste_masks_move_and_decay_draws_masked_weights_in():
 @pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
 def test_resumed_training_ends_as_the_undisturbed(schedule):
     spec = SparsitySpec(schedule=schedule, update_steps=3)
-    whole, start = small().train(), small().train()
-    for model in (whole, start):
-        sparsify(model, spec)
+    whole, start, resumed = (sparse(spec).train() for _ in range(3))
     optimizer = OPTIMIZERS["adamw"](whole.parameters())
     for first in (1, 11):
         train(whole, optimizer, schedule=MaskSchedule(whole, spec), steps=10, total=20, first=first)
     optimizer = OPTIMIZERS["adamw"](start.parameters())
     train(start, optimizer, schedule=MaskSchedule(start, spec), steps=10, total=20)
-    resumed = small().train()
-    sparsify(resumed, spec)
     again = OPTIMIZERS["adamw"](resumed.parameters())
     resumed.load_state_dict(start.state_dict())
     again.load_state_dict(optimizer.state_dict())
     train(resumed, again, schedule=MaskSchedule(resumed, spec), steps=10, total=20, first=11)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[key], value), key
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
 def test_averaged_model_follows_changing_masks():
     spec = SparsitySpec(schedule="gradual", end=0.5)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer, schedule = OPTIMIZERS["sgd"](model.parameters()), MaskSchedule(model, spec)
     for step in range(1, 21):
@@ -357,8 +345,7 @@ def test_averaged_model_follows_changing_masks():
 @pytest.mark.parametrize("schedule", ["one-shot", "sr-ste", "gumbel"])
 def test_autocast_and_loss_scaling(schedule):
     spec = SparsitySpec(schedule=schedule)
-    model = small().train()
-    sparsify(model, spec)
+    model = sparse(spec).train()
     optimizer, masks = OPTIMIZERS["sgd"](model.parameters()), MaskSchedule(model, spec)
     scaler = torch.amp.GradScaler("cpu")
     for step in range(1, 11):
@@ -376,14 +363,12 @@ def test_autocast_and_loss_scaling(schedule):
 def test_compiled_models_train_as_eager_ones():
     """Masks change at every step, and the straight-through gradient ends in the middle."""
     spec = SparsitySpec(schedule="sr-ste", end=0.6)
-    eager = small().train()
-    sparsify(eager, spec)
+    eager = sparse(spec).train()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager")
     for net, owner in ((eager, eager), (compiled, model)):
         train(net, OPTIMIZERS["sgd"](owner.parameters()), schedule=MaskSchedule(net, spec), steps=5)
-    for key, value in eager.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], value)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
     assert violations(model) == 0
     train(compiled, OPTIMIZERS["adamw"](model.parameters()), schedule=MaskSchedule(compiled, spec), steps=50)
     assert violations(model) == 0
@@ -492,8 +477,8 @@ def test_a_choice_that_magnitudes_cannot_see_is_learned():
 
 
 def test_a_loop_that_has_dropped_its_gradients_is_told_what_to_do():
-    model, spec = small(), SparsitySpec(schedule="gumbel")
-    sparsify(model, spec)
+    spec = SparsitySpec(schedule="gumbel")
+    model = sparse(spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model(batch()).square().mean().backward()
     optimizer.zero_grad()
@@ -502,8 +487,7 @@ def test_a_loop_that_has_dropped_its_gradients_is_told_what_to_do():
 
 
 def test_masks_of_another_schedule_are_refused():
-    model = small()
-    sparsify(model, SparsitySpec())
+    model = sparse()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with pytest.raises(SparsityError, match="call sparsify with the same spec"):
         MaskSchedule(model, SparsitySpec(schedule="gumbel")).after_step(1, 10, optimizer)

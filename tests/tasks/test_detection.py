@@ -15,7 +15,6 @@ LABELS = ("red cell", "white cell", "platelet")
 
 
 def scene(seed, images=6):
-    """Random boxes, and predictions that are some of them, moved, with random scores and a few wrong ones."""
     draw = np.random.default_rng(seed)
     found, truth = [], []
     for _ in range(images):
@@ -39,7 +38,6 @@ def tensor(array):
 
 
 def reference(found, truth):
-    """COCO's own evaluation."""
     annotations, results = [], []
     for image, (one, true) in enumerate(zip(found, truth, strict=True), 1):
         for box, label, crowd in zip(true["boxes"].tolist(), true["labels"].tolist(), true["ignored"], strict=True):

@@ -32,7 +32,6 @@ def boxes(generator, count, *, scored):
 
 
 def detections(seed, images=12):
-    """Truths, and found boxes near some of them among others."""
     generator = torch.Generator().manual_seed(seed)
     truths, found = [], []
     for _ in range(images):
@@ -65,7 +64,6 @@ def batch(name, seed):
 
 
 def doubled(outputs, targets, weights):
-    """The images of a resample, repeated."""
     order = np.repeat(np.arange(len(weights)), weights).tolist()
     if isinstance(targets, list):
         return ([outputs[0][i] for i in order],), [targets[i] for i in order]

@@ -46,7 +46,6 @@ def test_sensitivity_by_miou():
 
 
 def decode(outputs):
-    """A box of four pixels around each of the five best places of a map of one class."""
     rows = []
     for scores in outputs[0].flatten(1).sigmoid():
         best = scores.topk(5)
@@ -87,14 +86,12 @@ def max_drop_network(outputs, seed):
 
 @torch.no_grad()
 def masks(spec):
-    """Images, each with the classes that the network gives its pixels."""
     pairs = list(zip(IMAGES, max_drop_network(3, 1)(IMAGES).argmax(1), strict=True))
     return pairs, pairs
 
 
 @torch.no_grad()
 def boxes(spec):
-    """Images, each with the three best boxes that the network finds."""
     found = [{name: row[name][:3] for name in ("boxes", "labels")} for row in decode((max_drop_network(1, 4)(IMAGES),))]
     pairs = list(zip(IMAGES, found, strict=True))
     return pairs, pairs

@@ -4,6 +4,7 @@ It is called in a process that has computed nothing (`tests.fresh`), whose forks
 """
 
 import copy
+import functools
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,15 +26,14 @@ import compress
 from compress import CompressError, TrainSpec, evaluate, fit
 from compress.data.base import BatchPlan
 from compress.errors import CheckpointError
-from compress.support.progress import NoProgress
 from compress.training.checkpoint import save_model
 from compress.training.distributed import GradientExchange, init_processes
+from compress.training.evaluate import QUIET
 from tests.fresh import two_places
-from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
+from tests.training.toy import CLASSES, Stop, WithAuxiliary, convnet, interrupted_data, smooth, toy_data
 
 
 def fork(work):
-    """Run `work` in a child; return its process id."""
     child = os.fork()
     if child:
         return child
@@ -48,25 +49,17 @@ def fork(work):
         os._exit(status)
 
 
+def end_of(child):
+    """Wait for a child and return how it ended: its exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def forked(work):
-    """Run `work` in a child and return how it ended: its exit code, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
+    return end_of(fork(work))
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DieAtStep(NoProgress):
-    """A progress listener that kills its process at its optimizer step number `at`."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def advance(self, task, amount=1, **fields):
-        self.left -= task == "train"
-        if not self.left:
-            die()
 
 
 def die_at_rename(suffix, count):
@@ -97,10 +90,8 @@ SPEC = TrainSpec(
 )
 
 
-def train(folder, optimizer, progress=None, resume=False):
-    model = convnet()
-    spec = TrainSpec(**{**vars(SPEC), "optimizer": optimizer})
-    progress = progress or NoProgress()
+def train(folder, optimizer, progress=QUIET, resume=False):
+    model, spec = convnet(), replace(SPEC, optimizer=optimizer)
     report = fit(model, toy_data(), spec, batch_size=5, folder=folder, resume=resume, progress=progress)
     save_model(model, folder / "final.safetensors", {"resumed_from": report.resumed_from, "steps": report.steps})
 
@@ -118,13 +109,13 @@ def killed(folder):
 
         ends[optimizer] = [
             forked(lambda: rename("checkpoint.safetensors", 1)),  # writing the first checkpoint
-            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(4), resume=True)),  # in mid-epoch: resumes at 2
+            forked(lambda p=place, n=optimizer: train(p, n, Stop(4, die), resume=True)),  # in mid-epoch: resumes at 2
             forked(lambda: rename("checkpoint.safetensors", 2)),  # writing the checkpoint of the first epoch's end
             forked(
                 lambda: rename(".csv", 2)
             ),  # after that checkpoint, before the table (the first one is the resume's)
-            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(1), resume=True)),  # at once
-            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(6), resume=True)),
+            forked(lambda p=place, n=optimizer: train(p, n, Stop(1, die), resume=True)),  # at once
+            forked(lambda p=place, n=optimizer: train(p, n, Stop(6, die), resume=True)),
             forked(lambda p=place, n=optimizer: train(p, n, resume=True)),
             forked(lambda p=place, n=optimizer: train(p, n, resume=True)) if optimizer == "sgd" else 0,  # has ended
         ]
@@ -133,14 +124,8 @@ def killed(folder):
 
 
 def full_disk(folder):
-    """The disk fills up between two checkpoints."""
-
-    class Fill(NoProgress):
-        def advance(self, task, amount=1, **fields):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
-
     try:
-        train(folder, "sgd", Fill())
+        train(folder, "sgd", Stop(1, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))))
     except CheckpointError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         facts = {"message": str(error), "files": sorted(path.name for path in folder.iterdir())}
@@ -148,17 +133,13 @@ def full_disk(folder):
         (folder / "facts.json").write_text(json.dumps(facts))
 
 
+def two(folder, member):
+    return [end_of(child) for child in [fork(lambda place=place: member(folder, place)) for place in two_places()]]
+
+
 def two_and_one(folder, member):
-    """Call `member(folder, environment)` in two processes beside each other, then in one alone."""
-    children = [fork(lambda place=place: member(folder, place)) for place in two_places()]
-    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    ends.append(forked(lambda: member(folder, {})))
+    ends = [*two(folder, member), forked(lambda: member(folder, {}))]
     (folder / "ends.json").write_text(json.dumps(ends))
-
-
-def pair(folder):
-    """Two processes train what one trains, each on its share."""
-    two_and_one(folder, member)
 
 
 def member(folder, environment):
@@ -176,7 +157,7 @@ def member(folder, environment):
     facts["accuracy"] = vars(evaluate(model, toy_data().val, **options))
 
     stopped = folder / f"stopped-{processes.world_size}"
-    spec = TrainSpec(**{**vars(spec), "checkpoint_steps": 1})
+    spec = replace(spec, checkpoint_steps=1)
     try:
         fit(smooth(), interrupted_data(loads=10), spec, folder=stopped, **options)
     except KeyboardInterrupt:
@@ -184,10 +165,8 @@ def member(folder, environment):
         facts["resumed_from"] = fit(resumed, toy_data(), spec, folder=stopped, resume=True, **options).resumed_from
         save_model(resumed, folder / f"resumed-{who}.safetensors")
 
-    spec = TrainSpec(**{**vars(spec), "gradients": "bf16"})
-    fit(rounded := smooth(), toy_data(), spec, folder=None, **options)
+    fit(rounded := smooth(), toy_data(), replace(spec, gradients="bf16"), folder=None, **options)
     save_model(rounded, folder / f"rounded-{who}.safetensors")
-    spec = TrainSpec(**{**vars(spec), "gradients": "fp32"})
     crossed = smooth(seed=0 if processes.world_size > 1 else 5)  # two are stopped, and one goes on
     try:
         data = interrupted_data(loads=10) if processes.world_size > 1 else toy_data()
@@ -224,7 +203,6 @@ def member(folder, environment):
 
 
 def recorded(processes):
-    """Weights after steps in a loop of one's own, each process with its part of the batch."""
     torch.manual_seed(0)
     x, y, part = torch.randn(8, 5), torch.arange(8) % CLASSES, slice(processes.rank, None, processes.world_size)
     torch.manual_seed(processes.rank)  # rank 0's weights are to be everybody's
@@ -240,7 +218,6 @@ def recorded(processes):
 
 
 def exchanged(processes):
-    """The largest distance of gradients exchanged in buckets of 300 bytes from those of the whole batch."""
     torch.manual_seed(0)
     x, y, part = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES, slice(processes.rank, None, processes.world_size)
     model, unused = convnet().eval().to(memory_format=torch.channels_last), nn.Linear(2, 2)
@@ -261,10 +238,7 @@ def exchanged(processes):
 
 
 def widened(folder):
-    """One process is stopped, and two go on."""
-    ends = [forked(lambda: widened_member(folder, {}))]
-    children = [fork(lambda place=place: widened_member(folder, place)) for place in two_places()]
-    ends += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    ends = [forked(lambda: widened_member(folder, {})), *two(folder, widened_member)]
     (folder / "ends.json").write_text(json.dumps(ends))
 
 
@@ -301,26 +275,12 @@ def fail():
 
 def dying_member(environment, end):
     processes = init_processes("cpu", environment=environment)
-    data = toy_data()
-    if not processes.is_main:
-        load, left = data.train.load, [5]
-
-        def ending(*arguments, **options):
-            left[0] -= 1
-            if not left[0]:
-                end()
-            return load(*arguments, **options)
-
-        data.train.load = ending
+    data = toy_data() if processes.is_main else interrupted_data(5, end)
     fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
-def sharded(folder):
-    """Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own."""
-    two_and_one(folder, sharded_member)
-
-
 def sharded_member(folder, environment):
+    """Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own."""
     processes = init_processes("cpu", environment=environment)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES
@@ -346,22 +306,6 @@ def sharded_member(folder, environment):
     processes.close()
 
 
-def interrupted_data(loads):
-    """Ctrl-C, in every process, when it asks for its batch number `loads`."""
-    data = toy_data()
-    load = data.train.load
-
-    def stop(*arguments, **options):
-        nonlocal loads
-        loads -= 1
-        if not loads:
-            raise KeyboardInterrupt
-        return load(*arguments, **options)
-
-    data.train.load = stop
-    return data
-
-
 def exchange(processes):
     rank = torch.tensor([float(processes.rank), 1.0])
 
@@ -382,8 +326,17 @@ def exchange(processes):
     }
 
 
+TASKS = {
+    "killed": killed,
+    "pair": functools.partial(two_and_one, member=member),
+    "widened": widened,
+    "sharded": functools.partial(two_and_one, member=sharded_member),
+    "dying": dying,
+}
+
+
 def run_tasks(folder, names):
     for name in names:
         place = folder / name
         place.mkdir()
-        {"killed": killed, "pair": pair, "widened": widened, "sharded": sharded, "dying": dying}[name](place)
+        TASKS[name](place)

@@ -1,5 +1,3 @@
-"""None"""
-
 import builtins
 import copy
 import csv
@@ -9,6 +7,7 @@ import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,36 +23,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import compress
 from compress import Callback, CompressError, QATSpec, TrainSpec, evaluate, fit
 from compress.data.base import BatchPlan, DataSet, Preprocessing, Split
-from compress.data.memory import MemorySplit
 from compress.errors import CheckpointError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
 from compress.tasks.base import first_tensor
 from compress.tasks.classification import classification
 from compress.tasks.segmentation import segmentation
-from compress.training.distributed import SINGLE, Processes
+from compress.training.distributed import Processes
 from compress.training.evaluate import OutputsOf, outputs_of
 from compress.training.log import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
-from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
+from tests.networks import Net, unchanged
+from tests.training.toy import Stop, ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 
-def train(model, folder=None, *, batch_size=8, data=None, teacher=None, resume=False, progress=None, **spec):
+def train(model, folder=None, *, batch_size=8, data=None, **spec):
+    options = {key: spec.pop(key) for key in ("teacher", "resume", "progress", "callbacks", "processes") if key in spec}
     spec = TrainSpec(**{"epochs": 2, "warmup_epochs": 0, **spec})
-    options = {"teacher": teacher, "resume": resume, "progress": progress or NoProgress()}
     return fit(model, data or toy_data(), spec, batch_size=batch_size, folder=folder, **options)
-
-
-class Listener(NoProgress):
-    def __init__(self):
-        self.tasks, self.figures, self.finished = {}, {}, []
-
-    def start(self, task, total, *, done=0):
-        self.tasks[task] = (total, done)
-
-    def advance(self, task, amount=1, **fields):
-        self.figures.setdefault(task, []).append(fields)
-
-    def finish(self, task):
-        self.finished.append(task)
 
 
 def test_is_the_loop_that_one_would_write_by_hand():
@@ -93,15 +78,12 @@ def test_is_the_loop_that_one_would_write_by_hand():
         clip_grad_norm=0.5,
         grad_accumulation=2,
     )
-    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-05, atol=1e-06)
     assert [row.train_loss for row in report.history] == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
     assert report.steps == 6
 
 
 class Epochs(ToySplit):
-    """Remembers which epoch each batch was loaded for."""
-
     def load(self, indices, *, epoch, device):
         self.__dict__.setdefault("seen", []).append((epoch, tuple(indices)))
         return super().load(indices, epoch=epoch, device=device)
@@ -120,7 +102,7 @@ def test_a_later_phase_has_epochs_of_its_own(tmp_path):
 
 
 def test_learns_and_reports(tmp_path):
-    data, model, listener = toy_data(train=96, val=40), convnet(), Listener()
+    data, model, listener = toy_data(train=96, val=40), convnet(), Mock(NoProgress)
     report = train(model, tmp_path, data=data, epochs=6, lr=0.1, evaluate_every=4, progress=listener)
     assert report.final.top1 > 0.9
     again = evaluate(model, data.val, batch_size=8)
@@ -133,11 +115,11 @@ def test_learns_and_reports(tmp_path):
     assert (report.steps, report.resumed_from) == (72, None)
     assert report.images_per_s == pytest.approx(96 * 6 / report.seconds)
 
-    assert listener.tasks["train"] == (72, 0)
-    assert len(listener.figures["train"]) == 72
-    assert listener.figures["train"][-1].keys() == {"loss", "accuracy", "lr", "images_per_s"}
-    assert listener.figures["train"][-1]["loss"] == pytest.approx(report.history[-1].train_loss)
-    assert listener.finished[-1] == "train"
+    listener.start.assert_any_call("train", 72, done=0)
+    figures = [call.kwargs for call in listener.advance.call_args_list if call.args[0] == "train"]
+    assert len(figures) == 72 and figures[-1].keys() == {"loss", "accuracy", "lr", "images_per_s"}
+    assert figures[-1]["loss"] == pytest.approx(report.history[-1].train_loss)
+    assert listener.finish.call_args.args == ("train",)
 
     with (tmp_path / "train.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -150,15 +132,14 @@ def test_learns_and_reports(tmp_path):
 
 def test_leaves_the_callers_things_alone():
     model, teacher = convnet().eval(), linear(3).train()
-    taught = copy.deepcopy(teacher.state_dict())
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train(model, teacher=teacher, distill=True)
+    with unchanged(teacher):
+        train(model, teacher=teacher, distill=True)
     assert torch.equal(torch.rand(3), expected)
     assert not any(module.training for module in model.modules())
     assert all(module.training for module in teacher.modules())
-    assert all(torch.equal(value, taught[name]) for name, value in teacher.state_dict().items())
     assert all(p.grad is None for p in (*model.parameters(), *teacher.parameters()))
     assert model[0].weight.is_contiguous()
 
@@ -205,30 +186,21 @@ def test_auxiliary_heads_are_ignored(output):
     assert torch.equal(model.auxiliary[1].weight, linear(1)[1].weight)
 
 
-class Views(nn.Module):
+def views():
     """Calls `view` on a convolution's output, which channels_last tensors refuse."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(64, 4)
-
-    def forward(self, images):
-        features = self.conv(images)
-        return self.fc(features.view(features.shape[0], -1))
+    torch.manual_seed(0)
+    conv, fc = nn.Conv2d(3, 4, 3), nn.Linear(64, 4)
+    return Net(lambda net, x: net.fc(net.conv(x).view(len(x), -1)), conv=conv, fc=fc)
 
 
 def test_layout_changes_nothing_but_speed():
-    models = {layout: Views() for layout in (None, False)}
-    for layout, model in models.items():
-        train(model, channels_last=layout)
-    assert torch.equal(models[None].fc.weight, models[False].fc.weight)
+    for make, tolerances in ((views, {"rtol": 0, "atol": 0}), (smooth, {})):
+        models = {layout: make() for layout in (None, False)}
+        for layout, model in models.items():
+            train(model, channels_last=layout)
+        torch.testing.assert_close(models[None].state_dict(), models[False].state_dict(), **tolerances)
     with pytest.raises(RuntimeError, match="view"):
-        train(Views(), channels_last=True)
-    models = {layout: smooth() for layout in (None, False)}
-    for layout, model in models.items():
-        train(model, channels_last=layout)
-    torch.testing.assert_close(models[None][0].weight, models[False][0].weight)
+        train(views(), channels_last=True)
 
 
 def test_bf16_and_compile_run():
@@ -256,8 +228,6 @@ def test_fewer_images_than_a_batch():
 
 
 class Explodes(nn.Module):
-    """Its loss turns to NaN in the 9th forward pass of training."""
-
     def __init__(self):
         super().__init__()
         self.body, self.left = linear(), 9
@@ -275,13 +245,9 @@ def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
     with safe_open(path, "pt") as file:
         position = json.loads(file.metadata()["compress"])["data"]["position"]
     assert (position["epoch"], position["step"]) == (1, 2)
-    assert train(linear_like(Explodes()), tmp_path, checkpoint_steps=4, resume=True).resumed_from == 8
-
-
-def linear_like(model):
-    """The same names, without the explosion."""
-    model.left = 10**9
-    return model
+    calm = Explodes()
+    calm.left = 10**9
+    assert train(calm, tmp_path, checkpoint_steps=4, resume=True).resumed_from == 8
 
 
 def test_weights_that_overflow_are_not_saved(tmp_path):
@@ -291,52 +257,52 @@ def test_weights_that_overflow_are_not_saved(tmp_path):
     assert all(value.isfinite().all() for value in load_file(tmp_path / "train.checkpoint.safetensors").values())
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(RecipeError, match=r"train\.lr is -1"):
-        train(linear(), lr=-1)
-    with pytest.raises(RecipeError, match="fp16"):
-        train(linear(), precision="fp16")
-    with pytest.raises(RecipeError, match="no teacher"):
-        train(linear(), distill=True)
-    with pytest.raises(ModelError, match=r"shape \(2, 4\) and the teacher's \(2, 7\)"):
-        train(linear(), distill=True, teacher=linear(classes=7))
-    with pytest.raises(ModelError, match=r"\(2, 3\) for 2 images of 4 classes"):
-        train(linear(classes=3))
-    with pytest.raises(ModelError, match="no trainable parameter"):
-        train(linear().requires_grad_(False))
-    with pytest.raises(CheckpointError, match="without a folder"):
-        train(linear(), resume=True)
-    broken = linear()
-    broken[1].bias.data[2] = math.nan
-    with pytest.raises(ModelError, match=r"1\.bias is NaN or infinite before"):
-        train(broken)
-    with pytest.raises(DataError, match="1 images for 2 processes"):
-        fit(linear(), toy_data(train=1), TrainSpec(), batch_size=8, folder=None, processes=Processes(world_size=2))
-    assert not list(tmp_path.iterdir())
+def broken():
+    model = linear()
+    model[1].bias.data[2] = math.nan
+    return model
+
+
+TWO_PROCESSES = {"data": toy_data(train=1), "processes": Processes(world_size=2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "words"),
+    [
+        (linear(), {"lr": -1}, RecipeError, r"train\.lr is -1"),
+        (linear(), {"precision": "fp16"}, RecipeError, "fp16"),
+        (linear(), {"distill": True}, RecipeError, "no teacher"),
+        (linear(), {"distill": True, "teacher": linear(classes=7)}, ModelError, r"\(2, 4\) and the teacher's \(2, 7\)"),
+        (linear(classes=3), {}, ModelError, r"\(2, 3\) for 2 images of 4 classes"),
+        (linear().requires_grad_(False), {}, ModelError, "no trainable parameter"),
+        (linear(), {"resume": True}, CheckpointError, "without a folder"),
+        (broken(), {}, ModelError, r"1\.bias is NaN or infinite before"),
+        (linear(), TWO_PROCESSES, DataError, "1 images for 2 processes"),
+    ],
+)
+def test_refusals(model, options, error, words):
+    with pytest.raises(error, match=words):
+        train(model, **options)
 
 
 def test_resume_refuses_another_training(tmp_path):
     train(linear(), tmp_path)
     before = (tmp_path / "train.checkpoint.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match=r"batch_size \(8 there, 16 here\), epochs \(2 there, 3 here\)"):
-        train(linear(), tmp_path, epochs=3, batch_size=16, resume=True)
-    with pytest.raises(CheckpointError, match="train_images"):
-        train(linear(), tmp_path, data=toy_data(train=40), resume=True)
-    with pytest.raises(CheckpointError, match="another model"):
-        train(smooth(), tmp_path, resume=True)
+    for model, changes, words in (
+        (linear(), {"epochs": 3, "batch_size": 16}, r"batch_size \(8 there, 16 here\), epochs \(2 there, 3 here\)"),
+        (linear(), {"data": toy_data(train=40)}, "train_images"),
+        (smooth(), {}, "another model"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            train(model, tmp_path, resume=True, **changes)
     assert (tmp_path / "train.checkpoint.safetensors").read_bytes() == before
 
 
 def test_starting_anew_replaces_an_older_checkpoint_at_once(tmp_path):
     """Otherwise a new training that is killed early would be resumed as the old one."""
     train(linear(), tmp_path)
-
-    class Stop(NoProgress):
-        def advance(self, task, amount=1, **fields):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(linear(5), tmp_path, progress=Stop())
+        train(linear(5), tmp_path, progress=Stop(1))
     assert torch.equal(load_file(tmp_path / "train.checkpoint.safetensors")["model.1.weight"], linear(5)[1].weight)
     assert train(linear(), tmp_path, resume=True).resumed_from == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.checkpoint.safetensors", "train.csv"]
@@ -376,21 +342,8 @@ def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
 ROOT = Path(__file__).parents[2]
 
 
-def data():
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8)
-    parts = [
-        MemorySplit(images, torch.arange(20) % 2, labels=("a", "b"), preprocessing=Preprocessing(image_size=8), seed=0)
-        for _ in range(2)
-    ]
-    return DataSet(train=parts[0], val=parts[1])
-
-
 def callbacks_train(*callbacks, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
-    spec = compress.TrainSpec(epochs=2, lr=0.01)
-    return compress.fit(model, data(), spec, batch_size=5, callbacks=callbacks, **{"folder": None, **options})
+    return train(linear(), data=toy_data(train=32), lr=0.01, callbacks=callbacks, **options)
 
 
 class Heard(Callback):
@@ -431,12 +384,8 @@ def test_listening_changes_nothing(tmp_path):
 
 
 def test_a_resumed_training_is_heard_from_where_it_goes_on(tmp_path):
-    class Stop(Callback):
-        def epoch(self, name, row):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        callbacks_train(Stop(), folder=tmp_path)
+        callbacks_train(folder=tmp_path, progress=Stop(5))
     heard = Heard()
     callbacks_train(heard, folder=tmp_path, resume=True)
     assert heard.calls[:2] == [("begin", "train", 2, 4), ("step", 5, ["accuracy", "images_per_s", "loss", "lr"])]
@@ -506,11 +455,6 @@ def network():
     return timm.create_model("test_resnet", num_classes=2)
 
 
-class Named(torch.nn.Sequential):
-    def forward(self, x):
-        return super().forward(x)
-
-
 def squared(outputs, targets):
     return (outputs.softmax(1) - torch.nn.functional.one_hot(targets, 2)).square().mean()
 
@@ -546,26 +490,19 @@ def test_own_loss_and_metric_train_a_quantized_network():
 
 def test_sensitivity_takes_a_loader_of_mappings_and_a_metric():
     loader = DataLoader(Mappings(), batch_size=12)
-    model = Named(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+    model = Net(lambda net, x: net.layers(x), layers=layers)
     model(IMAGES)
     found = compress.sensitivity(model.eval(), IMAGES[:2], loader, loader, metric=accuracy)
     assert found.float_score == pytest.approx(accuracy(model(IMAGES), TARGETS).item())
-    assert {row.layer for row in found.rows} == {"0", "3"}
+    assert {row.layer for row in found.rows} == {"layers.0", "layers.3"}
 
 
 def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path):
     loader, whole, parts = DataLoader(Mappings(), batch_size=8, shuffle=True), network(), network()
     compress.fit(whole, loader, SPEC)
-
-    class StoppedError(Exception):
-        pass
-
-    def stop(step, steps, optimizer):
-        if step == 4:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        compress.fit(parts, loader, SPEC, folder=tmp_path, after_step=stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress.fit(parts, loader, SPEC, folder=tmp_path, progress=Stop(4))
     again = network()
     compress.fit(again, loader, SPEC, folder=tmp_path, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
@@ -608,11 +545,10 @@ def test_agrees_with_scikit_learn(classes, batch_size, limit):
 def test_leaves_modes_and_statistics_as_they_were():
     model = convnet().train()
     model[1].eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    evaluate(model, ToySplit(8), batch_size=4)
+    with unchanged(model):
+        evaluate(model, ToySplit(8), batch_size=4)
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_shares_of_three_processes_sum_to_the_whole():
@@ -644,26 +580,25 @@ def test_logits_in_an_object_are_found_and_a_model_that_fails_is_named():
         outputs_of(OutputsOf(nn.Conv2d(1, 4, 3)), torch.zeros(2, 3, 8, 8))
 
 
-def test_refusals_of_evaluate():
-    split, model = ToySplit(8), linear()
-    with pytest.raises(RecipeError, match="fp16"):
-        evaluate(model, split, batch_size=4, precision="fp16")
-    with pytest.raises(DataError, match="no image"):
-        evaluate(model, split, batch_size=4, limit=0)
-    with pytest.raises(ModelError, match=r"\(4, 3\) for 4 images of 4 classes"):
-        evaluate(linear(classes=3), split, batch_size=4)
-    with pytest.raises(ModelError, match=r"\(4, 3, 6, 6\)"):
-        evaluate(nn.Identity(), split, batch_size=4)
-    with pytest.raises(ModelError, match="NoneType"):
-        evaluate(Nothing(), split, batch_size=4)
-    with pytest.raises(CompressError, match="device is cuda and the processes were started on cpu"):
-        evaluate(model, split, batch_size=4, device="cuda", processes=Processes(world_size=2))
-    assert SINGLE.world_size == 1
-
-
-class Nothing(nn.Module):
-    def forward(self, images):
-        return None
+@pytest.mark.parametrize(
+    ("model", "options", "error", "words"),
+    [
+        (linear(), {"precision": "fp16"}, RecipeError, "fp16"),
+        (linear(), {"limit": 0}, DataError, "no image"),
+        (linear(classes=3), {}, ModelError, r"\(4, 3\) for 4 images of 4 classes"),
+        (nn.Identity(), {}, ModelError, r"\(4, 3, 6, 6\)"),
+        (Net(lambda net, x: None), {}, ModelError, "NoneType"),
+        (
+            linear(),
+            {"device": "cuda", "processes": Processes(world_size=2)},
+            CompressError,
+            "device is cuda and the processes were started on cpu",
+        ),
+    ],
+)
+def test_refusals_of_evaluate(model, options, error, words):
+    with pytest.raises(error, match=words):
+        evaluate(model, ToySplit(8), batch_size=4, **options)
 
 
 def test_bf16_is_close_to_fp32():
@@ -679,23 +614,15 @@ LABELS = ("dark", "bright")
 TASK = segmentation(LABELS)
 
 
-class Squares(Split):
-    """Bright squares on a dark, noisy ground; the class of a pixel is whether it is in the square."""
-
+class Squares(ToySplit):
     def __init__(self, count):
-        super().__init__(labels=LABELS, preprocessing=Preprocessing(image_size=(8, 12)), seed=0)
+        Split.__init__(self, labels=LABELS, preprocessing=Preprocessing(image_size=(8, 12)), seed=0)
         generator = torch.Generator().manual_seed(count)
         self.targets = torch.zeros(count, 8, 12, dtype=torch.int64)
         for i in range(count):
             top, left = (torch.randint(0, 6, (2,), generator=generator)).tolist()
             self.targets[i, top : top + 4, left : left + 5] = 1
         self.images = self.targets.unsqueeze(1) + 0.2 * torch.randn(count, 3, 8, 12, generator=generator)
-
-    def __len__(self):
-        return len(self.targets)
-
-    def load(self, indices, *, epoch, device):
-        return self.images[indices].to(device), self.targets[indices].to(device)
 
 
 def tasks_network():
@@ -709,18 +636,6 @@ DATA = DataSet(train=Squares(24), val=Squares(8))
 TASKS_SPEC = TrainSpec(epochs=3, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
 
 
-class StopError(Exception):
-    pass
-
-
-def stop_after(count):
-    def after_step(step, steps, optimizer):
-        if step == count:
-            raise StopError
-
-    return after_step
-
-
 def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(tmp_path):
     model = tasks_network()
     report = fit(model, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "a", task=TASK)
@@ -731,8 +646,8 @@ def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(t
     assert not [name for name in rows[0] if "top" in name]
     assert report.best is not None
     other = tasks_network()
-    with pytest.raises(StopError):
-        fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, after_step=stop_after(5))
+    with pytest.raises(KeyboardInterrupt):
+        fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, progress=Stop(5))
     other = tasks_network()
     again = fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, resume=True)
     assert again.resumed_from == 4
@@ -762,13 +677,6 @@ def test_frozen_layers_stay_as_they_are():
 
 
 def test_a_loss_that_is_not_finite_is_named():
-    model = tasks_network()
+    task = replace(TASK, loss=lambda outputs, targets, label_smoothing=0.0: outputs.mean() * math.nan)
     with pytest.raises(CompressError, match="the loss is nan at epoch 1, step 1"):
-        fit(model, DATA, TASKS_SPEC, batch_size=8, folder=None, task=_broken())
-
-
-def _broken():
-    def loss(outputs, targets, *, label_smoothing=0.0):
-        return outputs.mean() * float("nan")
-
-    return replace(TASK, loss=loss)
+        fit(tasks_network(), DATA, TASKS_SPEC, batch_size=8, folder=None, task=task)

@@ -1,5 +1,3 @@
-"""Options of quantization-aware training: mean of the weights, learned ranges, and what freezes when."""
-
 import copy
 
 import pytest
@@ -25,7 +23,8 @@ from compress.errors import CheckpointError, DataError, RecipeError
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
 from compress.training.checkpoint import WeightAverage
-from tests.training.toy import ToySplit, convnet, linear, toy_data
+from tests.networks import unchanged
+from tests.training.toy import Stop, ToySplit, convnet, linear, toy_data
 
 DATA = toy_data()
 
@@ -56,20 +55,7 @@ def test_compiled_by_regions_is_the_same_training():
     train(plain, spec_of(fused="on"))
     with torch.compiler.set_stance("force_eager"):  # the wiring alone: compilers are slow, and not on every machine
         train(parts, spec_of(fused="on", compile="regions"))
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(parts.state_dict()[name], value, rtol=0, atol=1e-5)
-
-
-class StoppedError(Exception):
-    """Stops a training in place of a kill."""
-
-
-def stop_at(step):
-    def after(done, total, optimizer):
-        if done == step:
-            raise StoppedError
-
-    return after
+    torch.testing.assert_close(parts.state_dict(), plain.state_dict(), rtol=0, atol=1e-05)
 
 
 # ---------------------------------------------------------------------------------------------- mean of the weights
@@ -77,9 +63,8 @@ def test_mean_is_that_of_torch():
     torch.manual_seed(0)
     model, decay = linear(), 0.6
 
-    def average(mean, own, count):
-        step = int(count)
-        d = min(decay, (1 + step) / (10 + step))
+    def average(mean, own, step):
+        d = min(decay, (1 + int(step)) / (10 + int(step)))
         return d * mean + (1 - d) * own
 
     theirs = AveragedModel(model, avg_fn=average)
@@ -110,8 +95,7 @@ def test_the_mean_is_what_is_evaluated_and_kept():
     for step, own in enumerate(weights, start=1):
         d = min(0.9, (1 + step) / (10 + step))
         mean = [d * m + (1 - d) * w for m, w in zip(mean, own, strict=True)]
-    for p, m in zip(averaged.parameters(), mean, strict=True):
-        torch.testing.assert_close(p, m, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(list(averaged.parameters()), mean, rtol=0.0001, atol=1e-06)
     assert evaluate(averaged, DATA.val, batch_size=11).loss == pytest.approx(report.final.loss, rel=1e-5)
 
 
@@ -132,19 +116,14 @@ def test_swapping_gives_the_weights_back():
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_killed_training_resumes_to_the_same_network(tmp_path, step):
     spec = spec_of(scales="learned", ema_decay=0.9, freeze_ranges_epoch=2, freeze_batchnorm_epoch=1, checkpoint_steps=2)
-    whole = quantized()
+    whole, killed, resumed, again = (quantized() for _ in range(4))
     train(whole, spec, folder=tmp_path / "whole")
-    killed = quantized()
-    with pytest.raises(StoppedError):
-        train(killed, spec, folder=tmp_path / "killed", after_step=stop_at(step))
-    resumed = quantized()
-    report = train(resumed, spec, folder=tmp_path / "killed", resume=True)
-    assert report.resumed_from
-    again = quantized()
+    with pytest.raises(KeyboardInterrupt):
+        train(killed, spec, folder=tmp_path / "killed", progress=Stop(step))
+    assert train(resumed, spec, folder=tmp_path / "killed", resume=True).resumed_from
     train(again, spec, folder=tmp_path / "killed", resume=True)  # of one that had ended
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-        assert torch.equal(value, again.state_dict()[name]), name
+    torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(whole.state_dict(), again.state_dict(), rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------- what freezes when
@@ -197,11 +176,8 @@ def test_refusals_of_the_recipe(qat, words):
 
 
 def test_the_recipe_takes_them_all():
-    tree = {
-        "quantization": {"batchnorm": "keep"},
-        "qat": {"scales": "learned", "freeze_ranges_epoch": 1, "freeze_batchnorm_epoch": 1, "ema_decay": 0.99},
-    }
-    recipe = parse_recipe(tree)
+    qat = {"scales": "learned", "freeze_ranges_epoch": 1, "freeze_batchnorm_epoch": 1, "ema_decay": 0.99}
+    recipe = parse_recipe({"quantization": {"batchnorm": "keep"}, "qat": qat})
     assert recipe.qat.scales == "learned" and recipe.train.ema_decay is None
 
 
@@ -239,11 +215,9 @@ def test_statistics_are_the_means_over_the_batches():
 @pytest.mark.parametrize("batches", [[], [torch.randn(4, 3, 6, 6), ["no images"]]], ids=["none", "one is no batch"])
 def test_bad_batches_leave_the_statistics(batches):
     model = convnet()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(DataError):
+    with unchanged(model), pytest.raises(DataError):
         recalibrate_batchnorm(model, batches)
     assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_model_without_batchnorm_is_left_alone():

@@ -19,7 +19,8 @@ from compress.training.augment import make_augment
 from compress.training.optim import learning_rate
 from compress.training.passes import FeaturePairs, feature_distance
 from compress.training.spec import check_train_spec
-from tests.training.toy import CLASSES, ToySplit, convnet, toy_data
+from tests.networks import Net, unchanged
+from tests.training.toy import CLASSES, Stop, ToySplit, convnet, toy_data
 
 FAST = TrainSpec(epochs=4, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
 
@@ -41,8 +42,6 @@ def cropped(images, targets):
 
 
 class Pixels(ToySplit):
-    """As `ToySplit`, of 8-bit pixels."""
-
     def __init__(self, count, **options):
         super().__init__(count, **options)
         self.images = self.preprocessing.normalize(
@@ -54,18 +53,6 @@ class Pixels(ToySplit):
 
 
 PIXELS = DataSet(train=Pixels(32), val=Pixels(12))
-
-
-class Stop(NoProgress):
-    """Stops a training at its step number `at`."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def advance(self, task, amount=1, **fields):
-        self.left -= task == "train"
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -83,17 +70,8 @@ def test_resumed_to_the_bit(tmp_path, changes):
     spec = replace(FAST, **changes)
 
     def train(folder, progress, resume):
-        model = convnet()
-        fit(
-            model,
-            PIXELS,
-            spec,
-            batch_size=8,
-            folder=folder,
-            teacher=convnet(3),
-            resume=resume,
-            progress=progress,
-        )
+        model, options = convnet(), {"teacher": convnet(3), "resume": resume, "progress": progress}
+        fit(model, PIXELS, spec, batch_size=8, folder=folder, **options)
         return model.state_dict()
 
     for name in ("whole", "cut"):
@@ -104,15 +82,13 @@ def test_resumed_to_the_bit(tmp_path, changes):
             train(tmp_path / "cut", Stop(at), at != 7)
     again = train(tmp_path / "cut", NoProgress(), True)
     ended = train(tmp_path / "cut", NoProgress(), True)  # of a training that has ended
-    for name, tensor in whole.items():
-        assert tensor.equal(again[name]) and tensor.equal(ended[name]), name
+    torch.testing.assert_close([again, ended], [whole, whole], rtol=0, atol=0)
 
 
 def test_keeps_the_best_epoch():
     """A rate that is far too high at the end destroys what was learned; its epochs are not the best."""
     data, model = toy_data(noise=0.5), convnet()
-    spec = replace(FAST, epochs=5, schedule=f"{__name__}:late_jump", lr=0.02)
-    kept = convnet()
+    spec, kept = replace(FAST, epochs=5, schedule=f"{__name__}:late_jump", lr=0.02), convnet()
     report = fit(kept, data, replace(spec, keep_best=True), batch_size=8, folder=None)
     last = fit(model, data, spec, batch_size=8, folder=None)
     values = [row.val_top1 for row in report.history]
@@ -208,22 +184,18 @@ def test_refused_by_the_keys_alone(changes, words):
 )
 def test_refused_before_the_first_step(changes, words):
     model = convnet()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(RecipeError, match=words):
+    with unchanged(model), pytest.raises(RecipeError, match=words):
         fit(model, PIXELS, replace(FAST, **changes), batch_size=8, folder=None, teacher=convnet(3))
-    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_named_changes_need_pixels_and_a_class_for_each_image():
     with pytest.raises(RecipeError, match="8-bit pixels"):
         fit(convnet(), toy_data(), replace(FAST, augment=("augmix",)), batch_size=8, folder=None)
-    tree = {"task": "segmentation", "model": {"name": "fcn_resnet50"}, "train": {"augment": ["mixup"]}}
+    tree = {"task": "segmentation", "model": {"name": "fcn_resnet50"}}
     tree["data"] = {"name": "masks", "root": "x", "classes": ["a", "b"]}
-    with pytest.raises(RecipeError, match="without their masks or boxes"):
-        parse_recipe(tree)
-    tree["train"] = {"stop_within": 0.5}
-    with pytest.raises(RecipeError, match="which this section trains"):
-        parse_recipe(tree)
+    for train, words in (({"augment": ["mixup"]}, "without their masks or"), ({"stop_within": 0.5}, "section trains")):
+        with pytest.raises(RecipeError, match=words):
+            parse_recipe({**tree, "train": train})
     labels = ToySplit(4).targets[:2].view(2, 1, 1).expand(2, 6, 6)
     with pytest.raises(RecipeError, match="one class for each image"):
         make_augment(
@@ -275,17 +247,17 @@ def test_features_draw_the_student_to_the_teacher():
 
 
 def test_a_layer_that_is_not_called_is_named():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Sequential(nn.Conv2d(3, 4, 3))
-
-        def forward(self, x):
-            return self.block[0](x).mean((2, 3))
 
     spec = replace(FAST, distill=True, distill_features={"block": "0"})
     with pytest.raises(RecipeError, match=r"not called as a module.*such as block.0"):
-        fit(Functional(), PIXELS, spec, batch_size=8, folder=None, teacher=convnet(3))
+        fit(
+            Net(lambda net, x: net.block[0](x).mean((2, 3)), block=nn.Sequential(nn.Conv2d(3, 4, 3))),
+            PIXELS,
+            spec,
+            batch_size=8,
+            folder=None,
+            teacher=convnet(3),
+        )
 
 
 def test_own_schedule_follows_the_warm_up():
@@ -300,16 +272,11 @@ def test_own_schedule_follows_the_warm_up():
 def test_checkpoints_of_every_second_epoch_are_gone_on_with_to_the_bit(tmp_path):
     spec = replace(FAST, checkpoint_steps=None, checkpoint_every=2)
 
-    def train(folder, progress, resume):
-        model = convnet()
-        report = fit(model, PIXELS, spec, batch_size=8, folder=folder, resume=resume, progress=progress)
-        return model.state_dict(), report
-
-    whole, _ = train(None, NoProgress(), False)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, Stop(15), False)  # in the fourth epoch of four steps
-    again, report = train(tmp_path, NoProgress(), True)
+    whole, again = convnet(), convnet()
+    fit(whole, PIXELS, spec, batch_size=8, folder=None)
+    with pytest.raises(KeyboardInterrupt):  # in the fourth epoch of four steps
+        fit(convnet(), PIXELS, spec, batch_size=8, folder=tmp_path, progress=Stop(15))
+    report = fit(again, PIXELS, spec, batch_size=8, folder=tmp_path, resume=True)
     assert report.resumed_from == 8
     assert [row.epoch for row in report.history] == [1, 2, 3, 4]
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, again[name])
+    torch.testing.assert_close(whole.state_dict(), again.state_dict(), rtol=0, atol=0)

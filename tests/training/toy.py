@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from compress.data.base import DataSet, Preprocessing, Split, hash_seed
+from compress.support.progress import NoProgress
 
 CLASSES = 4
 
@@ -34,14 +35,44 @@ def toy_data(train=48, val=22, **options):
     return DataSet(train=ToySplit(train, **options), val=ToySplit(val, **options))
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
+class Stop(NoProgress):
+    """A user who stops a training, or another task, at its step number `at`; or what else `end` does there."""
+
+    def __init__(self, at, end=interrupt, task="train"):
+        self.left, self.end, self.task = at, end, task
+
+    def advance(self, task, amount=1, **fields):
+        self.left -= task == self.task
+        if not self.left:
+            self.end()
+
+
+def interrupted_data(loads, end=interrupt):
+    """Data that end a process, Ctrl-C by default, when it asks for its batch number `loads`."""
+    data = toy_data()
+    load = data.train.load
+
+    def stop(*arguments, **options):
+        nonlocal loads
+        loads -= 1
+        if not loads:
+            end()
+        return load(*arguments, **options)
+
+    data.train.load = stop
+    return data
+
+
 def linear(seed=0, classes=CLASSES):
-    """A plain linear classifier: no BatchNorm, no dropout."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(108, classes))
 
 
 def convnet(seed=0):
-    """BatchNorm, dropout, convolution."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -55,7 +86,6 @@ def convnet(seed=0):
 
 
 def smooth(seed=0):
-    """Two layers with a convolution and no BatchNorm: the same function however a batch is cut."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, CLASSES))
 

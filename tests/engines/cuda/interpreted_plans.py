@@ -53,14 +53,12 @@ ACTIVATIONS = {
 
 
 def activations(b):
-    """Every activation after a convolution of odd sizes; the last one also leaves the network as values."""
     x = b.quantize("input")
     parts = [b.quantize(function(b, b.conv(x, 5, taps=1, padding=0))) for function in ACTIVATIONS.values()]
     return parts[0], *parts[1:]
 
 
 def residuals(b):
-    """Sums of codes, of rounded branches and of values, with strides over padding."""
     x = b.quantize("input")
     y = b.quantize(b.op("Relu", b.conv(x, 18, 3, 2, 1)))
     shortcut = b.quantize(b.conv(x, 18, 1, 2, 0))
@@ -71,7 +69,6 @@ def residuals(b):
 
 
 def groups(b):
-    """Grouped and depthwise convolutions, pools, a concatenation, a branch that scales channels."""
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 24, 1, padding=0)))
     y = b.quantize(b.conv(x, 24, 3, 1, 1, groups=3))
     y = b.quantize(b.op("Relu", b.conv(y, 24, 5, 2, 2, groups=24)))
@@ -84,19 +81,16 @@ def groups(b):
 
 
 def stem(b):
-    """A first convolution of three channels, rearranged, and a linear layer after a mean."""
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16, 7, 2, 3)))
     x = b.quantize(b.op("GlobalAveragePool", x))
     return b.linear(b.op("Flatten", x), 10)
 
 
 def small_stem(b):
-    """A first convolution that moves by one pixel: a whole filter is one vector."""
     return b.quantize(b.op("Relu", b.conv(b.quantize("input"), 18, 3, 1, 1)))
 
 
 def transformer(b, depth=12):
-    """Attention of two heads, and a normalization."""
     tokens, width = b.shape[1], 2 * depth
     x = b.quantize("input")
     heads = []
@@ -112,7 +106,6 @@ def transformer(b, depth=12):
 
 
 def shifted_windows(b):
-    """Attention within windows, whose biases and masks are added one after the other."""
     return windows(b, b.quantize("input"), (*b.shape[1:3], 2, 12))
 
 
@@ -149,7 +142,6 @@ def check(case, device):
 
 
 def check_pointwise(device):
-    """Products of rows, by tensor descriptors and of all columns at once: what fills no tile, zeros, residuals."""
     for rows, channels, columns, zero, tile in (
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
         (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
@@ -190,7 +182,6 @@ def check_pointwise(device):
 
 
 def check_dots(device):
-    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit."""
     for shape, taps, stride, padding, zero, tile in (
         ((2, 20, 5, 6), 3, 1, 1, 0, RowsTile(2, 2, 8, 1)),
         ((1, 20, 3, 4), 5, 1, 2, 5, RowsTile(2, 2, 8, 1)),
@@ -229,7 +220,6 @@ def check_dots(device):
 
 
 def check_windows(device):
-    """Filters whose taps are boxes of the image: boxes over every side, dilation, channels that fill no step."""
     for shape, columns, taps, padding, dilation, tile in (
         ((3, 40, 5, 6), 48, 3, 1, 1, WindowTile(1, 2, 8, 32, 32)),
         ((2, 16, 4, 4), 32, 3, 2, 2, WindowTile(2, 2, 4, 16, 32)),
@@ -290,7 +280,6 @@ FUNCTIONS = {
 
 
 def check_epilogues(device):
-    """Every activation as the first and as the second one of an epilogue, to values and to codes."""
     assert set(FUNCTIONS) == set(epilogue.ACTIVATIONS)
     torch.manual_seed(0)
     x, w = (torch.randint(-128, 128, (n, 16), dtype=torch.int8) for n in (9, 7))
@@ -322,7 +311,6 @@ def check_epilogues(device):
 @settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(networks())
 def check_networks(network):
-    """Small random networks, on the guessed kernel of each step."""
     b, y = network
     with tempfile.TemporaryDirectory() as folder:
         layout = lay_out(make_plan(b.save(Path(folder) / "m.onnx", y), batch_size=b.shape[0], dtype=torch.float32))

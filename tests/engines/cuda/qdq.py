@@ -69,7 +69,6 @@ class Builder:
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *names), *names)
 
     def weight(self, *shape, axis=0, per_channel=True):
-        """A dequantized int8 constant of a normal distribution."""
         fan = int(np.prod(shape)) // shape[axis]
         value = (self.rng.standard_normal(shape) / np.sqrt(fan)).astype(np.float32)
         over = tuple(i for i in range(len(shape)) if i != axis)
@@ -95,7 +94,6 @@ class Builder:
         )
 
     def model(self, *outputs, batch="batch"):
-        """The network up to `outputs`."""
         shape = [batch, *self.shape[1:]] if batch else list(self.shape)
         inputs = [helper.make_tensor_value_info("input", TensorProto.FLOAT, shape)]
         ends = []
@@ -115,13 +113,11 @@ class Builder:
 
 
 def gelu(b, x):
-    """GELU as exporters spell it."""
     root, one, half = (b.constant(np.float32(value)) for value in (np.sqrt(2), 1, 0.5))
     return b.op("Mul", x, b.op("Mul", half, b.op("Add", one, b.op("Erf", b.op("Div", x, root)))))
 
 
 def convnext(b):
-    """Two blocks of ConvNeXt: a wide depthwise filter, a normalization of pixels, two products, a scale, a residual."""
     channels, x = b.shape[1], "input"
     for _ in range(2):
         y = b.conv(b.quantize(x), channels, 7, padding=3, groups=channels)
@@ -163,7 +159,6 @@ def session(model):
 
 
 def all_values(path, inputs):
-    """Every tensor that ONNX Runtime computes of a file, by name."""
     model = onnx.load(str(path))
     known = {value.name for value in model.graph.output}
     for node in model.graph.node:

@@ -15,25 +15,21 @@ CPU = torch.device("cpu")
 
 
 def executor(path, batch=2, sizes=None):
-    """A reference executor of a file; values are float32."""
     layout = lay_out(make_plan(path, sizes, batch_size=batch, dtype=torch.float32))
     return Executor(layout, [bind_reference(step, layout, CPU) for step in layout.steps], CPU)
 
 
 def run(path, x):
-    """The network's outputs by the reference, by name."""
     x = torch.from_numpy(np.asarray(x))
     return {name: value.numpy() for name, value in executor(path, batch=len(x)).run({"input": x}).items()}
 
 
 def kinds(path, batch=2):
-    """Names of the classes of a plan's steps, in order; an operation with its operator."""
     steps = lay_out(make_plan(path, batch_size=batch)).steps
     return [type(s).__name__ + (f" {s.op}" if hasattr(s, "op") else "") for s in steps]
 
 
 def ties(step, tensors):
-    """The codes that a step gives on grids that are a millionth coarser and finer, by name."""
     found = {}
     for factor in (1 - 1e-6, 1 + 1e-6):
         moved = with_grid(step, factor)

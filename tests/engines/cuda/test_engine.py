@@ -26,7 +26,6 @@ MACHINE = Machine(gpu="NVIDIA H100 80GB HBM3", capability="9.0", driver="13.0", 
 
 
 def network(path, seed=0):
-    """Two convolutions with a residual between them, quantized."""
     b = Builder((2, 3, 8, 8), seed=seed)
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16)))
     y = b.quantize(b.op("Relu", b.op("Add", b.conv(x, 16), x)))
@@ -193,8 +192,6 @@ def test_a_plan_with_other_choices_is_refused(tmp_path):
 
 
 def ways(work):
-    """Two ways to compute a step, of which one works thirty times as much; every computation is noted in `work`."""
-
     def candidates(step, layout):
         run = bind_reference(step, layout, torch.device("cpu"))
 
@@ -234,7 +231,6 @@ def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, mo
 
 
 def mixing(path):
-    """A network whose images depend on one another: the mean over the batch is taken off."""
     b = Builder((4, 3, 8, 8))
     y = b.conv(b.quantize("input"), 16)
     return b.save(path, b.op("Sub", y, b.op("ReduceMean", y, b.constant(np.array([0])), keepdims=1))), b.x
@@ -284,8 +280,6 @@ def test_on_a_gpu_two_halves_beside_each_other_compute_what_the_whole_does(tmp_p
 
 
 def other_ways(*names):
-    """Ways to compute a step, by name; those whose names come later are faster."""
-
     def candidates(step, layout):
         exact = bind_reference(step, layout, torch.device("cpu"))
 

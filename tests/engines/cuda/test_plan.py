@@ -35,7 +35,6 @@ def check(path, x, *, share=1e-3):
 
 
 def residual_block(b, rounded):
-    """Two convolutions and a sum, as a ResNet has them; `rounded` quantizes both operands of the sum."""
     x = b.quantize("input")
     y = b.quantize(b.op("Relu", b.conv(x, 8)))
     y = b.conv(y, 8)
@@ -227,7 +226,6 @@ def test_a_float_file_is_computed_in_floating_point(tmp_path):
 
 @st.composite
 def networks(draw):
-    """A small network of random layers, quantized either way."""
     b = Builder(
         tuple(draw(st.integers(1, 2) if i == 0 else st.sampled_from([1, 3, 5, 8, 9])) for i in range(4)),
         seed=draw(st.integers(0, 99)),

@@ -27,7 +27,6 @@ def network() -> nn.Module:
 
 
 def write_all(folder: Path) -> dict[str, Path]:
-    """One file of each kind."""
     model, x = network(), torch.randn(4, *IMAGE)
     sparse = copy.deepcopy(model)
     for module in sparse.modules():
@@ -49,7 +48,6 @@ def write_all(folder: Path) -> dict[str, Path]:
 
 
 def unsupported(path: Path) -> Path:
-    """A file with an operation that no TensorRT takes."""
     nodes = [
         helper.make_node("Relu", ["x"], ["kept"], name="/block/Relu"),
         helper.make_node("Unique", ["kept"], ["y"], name="/block/Unique"),

@@ -49,12 +49,11 @@ def built(files):
 
 
 def layers(log, kind):
-    """Input types of the layers of a kind, in the builder's own list of what it built."""
     lines = [line for line in log.splitlines() if f"LayerType: {kind}," in line]
     return [re.findall(r"Datatype: (\w+)", line.split("Constants:")[0]) for line in lines]
 
 
-@pytest.mark.parametrize("sm", further([80, 86, 89, 120], [89, 120]))
+@pytest.mark.parametrize("sm", further([80, 86, 89, 120], [120]))
 def test_every_kind_builds_for_every_gpu(files, tmp_path, sm):
     for kind in KINDS:
         made = build_tensorrt(files[kind], options=TensorRTOptions(sms=(sm,)), out=tmp_path / f"{kind}.engine")
@@ -213,18 +212,18 @@ def test_what_rtx_does_not_do_is_refused(files, tmp_path, given, message):
 def test_what_needs_a_gpu_is_refused_without_one(files, built, tmp_path):
     with pytest.raises(EngineError, match="refit here: it compiles refittable engines on a GPU"):
         build_tensorrt(files["float"], options=parse_options({"refit": "yes"}), out=tmp_path / "m.engine")
-    with pytest.raises(EngineUnavailableError, match=r"built float\.\S+ for SM 89, 120, but it cannot be run here"):
-        build_engine(files["float"], "tensorrt-rtx")
-    with pytest.raises(EngineUnavailableError, match="for SM 89, 120, but it cannot be run here"):
-        build_engine(built["float"].path, "tensorrt-rtx")
     lone = tmp_path / "lone.onnx"
     lone.write_bytes(files["float"].read_bytes())
-    with pytest.raises(EngineUnavailableError, match=r"python -m compress build onnx \S+lone.onnx"):
-        build_engine(lone, "tensorrt-rtx")
+    for file, message in (
+        (files["float"], r"built float\.\S+ for SM 89, 120, but it cannot be run here"),
+        (built["float"].path, "for SM 89, 120, but it cannot be run here"),
+        (lone, r"python -m compress build onnx \S+lone.onnx"),
+    ):
+        with pytest.raises(EngineUnavailableError, match=message):
+            build_engine(file, "tensorrt-rtx")
 
 
 def copied(made, folder):
-    """An engine and its metadata in another folder."""
     target = folder / made.path.name
     target.write_bytes(made.path.read_bytes())
     metadata_path(target).write_bytes(metadata_path(made.path).read_bytes())
@@ -234,29 +233,24 @@ def copied(made, folder):
 def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_path):
     whole = copied(built["float"], tmp_path)
     assert checked_metadata(whole, "tensorrt-rtx") == built["float"].metadata
-    with pytest.raises(EngineError, match="was built with tensorrt-rtx"):
-        build_engine(whole, "tensorrt")
-    content = whole.read_bytes()
-    whole.write_bytes(content[: len(content) // 2])
-    with pytest.raises(EngineError, match="truncated"):
-        build_engine(whole, "tensorrt-rtx")
-    with pytest.raises(EngineError, match="truncated"):
-        read_engine_layers(whole)
-    whole.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(EngineError, match="sha256 differs"):
-        build_engine(whole, "tensorrt-rtx")
-    whole.write_bytes(content)
-    (tmp_path / built["float"].metadata.onnx).write_bytes(files["fp16"].read_bytes())
-    with pytest.raises(EngineError, match="stale"):
-        build_engine(whole, "tensorrt-rtx")
-    (tmp_path / built["float"].metadata.onnx).write_bytes(b"no model")
-    with pytest.raises(EngineError, match="whether it is stale: .*not an ONNX model"):
-        build_engine(whole, "tensorrt-rtx")
-    with pytest.raises(EngineError, match="is a built TensorRT engine"):
-        build_engine(whole, "openvino")
-    metadata_path(whole).write_text("{}")
-    with pytest.raises(EngineError, match="cannot be read"):
-        build_engine(whole, "tensorrt-rtx")
+    for engine, message in (("tensorrt", "was built with tensorrt-rtx"), ("openvino", "is a built TensorRT engine")):
+        with pytest.raises(EngineError, match=message):
+            build_engine(whole, engine)
+    content, source, facts = whole.read_bytes(), tmp_path / built["float"].metadata.onnx, metadata_path(whole)
+    for file, changed, message in (
+        (whole, content[: len(content) // 2], "truncated"),
+        (whole, content[:-1] + bytes([content[-1] ^ 1]), "sha256 differs"),
+        (source, files["fp16"].read_bytes(), "stale"),
+        (source, b"no model", "whether it is stale: .*not an ONNX model"),
+        (facts, b"{}", "cannot be read"),
+    ):
+        whole.write_bytes(content)
+        file.write_bytes(changed)
+        with pytest.raises(EngineError, match=message):
+            build_engine(whole, "tensorrt-rtx")
+        if message == "truncated":
+            with pytest.raises(EngineError, match=message):
+                read_engine_layers(whole)
     metadata_path(whole).unlink()
     with pytest.raises(EngineError, match="is missing beside it"):
         build_engine(whole, "tensorrt-rtx")

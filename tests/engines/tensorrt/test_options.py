@@ -1,5 +1,3 @@
-"""Options as text, profiles, and which compute capabilities are built for."""
-
 import shlex
 
 import pytest

@@ -1,5 +1,3 @@
-"""The interface of calibrators: collect, compute_amax, reset, and refusals that name the fault."""
-
 import copy
 import pickle
 
@@ -13,7 +11,8 @@ from compress.errors import CalibrationError
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
 from compress.quantization.numerics import scale_from_amax
-from tests.exact import open_session
+from tests.exact import compute
+from tests.networks import Net
 from tests.onnx_ptq.files import export
 
 NAMES = list(CALIBRATORS)
@@ -199,22 +198,16 @@ def test_survives_copies(name):
         assert twin.compute_amax() > calibrator.compute_amax()
 
 
-class Watched(nn.Module):
-    def __init__(self, calibrator):
-        super().__init__()
-        self.calibrator = calibrator
-
-    def forward(self, x):
-        y = x * 2
-        self.calibrator.collect(y)
-        return y + 1
-
-
 @pytest.mark.parametrize("name", ["max", "entropy"])
 def test_under_torch_compile(name):
+    def run(net, x):
+        y = x * 2
+        net.calibrator.collect(y)
+        return y + 1
+
     x = randn(4, 100)
     calibrator = make_calibrator(name)
-    compiled = torch.compile(Watched(calibrator), backend="eager")
+    compiled = torch.compile(Net(run, calibrator=calibrator), backend="eager")
     for scale in (1, 3, 30):
         torch.testing.assert_close(compiled(x * scale), x * scale * 2 + 1)
     assert torch.equal(calibrator.compute_amax(), amax_of(name, x * 2, x * 6, x * 60))
@@ -241,24 +234,19 @@ PLACES = 14 * 14
 """Values that the average is taken of."""
 
 
-class Centred(nn.Module):
-    """A gate that sees the mean of what the mean was taken from: zero but for rounding."""
-
-    def __init__(self, offset):
-        super().__init__()
-        self.stem, self.gate, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
-        self.offset = offset
-
-    def forward(self, x):
-        x = self.stem(x)
+def centred(offset):
+    def run(net, x):
+        x = net.stem(x)
         x = x - x.mean((2, 3), keepdim=True)
-        x = x if self.offset is None else x + self.offset
-        return self.last(x * torch.sigmoid(self.gate(nn.functional.adaptive_avg_pool2d(x, 1))))
+        x = x if net.offset is None else x + net.offset
+        return net.last(x * torch.sigmoid(net.gate(nn.functional.adaptive_avg_pool2d(x, 1))))
+
+    return Net(run, stem=nn.Conv2d(3, 4, 3), gate=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 2, 1), offset=offset)
 
 
 def made(offset):
     torch.manual_seed(0)
-    return Centred(offset).eval(), torch.randn(4, 3, 16, 16)
+    return centred(offset).eval(), torch.randn(4, 3, 16, 16)
 
 
 def from_model(model, x, path):
@@ -279,8 +267,7 @@ WAYS = (from_model, from_file)
 def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
     model, x = made(offset)
     path, _, _ = way(model, x, tmp_path / "m.onnx")
-    session = open_session(path)
-    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    got = compute(path, x.numpy())
     expected = model(x).detach().numpy()
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 

@@ -26,7 +26,6 @@ FAST = settings(max_examples=40)
 
 @st.composite
 def histograms(draw, *, most: int = 90):
-    """Counts that are dense, sparse, peaked or gapped; the last bin is in use, as a maximum's always is."""
     bins = draw(st.integers(2, most))
     counts = draw(
         st.lists(st.sampled_from([0, 0, 1, 2, 7, 1000]) | st.integers(0, 10**7), min_size=bins, max_size=bins)
@@ -36,7 +35,6 @@ def histograms(draw, *, most: int = 90):
 
 
 def naive_divergences(counts: list[int], start: int, levels: int) -> dict[int, float]:
-    """KL of every threshold from the definition: reference with the tail in its last bin, against level means."""
     h = [float(c) for c in counts]
     h[0] = h[1]
     result = {}
@@ -228,5 +226,4 @@ def test_a_gpu_counts_and_chooses_what_the_processor_does(kind):
     choose_together([gpu])
     torch.testing.assert_close(gpu.compute_amax().cpu(), cpu.compute_amax(), rtol=0, atol=0)
     if cpu.histogram is not None:
-        for one, other in zip(gpu.histogram, cpu.histogram, strict=True):
-            assert torch.equal(one, other)
+        torch.testing.assert_close(list(gpu.histogram), list(cpu.histogram), rtol=0, atol=0)

@@ -1,5 +1,3 @@
-"""Two gloo processes that merge what they saw."""
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,16 +7,16 @@ import compress
 from compress.errors import CalibrationError
 from compress.quantization.calibration.calibrators import CALIBRATORS, all_reduce_together, make_calibrator
 from tests.fresh import finish, start
+from tests.quantization.calibration.test_calibrators import amax_of
 
 
 def images(seed, scale=1.0, rows=2000):
     return torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def refusal(calibrator, merge):
+def refusal(calibrator):
     try:
-        if merge:
-            all_reduce_together([calibrator])
+        all_reduce_together([calibrator])
         calibrator.compute_amax()
     except CalibrationError as error:
         return str(error)
@@ -56,24 +54,21 @@ def work(rank, folder):
         ):
             calibrator = make_calibrator(name, axis=axis)
             calibrator.collect(x)
-            found[name, case] = refusal(calibrator, merge=True)
-        idle = make_calibrator(name)
-        found[name, "all idle"] = refusal(idle, merge=True)
+            found[name, case] = refusal(calibrator)
+        found[name, "all idle"] = refusal(make_calibrator(name))
     for target in ("tensorrt", "openvino"):
         batches = [images_of(0), images_of(2 * rank + 1), images_of(2 * rank + 2)]
-        found["network", target] = amax_of(target, batches, all_reduce=True), None
+        found["network", target] = network_amax(target, batches, all_reduce=True), None
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def images_of(seed):
     """Batch 0 holds the largest values, so that all processes have the same bins."""
-    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    return x * (1.0 if seed == 0 else 0.2)
+    return torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) * (1.0 if seed == 0 else 0.2)
 
 
-def amax_of(target, batches, **options):
-    """The ranges of a network whose calibrators are of several kinds."""
+def network_amax(target, batches, **options):
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 8), nn.Linear(8, 2)]
     kinds = zip(("entropy", "mse", "percentile", "max"), "0245", strict=True)
@@ -92,10 +87,7 @@ def ranks(tmp_path_factory):
 
 
 def single(name, *batches, axis=None):
-    calibrator = make_calibrator(name, axis=axis, percentile=99.0)
-    for batch in batches:
-        calibrator.collect(batch)
-    return calibrator.compute_amax()
+    return amax_of(name, *batches, axis=axis, percentile=99.0)
 
 
 @pytest.mark.parametrize("name", CALIBRATORS)
@@ -110,9 +102,8 @@ def test_all_ranks_agree(ranks, name):
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])
 def test_two_ranks_choose_the_ranges_that_one_process_chooses_from_all_images(ranks, target):
-    one = amax_of(target, [images_of(0), *map(images_of, range(5))])
-    for rank in ranks:
-        assert torch.equal(rank["network", target][0], one)
+    one = network_amax(target, [images_of(0), *map(images_of, range(5))])
+    assert all(torch.equal(rank["network", target][0], one) for rank in ranks)
 
 
 @pytest.mark.parametrize("name", CALIBRATORS)

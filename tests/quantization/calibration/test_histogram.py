@@ -1,5 +1,3 @@
-"""Histograms widen, merge and count on any device without losing a value."""
-
 from itertools import pairwise
 
 import numpy as np

@@ -44,7 +44,6 @@ def on_the_cpu(monkeypatch):
 
 
 def pair(name, *batches, unsigned=False, num_bits=8):
-    """Their calibrator and ours after the same batches."""
     their = calib.HistogramCalibrator(num_bits, None, unsigned)
     our = make_calibrator(name, num_bits=num_bits, signed=not unsigned)
     for batch in batches:
@@ -62,7 +61,6 @@ def test_counts(data):
 
 
 def counted(data, bins=200):
-    """Counts and edges of fewer bins than either calibrator uses."""
     x = DATA[data].abs()
     return torch.histc(x, bins, 0, float(x.max())).long(), np.linspace(0, float(x.max()), bins + 1, dtype=np.float32)
 
@@ -150,7 +148,6 @@ NEAR = 1e-4
 
 
 def squared_error(counts, candidate, bound):
-    """In units of bins: by how much the centres change if `candidate` is the last bin that is not clipped."""
     centers = np.arange(len(counts)) + 0.5
     scale = (candidate + 0.5) / bound
     return float(((np.minimum(np.round(centers / scale), bound) * scale - centers) ** 2 * counts).sum())

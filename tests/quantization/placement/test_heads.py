@@ -10,6 +10,7 @@ from compress.detection.detectors import DetectorNetwork
 from compress.errors import QuantizationError
 from compress.quantization.spec import TARGETS
 from examples.yolo import BINS, Yolo
+from tests.networks import Net
 from tests.tiny_detectors import FAMILIES
 
 SIZE = (32, 64)
@@ -66,58 +67,36 @@ def test_one_key_and_rules_switch_the_head():
 
 
 def test_the_price_is_the_share_of_the_products():
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 2, 1)
+    def run(net, x):
+        x = net.body(x).relu()
+        return net.a(x), net.b(x)
 
-        def forward(self, x):
-            x = self.body(x).relu()
-            return self.a(x), self.b(x)
-
-    rows = placement(TwoHeads()).decisions
+    model = Net(run, body=nn.Conv2d(3, 8, 3, padding=1), a=nn.Conv2d(8, 4, 1), b=nn.Conv2d(8, 2, 1))
+    rows = placement(model).decisions
     (reason,) = {row.reason for row in rows if row.rule == "last convolution of a head"}
     share = (8 * 4 + 8 * 2) / (3 * 8 * 9 + 8 * 4 + 8 * 2)
     assert f"all 2 together have {share:.1%}" in reason
 
 
-class Sum(nn.Module):
+def sum_net():
     """Two last convolutions that are summed, as in LR-ASPP."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.low, self.high = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+    def run(net, x):
+        x = net.body(x).relu()
+        return net.low(x) + net.high(x)
 
-    def forward(self, x):
-        x = self.body(x).relu()
-        return self.low(x) + self.high(x)
+    return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), low=nn.Conv2d(8, 4, 1), high=nn.Conv2d(8, 4, 1))
 
 
-class Pyramid(nn.Module):
-    """Last convolutions at different resolutions, as in the feature pyramid of a backbone."""
+def pyramid(decode=lambda net, fine, coarse: (fine, coarse)):
+    def run(net, x):
+        x = net.body(x).relu()
+        return decode(net, net.fine(x), net.coarse(nn.functional.max_pool2d(x, 2)))
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.fine, self.coarse = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        x = self.body(x).relu()
-        return self.fine(x), self.coarse(nn.functional.max_pool2d(x, 2))
+    return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), fine=nn.Conv2d(8, 4, 1), coarse=nn.Conv2d(8, 4, 1))
 
 
-class Anchors(Pyramid):
-    """One convolution for each resolution, decoded with a grid: the form of YOLOv3 to v5."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("grid", torch.rand(1, 1, *SIZE))
-
-    def forward(self, x):
-        fine, coarse = super().forward(x)
-        return (fine.sigmoid() + self.grid) * 8, coarse
-
-
-@pytest.mark.parametrize("make", [Sum, Pyramid, lambda: torchvision.models.squeezenet1_1(num_classes=4)])
+@pytest.mark.parametrize("make", [sum_net, pyramid, lambda: torchvision.models.squeezenet1_1(num_classes=4)])
 def test_other_networks_have_no_detection_head(make):
     model = make()
     assert parts(model) == {}
@@ -126,7 +105,10 @@ def test_other_networks_have_no_detection_head(make):
 
 
 def test_grids_and_anchors_are_recognized():
-    found = parts(Anchors())
+    """One convolution for each resolution, decoded with a grid: the form of YOLOv3 to v5."""
+    model = pyramid(lambda net, fine, coarse: ((fine.sigmoid() + net.grid) * 8, coarse))
+    model.register_buffer("grid", torch.rand(1, 1, *SIZE))
+    found = parts(model)
     assert {"fine", "coarse"} <= {layer for layer, rule in found.items() if rule == "last convolution of a head"}
     assert {"sigmoid", "add", "mul"} <= {layer for layer, rule in found.items() if rule == "box decoding stays float"}
 
@@ -144,43 +126,27 @@ def test_a_network_of_heads_alone_says_why_nothing_is_quantized():
 
 
 def test_attention_is_no_expectation():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k, self.v = (nn.Conv2d(3, 8, 4, 4) for _ in range(3))
+    def run(net, x):
+        q, k, v = (layer(x).flatten(2) for layer in (net.q, net.k, net.v))
+        return (q.transpose(1, 2) @ k).softmax(-1) @ v.transpose(1, 2)
 
-        def forward(self, x):
-            q, k, v = (layer(x).flatten(2) for layer in (self.q, self.k, self.v))
-            return (q.transpose(1, 2) @ k).softmax(-1) @ v.transpose(1, 2)
-
-    assert parts(Attention()) == {}
+    assert parts(Net(run, **{name: nn.Conv2d(3, 8, 4, 4) for name in "qkv"})) == {}
 
 
 def test_an_expectation_is_one_however_it_is_written():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Conv2d(3, BINS, 3, padding=1)
-            self.register_buffer("bins", torch.arange(float(BINS)))
-
-        def forward(self, x):
-            return self.body(x).movedim(1, -1).softmax(-1) @ self.bins
-
-    found = insert_quantizers(
-        Mean().eval(), torch.rand(2, 3, *SIZE), QuantSpec(head="auto", rules=(Rule(match="body"),))
-    )
+    body = nn.Conv2d(3, BINS, 3, padding=1)
+    model = Net(lambda net, x: net.body(x).movedim(1, -1).softmax(-1) @ net.bins, body=body).eval()
+    model.register_buffer("bins", torch.arange(float(BINS)))
+    spec = QuantSpec(head="auto", rules=(Rule(match="body"),))
+    found = insert_quantizers(model, torch.rand(2, 3, *SIZE), spec)
     assert "expectation stays float" in {row.rule for row in found.placement.decisions}
 
 
 def test_suppression_is_known_and_stays_float():
-    class Suppressed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Conv2d(3, 5, 1)
+    def run(net, x):
+        rows = net.body(x).flatten(2).transpose(1, 2)[0]
+        return rows, torchvision.ops.nms(rows[:, :4], rows[:, 4], 0.5)
 
-        def forward(self, x):
-            rows = self.body(x).flatten(2).transpose(1, 2)[0]
-            return rows, torchvision.ops.nms(rows[:, :4], rows[:, 4], 0.5)
-
-    found = insert_quantizers(Suppressed().eval(), torch.rand(1, 3, *SIZE), QuantSpec(head="quantize")).placement
+    model = Net(run, body=nn.Conv2d(3, 5, 1)).eval()
+    found = insert_quantizers(model, torch.rand(1, 3, *SIZE), QuantSpec(head="quantize")).placement
     assert "NMS stays float" in {row.rule for row in found.decisions}

@@ -1,5 +1,7 @@
 """The placement rules of DESIGN section 4, on networks whose right answer is known."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torchvision
@@ -10,7 +12,7 @@ from compress.errors import QuantizationError
 from compress.graph.fold import fold_batchnorm
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
-from tests.networks import TinyResNet
+from tests.networks import Net, Residual, TinyResNet
 
 
 def placement(model, spec=None, shape=(2, 3, 32, 32)):
@@ -58,15 +60,9 @@ def test_one_quantizer_a_tensor():
 
 
 def test_concat_shares_one_scale():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 1), nn.Conv2d(9, 2, 1)
-
-        def forward(self, x):
-            return self.c(torch.cat([self.a(x).relu(), torch.max_pool2d(self.b(x), 1)], 1))
-
-    result = placement(Branches())
+    layers = {"a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(3, 5, 1), "c": nn.Conv2d(9, 2, 1)}
+    model = Net(lambda net, x: net.c(torch.cat([net.a(x).relu(), torch.max_pool2d(net.b(x), 1)], 1)), **layers)
+    result = placement(model)
     (shared,) = [site for site in result.activations if len({t for t, _ in site.edges}) > 1]
     assert {tensor for tensor, _ in shared.edges} == {"relu", "b"}
     assert "shares one scale" in next(d.reason for d in result.decisions if d.tensor == "relu")
@@ -91,16 +87,10 @@ def test_rules_last_match_wins():
 
 @pytest.mark.parametrize(("match", "hint"), [("layr1", "'layer1"), ("block1", r"block1\.\*"), ("conv7", "conv1")])
 def test_a_rule_that_matches_nothing_names_near_misses(match, hint):
-    class Named(TinyResNet):
-        def __init__(self):
-            super().__init__()
-            self.layer1 = nn.Conv2d(3, 3, 1)
-
-        def forward(self, x):
-            return super().forward(self.layer1(x))
-
+    parts = {"layer1": nn.Conv2d(3, 3, 1), "conv1": nn.Conv2d(3, 4, 1), "block1": Residual(4, 4)}
+    model = nn.Sequential(OrderedDict(parts))
     with pytest.raises(QuantizationError, match=f"matches no layer.*{hint}"):
-        placement(Named(), QuantSpec(rules=(Rule(match=match),)))
+        placement(model, QuantSpec(rules=(Rule(match=match),)))
 
 
 def test_what_stays_float_says_why():
@@ -111,30 +101,23 @@ def test_what_stays_float_says_why():
     assert any(d.rule == "attention stays float" for d in attention.decisions)
 
 
-class Attention(nn.Module):
-    """Two heads of width 4 whose query, key and value are parts of one product, taken in one of the usual ways."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way, self.qkv = way, nn.Linear(8, 24)
-
-    def forward(self, x):
-        y = self.qkv(x)
-        if self.way == "chunk":
-            parts = y.chunk(3, -1)
-        elif self.way == "slice":
-            parts = y[..., :8], y[..., 8:16], y[..., 16:]
-        else:
-            y = y.reshape(x.shape[0], -1, 3, 8).permute(2, 0, 1, 3)
-            parts = y.unbind(0) if self.way == "unbind" else (y[0], y[1], y[2])
-        q, k, v = (part.reshape(x.shape[0], -1, 2, 4).transpose(1, 2) for part in parts)
-        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+WAYS = {
+    "chunk": lambda y: y.chunk(3, -1),
+    "slice": lambda y: (y[..., :8], y[..., 8:16], y[..., 16:]),
+    "unbind": lambda y: y.reshape(len(y), -1, 3, 8).permute(2, 0, 1, 3).unbind(0),
+    "index": lambda y: [y.reshape(len(y), -1, 3, 8).permute(2, 0, 1, 3)[i] for i in range(3)],
+}
+"""How the parts of one product become query, key and value."""
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
-@pytest.mark.parametrize("way", ["chunk", "slice", "unbind", "index"])
+@pytest.mark.parametrize("way", WAYS)
 def test_query_key_and_value_have_scales_of_their_own(way, target):
-    model, x = Attention(way), torch.randn(2, 5, 8)
+    def run(net, x):
+        q, k, v = (part.reshape(x.shape[0], -1, 2, 4).transpose(1, 2) for part in WAYS[way](net.qkv(x)))
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+    model, x = Net(run, qkv=nn.Linear(8, 24)), torch.randn(2, 5, 8)
     with torch.no_grad():
         model.qkv.weight[:8] *= 8  # what a shared scale would show
     qmodel = quantize(model, x, [x], spec=QuantSpec(target=target, activations=ActivationSpec(calibrator="max")))
@@ -145,29 +128,16 @@ def test_query_key_and_value_have_scales_of_their_own(way, target):
     assert kept == pytest.approx(sorted([float(q), float(k), float(v)]))
 
 
-class LinearAttention(nn.Module):
-    """Its author casts what is multiplied to float32, as EfficientViT's does."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = (part.float() for part in self.qkv(x).chunk(3, -1))
-        return (q @ (k.transpose(-1, -2) @ v)).to(x.dtype)
-
-
 @pytest.mark.parametrize("rules", [(), (Rule(match="matmul*"),)])
 def test_products_that_the_model_casts_to_float32_stay_float_unless_asked_for(rules):
-    result = placement(LinearAttention(), QuantSpec(rules=rules), (2, 5, 8))
+    def run(net, x):  # as EfficientViT's attention does
+        q, k, v = (part.float() for part in net.qkv(x).chunk(3, -1))
+        return (q @ (k.transpose(-1, -2) @ v)).to(x.dtype)
+
+    result = placement(Net(run, qkv=nn.Linear(8, 24)), QuantSpec(rules=rules), (2, 5, 8))
     left = {d.layer for d in result.decisions if d.rule == "float32 product"}
     assert left == (set() if rules else {"matmul", "matmul_1"})
     assert len(result.activations) == (5 if rules else 1)
-
-
-def test_a_model_with_nothing_to_quantize_is_refused():
-    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
-        placement(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
 
 
 def test_grouped_transposed_convolutions_have_one_weight_scale():
@@ -192,15 +162,9 @@ def test_an_identity_between_a_layer_and_its_activation_does_not_part_them():
 
 
 def test_what_addmm_adds_stays_float():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x):
-            return torch.baddbmm(self.one(x), self.two(x), self.three(x))
-
-    assert quantized(placement(Net(), shape=(2, 4, 4))) == {"x", "two", "three"}
+    layers = {name: nn.Linear(4, 4) for name in ("one", "two", "three")}
+    model = Net(lambda net, x: torch.baddbmm(net.one(x), net.two(x), net.three(x)), **layers)
+    assert quantized(placement(model, shape=(2, 4, 4))) == {"x", "two", "three"}
 
 
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.LocalResponseNorm(3)])
@@ -210,22 +174,14 @@ def test_every_normalization_that_stays_float_has_a_row(norm):
     assert row.decision == "float" and "normalization" in row.reason
 
 
-def test_a_mean_over_the_places_of_an_image_is_a_pool_and_no_other_is():
-    class Mean(nn.Module):
-        def __init__(self, axes, keepdim):
-            super().__init__()
-            self.conv, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1) if keepdim else nn.Linear(4, 4)
-            self.axes, self.keepdim = axes, keepdim
-
-        def forward(self, x):
-            return self.last(self.conv(x).relu().mean(self.axes, keepdim=self.keepdim))
-
-    for axes, keepdim, pooled in (((2, 3), False, True), ((-1, -2), True, True), ((1, 3), False, False)):
-        shape = (2, 3, 6, 6) if pooled else (2, 3, 6, 10)
-        model = Mean(axes, keepdim)
-        model.last = model.last if pooled else nn.Linear(4, 4)
-        assert ("relu" in quantized(placement(model, shape=shape))) == pooled
-        assert "mean" in quantized(placement(model, shape=shape))
+@pytest.mark.parametrize(
+    ("axes", "keepdim", "pooled"), [((2, 3), False, True), ((-1, -2), True, True), ((1, 3), False, False)]
+)
+def test_a_mean_over_the_places_of_an_image_is_a_pool_and_no_other_is(axes, keepdim, pooled):
+    layers = {"conv": nn.Conv2d(3, 4, 3), "last": nn.Conv2d(4, 4, 1) if keepdim else nn.Linear(4, 4)}
+    model = Net(lambda net, x: net.last(net.conv(x).relu().mean(axes, keepdim=keepdim)), **layers)
+    found = quantized(placement(model, shape=(2, 3, 6, 6)))
+    assert ("relu" in found) == pooled and "mean" in found
 
 
 def test_the_kind_of_number_is_told_of_fp8_alone():

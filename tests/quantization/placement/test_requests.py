@@ -99,15 +99,9 @@ def test_parts_of_a_concat_have_its_range_where_the_target_wants_that(target, ac
 
 
 def test_constants_and_integers_are_no_activations():
-    class Token(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.token, self.fc = nn.Parameter(torch.randn(2, 1, 8)), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.fc(torch.cat([self.token, x], 1))
-
-    assert quantized(placement(Token(), shape=(2, 3, 8))) == {"cat"}
+    token, fc = nn.Parameter(torch.randn(2, 1, 8)), nn.Linear(8, 4)
+    model = Net(lambda net, x: net.fc(torch.cat([net.token, x], 1)), token=token, fc=fc)
+    assert quantized(placement(model, shape=(2, 3, 8))) == {"cat"}
     graph = trace(Net(lambda m, x: m.fc(x.float()), fc=nn.Linear(3, 2)), torch.zeros(2, 3, dtype=torch.int64))
     assert {site.edges[0][0] for site in place(read_fx(graph), QuantSpec()).activations} == {
         "float_1"
@@ -115,16 +109,10 @@ def test_constants_and_integers_are_no_activations():
 
 
 def test_layers_of_constants_alone_stay_float():
-    class Biased(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.places, self.first, self.last = nn.Parameter(torch.rand(3, 2)), nn.Linear(2, 4), nn.Linear(4, 8)
-            self.fc = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.fc(x + self.last(self.first(self.places).relu()))
-
-    result = placement(Biased(), shape=(2, 3, 8))
+    layers = {"first": nn.Linear(2, 4), "last": nn.Linear(4, 8), "fc": nn.Linear(8, 4)}
+    places = nn.Parameter(torch.rand(3, 2))
+    model = Net(lambda net, x: net.fc(x + net.last(net.first(net.places).relu())), places=places, **layers)
+    result = placement(model, shape=(2, 3, 8))
     assert [site.path for site in result.weights] == ["fc"] and quantized(result) == {"add"}
     assert [row.layer for row in result.decisions if row.rule == "constant"] == ["first", "last"]
 
@@ -265,34 +253,40 @@ def test_the_first_and_the_last_layer_have_bits_of_their_own_unless_a_rule_says_
 
 
 def hooked(layer):
-    """A layer whose result is changed by a hook."""
     layer.register_forward_hook(lambda module, inputs, result: 2 * result)
     return layer
 
 
-class Unbatched(nn.Module):
-    """Attention over rows without a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2)
-
-    def forward(self, x):
-        return self.attention(x, x, x)[0]
+FLOAT = QuantSpec(rules=(Rule(match="*", enable=False),))
+ATTENTION = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2))
 
 
-def test_what_cannot_gain_is_refused_with_the_first_reasons():
-    pools = nn.Sequential(nn.AvgPool2d(2), nn.ReLU())
-    with pytest.raises(QuantizationError, match="no layer that can be quantized.*inspect model"):
-        placement(pools, shape=(2, 4, 6, 6))
-    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
-        placement(TinyResNet(), QuantSpec(rules=(Rule(match="*", enable=False),)))
+@pytest.mark.parametrize(
+    ("model", "spec", "shape", "words"),
+    [
+        (
+            nn.Sequential(nn.AvgPool2d(2), nn.ReLU()),
+            None,
+            (2, 4, 6, 6),
+            "no layer that can be quantized.*inspect model",
+        ),
+        (TinyResNet(), FLOAT, (2, 3, 32, 32), "no layer that can be quantized"),
+        (ATTENTION, None, (5, 4), "attention: one opaque attention"),  # over rows without a batch
+    ],
+)
+def test_what_cannot_gain_is_refused_with_the_first_reasons(model, spec, shape, words):
+    with pytest.raises(QuantizationError, match=words):
+        placement(model, spec, shape)
+
+
+def test_no_more_than_three_reasons_are_given():
     four = nn.Sequential(*(hooked(nn.ConvTranspose1d(2, 2, 1)) for _ in range(4)))
     with pytest.raises(QuantizationError, match="no layer that can be quantized") as error:
         placement(four, shape=(2, 2, 5))
     assert str(error.value).count("has hooks") == 3
-    with pytest.raises(QuantizationError, match="attention: one opaque attention"):
-        placement(Unbatched(), shape=(5, 4))
+
+
+def test_a_quantized_network_is_refused():
     with pytest.raises(QuantizationError, match="quantized already"):
         place(read_fx(insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))), QuantSpec())
 
@@ -313,22 +307,12 @@ def test_layers_that_cannot_be_quantized_say_why():
     assert [site.path for site in result.weights] == ["first"]
 
 
-class Opaque(nn.Module):
-    """Its way depends on the image, so that torch.fx cannot trace it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = conv()
-
-    def forward(self, x):
-        return self.inner(x) if x.sum() > 0 else x
-
-
 def test_what_is_kept_whole_says_so():
-    layers = {"first": conv(), "part": Opaque()}
+    part = Net(lambda net, x: net.inner(x) if x.sum() > 0 else x, inner=conv())
+    layers = {"first": conv(), "part": part}
     result = placed(lambda m, x: m.part(m.first(x)), **layers)
     (row,) = [row for row in result.decisions if row.layer == "part"]
-    assert row.rule == "unknown stays float" and "Opaque is kept whole" in row.reason
+    assert row.rule == "unknown stays float" and "Net is kept whole" in row.reason
     with pytest.raises(QuantizationError, match=r"part\.inner.* \(part is kept whole and stays float"):
         placed(lambda m, x: m.part(m.first(x)), spec=QuantSpec(rules=(Rule(match="part.inner"),)), **layers)
 
@@ -463,16 +447,12 @@ def test_the_result_of_a_sum_is_asked_for_by_the_sum_and_not_by_its_layer():
 # `quantization.residual`: which branches of a sum have a quantizer, read off the graph itself.
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(4, 4, 3, padding=1)
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.last = nn.Conv2d(4, 4, 1)
+def block():
+    def run(net, x):
+        y = torch.relu(net.first(x))
+        return net.last(torch.relu(net.second(y) + y))
 
-    def forward(self, x):
-        y = torch.relu(self.first(x))
-        return self.last(torch.relu(self.second(y) + y))
+    return Net(run, first=nn.Conv2d(4, 4, 3, padding=1), second=nn.Conv2d(4, 4, 3, padding=1), last=nn.Conv2d(4, 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -482,7 +462,7 @@ class Block(nn.Module):
 def test_branches(residual, expected):
     torch.manual_seed(0)
     x = torch.randn(2, 4, 6, 6)
-    qmodel = compress.insert_quantizers(Block(), x, compress.QuantSpec(residual=residual))
+    qmodel = compress.insert_quantizers(block(), x, compress.QuantSpec(residual=residual))
     (add,) = [node for node in qmodel.graph.nodes if node.target in {operator.add, torch.add}]
     assert [str(branch.target).startswith("quantizers.") for branch in add.args] == expected
     refused = [row for row in qmodel.placement.decisions if row.rule == "add stays float"]
@@ -491,7 +471,7 @@ def test_branches(residual, expected):
 
 def test_another_word_is_refused():
     with pytest.raises(QuantizationError, match="identity, both, none"):
-        compress.insert_quantizers(Block(), torch.zeros(1, 4, 6, 6), compress.QuantSpec(residual="left"))
+        compress.insert_quantizers(block(), torch.zeros(1, 4, 6, 6), compress.QuantSpec(residual="left"))
     with pytest.raises(RecipeError, match="quantization.residual"):
         parse_recipe({"quantization": {"residual": "left"}})
     assert parse_recipe({"quantization": {"residual": "both"}}).quantization.residual == "both"

@@ -11,27 +11,24 @@ from compress import QuantSpec, quantize
 from compress.graph.canonical import canonical_graph
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.view import always_zero, lowest_values, never_negative
+from tests.networks import Net
 
 
-class Net(nn.Module):
-    """A function of an image and of a branch that is zero whatever the image."""
-
-    def __init__(self, function, norm=None):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-        self.zero = nn.Conv2d(3, 4, 1, bias=False)
-        nn.init.zeros_(self.zero.weight)
-        self.norm = norm or nn.Identity()
-        self.last = nn.Conv2d(4, 2, 1)
-        self.clamp, self.cubic = nn.Hardtanh(0.0, 2.0), nn.Upsample(scale_factor=2, mode="bicubic")
-        self.function = function
-
-    def forward(self, x):
-        return self.last(self.function(self, self.conv(x), self.norm(self.zero(x))))
+def network(function, norm=None):
+    zero = nn.Conv2d(3, 4, 1, bias=False)
+    nn.init.zeros_(zero.weight)
+    return Net(
+        lambda net, x: net.last(function(net, net.conv(x), net.norm(net.zero(x)))),
+        conv=nn.Conv2d(3, 4, 1),
+        zero=zero,
+        norm=norm or nn.Identity(),
+        last=nn.Conv2d(4, 2, 1),
+        clamp=nn.Hardtanh(0.0, 2.0),
+        cubic=nn.Upsample(scale_factor=2, mode="bicubic"),
+    )
 
 
 def values(graph, x):
-    """Every node's value by name."""
     found = {}
 
     class Watch(fx.Interpreter):
@@ -96,7 +93,7 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
 def computed(function, *, images):
     """The graph of a network as placement reads it, the values of its nodes, and the node that the function returns."""
     torch.manual_seed(0)
-    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
+    graph = canonical_graph(network(function), torch.randn(2, 3, 6, 6))
     seen = values(graph, 3 * torch.randn(images, 3, 6, 6))
     (last,) = [node for node in graph.graph.nodes if node.target == "last"]
     return read_fx(graph), seen, last.args[0].name
@@ -147,7 +144,7 @@ def test_lowest_values(name):
 def test_a_negated_relu_keeps_its_values_when_it_is_quantized_for_a_cpu():
     """An unsigned quantizer would make all of it zero."""
     torch.manual_seed(0)
-    model, x = Net(lambda m, y, z: F.relu(y) * -1).eval(), torch.randn(8, 3, 6, 6)
+    model, x = network(lambda m, y, z: F.relu(y) * -1).eval(), torch.randn(8, 3, 6, 6)
     error = quantize(model, x, [x], spec=QuantSpec(target="openvino"))(x) - model(x)
     assert error.abs().max() < 0.05 * model(x).abs().max()
 
@@ -169,29 +166,18 @@ ZERO = {  # a node, and whether its value is zero for every image
     "factor of a product": (lambda m, y, z: torch.bmm(z[:, 0], y[:, 1])[:, None].repeat(1, 4, 1, 1), True),
 }
 NORMS = {
-    "without affine parameters": (norm(affine=False), True),
-    "centred": (norm(), True),
-    "with a mean": (norm(mean=0.5), False),
+    "without affine parameters": (lambda m, y, z: F.relu(z) + F.relu(-z), True, norm(affine=False)),
+    "centred": (lambda m, y, z: F.relu(z) + F.relu(-z), True, norm()),
+    "with a mean": (lambda m, y, z: F.relu(z) + F.relu(-z), False, norm(mean=0.5)),
+    "of what is no zero": (lambda m, y, z: m.norm(y), False, norm(affine=False)),
 }
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", [*ZERO, *NORMS])
 def test_zeros(name):
-    check_zeros(Net(ZERO[name][0]), ZERO[name][1])
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_zeros_through_a_batch_norm(name):
-    check_zeros(Net(lambda m, y, z: F.relu(z) + F.relu(-z), NORMS[name][0]), NORMS[name][1])
-
-
-def test_a_batch_norm_without_affine_parameters_makes_no_zeros():
-    check_zeros(Net(lambda m, y, z: m.norm(y), norm(affine=False)), False)
-
-
-def check_zeros(model, expected):
+    function, expected, *norms = (ZERO | NORMS)[name]
     torch.manual_seed(0)
-    graph = canonical_graph(model, torch.randn(2, 3, 6, 6), fold=False)
+    graph = canonical_graph(network(function, *norms), torch.randn(2, 3, 6, 6), fold=False)
     known = always_zero(read_fx(graph))
     seen = values(graph, 3 * torch.randn(8, 3, 6, 6))
     assert not any(seen[node.name].any() for node in known if torch.is_tensor(seen[node.name]))

@@ -10,19 +10,19 @@ from torch.nn.utils import prune
 from compress import ActivationSpec, CompressWarning, QuantSpec, Rule, calibrate, insert_quantizers, quantize
 from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.quantization.sensitivity.compare import sqnr
+from tests.networks import Net
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+def layers():
+    torch.manual_seed(0)
+    return {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3), "fc": nn.Linear(8, 5)}
 
-    def forward(self, x):
-        return self.fc(self.b(self.a(x).relu()).relu().mean((2, 3)))
+
+def network():
+    return Net(lambda net, x: net.fc(net.b(net.a(x).relu()).relu().mean((2, 3))), **layers())
 
 
 def noise(model, qmodel, x=X):
@@ -31,7 +31,7 @@ def noise(model, qmodel, x=X):
 
 
 def test_zero_channels_and_zero_weights_stay_zero():
-    model = Net()
+    model = network()
     with torch.no_grad():
         model.a.weight[2] = 0
         model.b.weight.zero_()
@@ -41,15 +41,8 @@ def test_zero_channels_and_zero_weights_stay_zero():
 
 
 def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_input():
-    class Twice(Net):
-        def __init__(self):
-            super().__init__()
-            self.c = nn.Conv2d(8, 8, 3, padding=1)
-
-        def forward(self, x):
-            return self.fc(self.c(self.c(self.a(x).relu()).relu() * 3).mean((2, 3)))
-
-    model = Twice()
+    c = nn.Conv2d(8, 8, 3, padding=1)
+    model = Net(lambda net, x: net.fc(net.c(net.c(net.a(x).relu()).relu() * 3).mean((2, 3))), c=c, **layers())
     qmodel = quantize(model, X[:2], [X], spec=MAX)
     assert [site.path for site in qmodel.placement.weights] == ["a", "c", "fc"]
     readers = [node.args[0] for node in qmodel.graph.nodes if node.target == "c"]
@@ -61,111 +54,112 @@ def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_inp
 def test_tensors_named_as_what_modules_have():
     class Named(Net):
         def forward(self, train):
-            return self.fc(self.b(self.a(train).cpu()).double().float().mean((2, 3)))
+            return self.run(self, train)
 
-    model = Named()
+    model = Named(lambda net, x: net.fc(net.b(net.a(x).cpu()).double().float().mean((2, 3))), **layers())
     qmodel = quantize(model, X[:2], [X], spec=MAX)
     assert "quantizers.train_" in dict(qmodel.named_modules()) and noise(model, qmodel) > 25
 
 
-def test_a_parallel_wrapper_inside_is_named():
-    with pytest.raises(ModelError, match="0 is a DataParallel.*put its .module in its place"):
-        quantize(nn.Sequential(nn.DataParallel(Net()), nn.ReLU()), X[:2], [X])
-
-
 def test_outputs_in_dicts_and_tuples():
-    class Nested(Net):
-        def forward(self, x):
-            y = self.a(x).relu()
-            return {"map": y, "rest": (self.fc(y.mean((2, 3))),)}
+    def run(net, x):
+        y = net.a(x).relu()
+        return {"map": y, "rest": (net.fc(y.mean((2, 3))),)}
 
-    model = Nested().eval()
+    model = Net(run, **layers()).eval()
     result, expected = quantize(model, X[:2], [X], spec=MAX)(X), model(X)
     assert sqnr(expected["map"], result["map"]) > 25 and sqnr(expected["rest"][0], result["rest"][0]) > 25
 
 
 def test_a_constant_that_is_added_is_no_activation():
-    class Constant(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.ones(1, 8, 16, 16))
-
-        def forward(self, x):
-            return self.fc(self.b((self.a(x) + self.table).relu()).mean((2, 3)))
-
-    model = Constant()
+    model = Net(lambda net, x: net.fc(net.b((net.a(x) + net.table).relu()).mean((2, 3))), **layers())
+    model.register_buffer("table", torch.ones(1, 8, 16, 16))
     qmodel = quantize(model, X[:2], [X], spec=MAX)
     assert not any("table" in tensor for site in qmodel.placement.activations for tensor, _ in site.edges)
     assert noise(model, qmodel) > 25
 
 
 def test_other_image_sizes_than_the_traced_one():
-    model = Net()
+    model = network()
     qmodel = quantize(model, X[:2], [X, torch.randn(2, 3, 24, 20)], spec=MAX)
     assert noise(model, qmodel, torch.randn(3, 3, 20, 32)) > 20
 
 
 def test_one_batch_of_one_image_is_enough_and_none_is_not():
-    model = Net()
+    model = network()
     assert noise(model, quantize(model, X[:2], [X[:1]], spec=MAX), X[:1]) > 25
     with pytest.raises(CalibrationError, match="no images"):
         quantize(model, X[:2], [], spec=MAX)
 
 
 def test_a_tensor_that_was_constant_zero_is_named():
-    class Dead(Net):
-        def forward(self, x):
-            return self.fc(self.b(self.a(x).relu() * 0).mean((2, 3)))
-
+    dead = Net(lambda net, x: net.fc(net.b(net.a(x).relu() * 0).mean((2, 3))), **layers())
     with pytest.warns(CompressWarning, match=r"quantizers\.mul.*b, which consume"):
-        quantize(Dead(), X[:2], [X], spec=MAX)
+        quantize(dead, X[:2], [X], spec=MAX)
     with pytest.raises(CalibrationError, match="all collected values are zero"):
-        quantize(Net(), X[:2], [torch.zeros_like(X)], spec=MAX)
+        quantize(network(), X[:2], [torch.zeros_like(X)], spec=MAX)
 
 
 def test_a_quantizer_that_nothing_reached_is_named():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x):
-            return self.a(x)
-
-    qmodel = insert_quantizers(Branch(), X[:2], MAX)
+    qmodel = insert_quantizers(Net(lambda net, x: net.a(x), a=nn.Conv2d(3, 4, 1)), X[:2], MAX)
     with pytest.raises(CalibrationError, match="no images"):
         calibrate(qmodel, [X[:0]])
     with pytest.raises(CalibrationError, match=r"quantizers\.x has no ranges"):
         qmodel(X)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_says_what_to_do(dtype):
-    with pytest.raises(QuantizationError, match=r"model\.float\(\)"):
-        quantize(Net().to(dtype), X.to(dtype), [X.to(dtype)], spec=MAX)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_say_what_to_do(dtype):
+    with pytest.raises(QuantizationError, match=rf"{dtype} .*model\.float\(\)"):
+        quantize(network().to(dtype), X.to(dtype), [X.to(dtype)], spec=MAX)
 
 
-def test_models_that_are_quantized_already():
-    model = Net()
-    with pytest.raises(QuantizationError, match="quantized already"):
-        quantize(quantize(model, X[:2], [X], spec=MAX), X[:2], [X], spec=MAX)
-    model.fc = torch.ao.nn.quantized.dynamic.Linear(8, 5)
-    with pytest.raises(QuantizationError, match="fc is a .*quantized already"):
-        quantize(model, X[:2], [X], spec=MAX)
+def root():
+    return Net(
+        lambda net, x: net.fc(F.conv2d(x, net.kernel).relu().mean((2, 3))),
+        kernel=nn.Parameter(torch.randn(8, 3, 3, 3)),
+        fc=nn.Linear(8, 5),
+    )
 
 
-def test_no_weighted_layer():
-    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
-        quantize(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), X[:2], [X], spec=MAX)
+class PackedWeight(torch.Tensor):
+    """A tensor of another class, such as torchao keeps packed weights in."""
 
 
-class Root(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel, self.fc = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 5)
+def packed():
+    model = network()
+    model.fc.weight = nn.Parameter(torch.randn(5, 8).as_subclass(PackedWeight))
+    return model
 
-    def forward(self, x):
-        return self.fc(F.conv2d(x, self.kernel).relu().mean((2, 3)))
+
+def with_fc(layer):
+    return Net(lambda net, x: net.fc(net.a(x).mean((2, 3))), **{**layers(), "fc": layer})
+
+
+REFUSED = [
+    (lambda: quantize(network(), X[:2], [X], spec=MAX), QuantizationError, "quantized already"),
+    (lambda: with_fc(torch.ao.nn.quantized.dynamic.Linear(8, 5)), QuantizationError, "fc is a .*quantized already"),
+    (packed, QuantizationError, r"fc\.weight is a .*PackedWeight"),
+    (lambda: with_fc(nn.LazyLinear(5)), ModelError, r"fc\.weight has no shape yet"),
+    (lambda: nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), QuantizationError, "no layer that can be quantized"),
+    (lambda: nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), QuantizationError, "no layer that can be quantized"),
+    (lambda: network().forward, ModelError, "must be a torch.nn.Module"),
+    (lambda: nn.DataParallel(network()), ModelError, r"its \.module"),
+    (lambda: nn.Sequential(nn.DataParallel(network())), ModelError, "0 is a DataParallel.*put its .module in its"),
+    (lambda: torch.compile(network()), ModelError, r"its \._orig_mod"),
+    (lambda: torch.jit.trace(network(), X), ModelError, "scripted or traced from"),
+    (
+        lambda: torch.export.export(network().eval(), (X[:2],)).module(),
+        ModelError,
+        "the module that torch.export exported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_models_that_cannot_be_quantized_say_what_to_give(make, error, words):
+    with pytest.raises(error, match=words):
+        quantize(make(), X[:2], [X], spec=MAX)
 
 
 @pytest.mark.parametrize(
@@ -173,17 +167,12 @@ class Root(nn.Module):
 )
 def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
     torch.manual_seed(0)
-    model = layer() if layer else Root()
+    model = layer() if layer else root()
     x = X[:, 0] if isinstance(model, nn.Conv1d) else X
     qmodel = quantize(model, x[:2], [x], spec=MAX)
     names = [name for name, p in model.named_parameters() if p.dim() > 1]
     assert len(qmodel.placement.weights) == len(names) and noise(model, qmodel, x) > 30
     assert sum(p.numel() for p in qmodel.parameters()) == sum(p.numel() for p in model.parameters())
-
-
-def test_double_precision_says_what_to_do():
-    with pytest.raises(QuantizationError, match=r"torch\.float64 .*model\.float\(\)"):
-        quantize(Net().double(), X.double(), [X.double()], spec=MAX)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
@@ -201,7 +190,7 @@ def test_a_float_model_that_is_ready_for_torchs_quantization_is_the_plain_one(na
 
 
 def test_models_with_another_librarys_quantizers():
-    prepared = Net().train()
+    prepared = network().train()
     prepared.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     torch.ao.quantization.prepare_qat(prepared, inplace=True)
     with pytest.raises(QuantizationError, match="torch.ao.*quantized already"):
@@ -209,49 +198,15 @@ def test_models_with_another_librarys_quantizers():
     pytest.importorskip("pytorch_quantization", reason="the peer is not installed")
     from pytorch_quantization.nn import QuantConv2d
 
-    theirs = Net()
+    theirs = network()
     theirs.a = QuantConv2d(3, 8, 3, padding=1)
     with pytest.raises(QuantizationError, match="from_pytorch_quantization takes it over"):
         quantize(theirs, X[:2], [X], spec=MAX)
 
 
-class PackedWeight(torch.Tensor):
-    """A tensor of another class, such as torchao keeps packed weights in."""
-
-
-def test_weights_that_are_no_plain_tensors():
-    model = Net()
-    model.fc.weight = nn.Parameter(torch.randn(5, 8).as_subclass(PackedWeight))
-    with pytest.raises(QuantizationError, match=r"fc\.weight is a .*PackedWeight"):
-        quantize(model, X[:2], [X], spec=MAX)
-    model.fc = nn.LazyLinear(5)
-    with pytest.raises(ModelError, match=r"fc\.weight has no shape yet"):
-        quantize(model, X[:2], [X], spec=MAX)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "advice"),
-    [
-        (lambda model: model.forward, "must be a torch.nn.Module"),
-        (nn.DataParallel, r"its \.module"),
-        (torch.compile, r"its \._orig_mod"),
-        (lambda model: torch.jit.trace(model, X), "scripted or traced from"),
-    ],
-)
-def test_wrappers_say_what_to_give(wrap, advice):
-    with pytest.raises(ModelError, match=advice):
-        quantize(wrap(Net()), X[:2], [X], spec=MAX)
-
-
-def test_what_torch_export_returned_is_named():
-    exported = torch.export.export(Net().eval(), (X[:2],)).module()
-    with pytest.raises(ModelError, match="the module that torch.export exported"):
-        quantize(exported, X[:2], [X])
-
-
 @pytest.mark.parametrize("made", ["weight_norm", "spectral_norm"])
 def test_weights_that_hooks_compute_say_what_to_do(made):
-    model = Net()
+    model = network()
     getattr(nn.utils, made)(model.b)
     with pytest.raises(ModelError, match=rf"weight of b .*torch.nn.utils.remove_{made}"):
         quantize(model, X[:2], [X])
@@ -260,7 +215,7 @@ def test_weights_that_hooks_compute_say_what_to_do(made):
 
 
 def test_weights_pruned_by_a_hook_are_refused():
-    model = Net()
+    model = network()
     prune.l1_unstructured(model.b, "weight", 0.5)
     with pytest.raises(ModelError, match=r"b has parameters pruned by a hook .*torch.nn.utils.prune.remove"):
         quantize(model, X[:2], [X], spec=MAX)
@@ -271,48 +226,29 @@ def test_weights_pruned_by_a_hook_are_refused():
 
 def test_a_spec_that_is_none():
     with pytest.raises(QuantizationError, match="'openvino'.*QuantSpec"):
-        quantize(Net(), X[:2], [X], spec="openvino")
+        quantize(network(), X[:2], [X], spec="openvino")
 
 
 @pytest.mark.parametrize("batches", [None, 3, X])
 def test_batches_that_are_none(batches):
     with pytest.raises(CalibrationError, match="give an iterable of batches"):
-        quantize(Net(), X[:2], batches, spec=MAX)
+        quantize(network(), X[:2], batches, spec=MAX)
 
 
 @pytest.mark.parametrize("batch", [X[:, :1], X.double(), X.to(torch.uint8)], ids=["channels", "double", "uint8"])
 def test_a_batch_that_the_model_fails_on_is_described(batch):
     with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(4, [13], 16, 16\)"):
-        quantize(Net(), X[:2], [X, batch], spec=MAX)
-
-
-def test_an_average_alone_is_nothing_to_quantize():
-    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
-        quantize(nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), X[:2], [X], spec=MAX)
+        quantize(network(), X[:2], [X, batch], spec=MAX)
 
 
 def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
-    class OnValues(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Conv2d(8, 8, 1)
-
-        def forward(self, x):
-            return self.inner(x) if x.sum() > 1e9 else x
-
-    class Outer(Net):
-        def __init__(self):
-            super().__init__()
-            self.part = OnValues()
-
-        def forward(self, x):
-            return self.fc(self.part(self.a(x)).mean((2, 3)))
-
-    (row,) = [row for row in insert_quantizers(Outer(), X[:2], MAX).placement.decisions if row.layer == "part"]
-    assert row.decision == "float" and "OnValues is kept whole" in row.reason
+    part = Net(lambda net, x: net.inner(x) if x.sum() > 1e9 else x, inner=nn.Conv2d(8, 8, 1))
+    model = Net(lambda net, x: net.fc(net.part(net.a(x)).mean((2, 3))), part=part, **layers())
+    (row,) = [row for row in insert_quantizers(model, X[:2], MAX).placement.decisions if row.layer == "part"]
+    assert row.decision == "float" and "Net is kept whole" in row.reason
     spec = QuantSpec(rules=(Rule(match="part.inner", enable=False),))
     with pytest.raises(QuantizationError, match="part is kept whole and stays float"):
-        insert_quantizers(Outer(), X[:2], spec)
+        insert_quantizers(model, X[:2], spec)
 
 
 def test_a_loader_of_a_stream_has_no_length():

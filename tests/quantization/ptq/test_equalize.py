@@ -1,5 +1,3 @@
-"""Equalization preserves the function and reaches the closed-form optimum; smoothing likewise, for norms."""
-
 import copy
 
 import pytest
@@ -26,8 +24,9 @@ from compress.quantization.ptq.rescaling import (
     smooth,
     smoothing_scale,
 )
+from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
-from tests.networks import network, with_statistics
+from tests.networks import Net, network, unchanged, with_statistics
 from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide
 
 X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -35,7 +34,6 @@ RELU6 = "ReLU6"
 
 
 def mobile(activation=nn.ReLU, spread=2.0):
-    """Expansion, depthwise, grouped, transposed, pooling, flatten: every kind of neighbour, ranges far apart."""
     torch.manual_seed(1)
     model = with_statistics(
         nn.Sequential(
@@ -156,17 +154,12 @@ def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
 
 
 def test_no_pair_is_an_error_that_says_why():
-    class Split(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
-
-        def forward(self, x):
-            y = self.a(x)
-            return torch.sigmoid(self.b(y)) + y
+    def run(net, x):
+        y = net.a(x)
+        return torch.sigmoid(net.b(y)) + y
 
     with pytest.raises(QuantizationError, match="a: 2 operations consume it"):
-        equalize(folded(Split()))
+        equalize(folded(Net(run, a=nn.Conv2d(6, 6, 1), b=nn.Conv2d(6, 6, 1))))
 
 
 def test_shared_and_parametrized_layers_are_left():
@@ -206,27 +199,21 @@ def test_equalization_rescues_per_tensor_weights():
 # --- SmoothQuant -------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A norm read by two projections, one read by a linear layer, and one that is read by an add as well."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
-        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
-        self.up, self.down, self.last = nn.Linear(width, 16), nn.Linear(16, width), nn.Linear(width, 3)
-        self.dropout = nn.Dropout()
-
-    def forward(self, x):
-        y = self.norm1(x)
-        x = x + torch.softmax(self.query(y) @ self.key(y).transpose(1, 2), -1) @ x
-        x = x + self.down(torch.relu(self.up(self.dropout(self.norm2(x)))))
-        y = self.norm3(x)
-        return self.last(y) + y.mean(-1, keepdim=True)
-
-
 def block_with_outliers():
+    """A norm read by two projections, one read by a linear layer, and one that is read by an add as well."""
     torch.manual_seed(0)
-    block = Block().eval()
+
+    def run(net, x):
+        y = net.norm1(x)
+        x = x + torch.softmax(net.query(y) @ net.key(y).transpose(1, 2), -1) @ x
+        x = x + net.down(torch.relu(net.up(net.dropout(net.norm2(x)))))
+        y = net.norm3(x)
+        return net.last(y) + y.mean(-1, keepdim=True)
+
+    linear = {"query": (8, 8), "key": (8, 8), "up": (8, 16), "down": (16, 8), "last": (8, 3)}
+    layers = {name: nn.Linear(*sizes) for name, sizes in linear.items()}
+    norms = {f"norm{i}": nn.LayerNorm(8) for i in (1, 2, 3)}
+    block = Net(run, **norms, **layers, dropout=nn.Dropout()).eval()
     with torch.no_grad():
         for norm in (block.norm1, block.norm2):
             norm.weight[2] *= 60
@@ -308,15 +295,13 @@ def test_smoothing_refuses():
 def test_scale_passes_through_a_resize_and_a_negation(mode):
     """Both are linear in their input, channel by channel, and were refused."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(6, 5, 3), nn.Conv2d(5, 4, 3)
-
-        def forward(self, x):
-            return self.second(nn.functional.interpolate(-self.first(x), scale_factor=2, mode=mode))
-
-    graph_module = folded(Net())
+    graph_module = folded(
+        Net(
+            lambda net, x: net.second(nn.functional.interpolate(-net.first(x), scale_factor=2, mode=mode)),
+            first=nn.Conv2d(6, 5, 3),
+            second=nn.Conv2d(5, 4, 3),
+        )
+    )
     with torch.no_grad():
         before = graph_module(X)
         report = equalize(graph_module)
@@ -329,20 +314,17 @@ def test_scale_passes_through_a_resize_and_a_negation(mode):
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
 
 
-class NormAlone(nn.Module):
-    """Outlier channels after a LayerNorm that two linear layers consume, one of them through dropout."""
+def norm_alone():
+    def run(net, x):
+        x = net.drop(net.norm(x))
+        return net.left(x) * 2 + net.right(x)
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.left, self.right, self.drop = nn.LayerNorm(16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Dropout()
-        with torch.no_grad():
-            self.norm.weight[3] = 90.0
-            self.left.weight[:, 3] /= 90
-            self.right.weight[:, 3] /= 90
-
-    def forward(self, x):
-        x = self.drop(self.norm(x))
-        return self.left(x) * 2 + self.right(x)
+    net = Net(run, norm=nn.LayerNorm(16), left=nn.Linear(16, 8), right=nn.Linear(16, 8), drop=nn.Dropout())
+    with torch.no_grad():
+        net.norm.weight[3] = 90.0
+        net.left.weight[:, 3] /= 90
+        net.right.weight[:, 3] /= 90
+    return net
 
 
 def quantized(model, x, target, **keys):
@@ -352,29 +334,27 @@ def quantized(model, x, target, **keys):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(NormAlone, TOKENS), (Peaked, TOKENS), (lambda: Wide(nn.ReLU()), IMAGES)],
+    [(norm_alone, TOKENS), (Peaked, TOKENS), (lambda: Wide(nn.ReLU()), IMAGES)],
     ids=["norm", "vit", "conv"],
 )
 def test_outlier_channels_cost_less(make, x, target):
     torch.manual_seed(0)
     model = make().eval()
-    before = copy.deepcopy(model.state_dict())
-    found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
+    with unchanged(model):
+        found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
     with torch.no_grad():
         db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
     assert db["auto"] > db[None] + 3, db
     assert any("smooth: auto" in note for note in found["auto"].report.notes())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the caller's own"
 
 
 def test_the_float_network_stays_what_it_was():
     """Without quantizers the scaled network computes what the caller's does."""
     torch.manual_seed(0)
-    model = NormAlone().eval()
+    model = norm_alone().eval()
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)
-    for module in qmodel.modules():
-        if isinstance(module, compress.Quantizer):
-            module.enabled = False
+    for _, quantizer in quantizers(qmodel):
+        quantizer.enabled = False
     with torch.no_grad():
         torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 

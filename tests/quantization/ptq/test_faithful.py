@@ -41,11 +41,8 @@ def faithful(model, x, **spec):
 
 
 def layers_with_hooks():
-    model = Net(
-        lambda s, x: s.fc(F.relu(s.b(F.relu(s.n(s.a(x))))).mean((2, 3))),
-        a=conv(), n=nn.BatchNorm2d(8), b=conv(), fc=nn.Linear(8, 4),
-    )  # fmt: skip
-    return model
+    parts = {"a": conv(), "n": nn.BatchNorm2d(8), "b": conv(), "fc": nn.Linear(8, 4)}
+    return Net(lambda s, x: s.fc(F.relu(s.b(F.relu(s.n(s.a(x))))).mean((2, 3))), **parts)
 
 
 @pytest.mark.parametrize("path", ["a", "n", "b", "fc"])
@@ -172,15 +169,14 @@ def test_layers_of_ones_own_keep_all_their_parameters(layer, x):
 
 
 def test_functional_layers_keep_the_names_of_their_parameters():
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w1, self.b1 = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+    def inner():
+        return Net(
+            lambda net, x: F.linear(x, net.w1, net.b1),
+            w1=nn.Parameter(torch.randn(8, 8)),
+            b1=nn.Parameter(torch.randn(8)),
+        )
 
-        def forward(self, x):
-            return F.linear(x, self.w1, self.b1)
-
-    model = chain(a=Inner(), b=Inner())
+    model = chain(a=inner(), b=inner())
     qmodel = faithful(model, TOKENS)
     assert set(model.state_dict()) == {name for name in qmodel.state_dict() if "quantizer" not in name}
 

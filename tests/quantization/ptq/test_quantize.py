@@ -1,5 +1,3 @@
-"""A quantized model is a plain module: it copies, pickles, loads, trains and compiles."""
-
 import copy
 import io
 import pickle
@@ -31,7 +29,7 @@ from compress.errors import CalibrationError, ExportError, QuantizationError
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import Comparison
 from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
-from tests.networks import TinyResNet, network
+from tests.networks import Net, TinyResNet, network, unchanged
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
@@ -63,9 +61,9 @@ def test_ranges_are_those_of_the_float_network(qmodel):
 
 def test_float_model_is_left_as_it_was():
     model = network().train()
-    before = copy.deepcopy(model.state_dict())
-    quantize(model, X[:2], [(X, torch.zeros(4))], spec=MAX)
-    assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with unchanged(model):
+        quantize(model, X[:2], [(X, torch.zeros(4))], spec=MAX)
+    assert model.training
 
 
 def test_state_dict_has_the_float_models_names(qmodel):
@@ -116,12 +114,9 @@ def test_compiles(qmodel):
 
 
 def test_a_masked_weight_keeps_its_zeros():
-    class Mask(nn.Module):
-        def forward(self, weight):
-            return weight * (torch.arange(weight.shape[1]) % 2 == 0)[:, None, None]
-
+    mask = Net(lambda net, x: x * (torch.arange(x.shape[1]) % 2 == 0)[:, None, None])
     model = network()
-    parametrize.register_parametrization(model.block1.conv1, "weight", Mask())
+    parametrize.register_parametrization(model.block1.conv1, "weight", mask)
     qmodel = quantize(model, X[:2], [X], spec=QuantSpec(batchnorm="keep", activations=ActivationSpec(calibrator="max")))
     layer = qmodel.block1.conv1
     assert (layer.quantized_weight[:, 1::2] == 0).all() and (layer.quantized_weight[:, ::2] != 0).any()
@@ -130,28 +125,22 @@ def test_a_masked_weight_keeps_its_zeros():
     assert layer.parametrizations.weight.original.grad is not None
 
 
-def test_calibration_refusals():
-    model = network()
-    qmodel = insert_quantizers(model, X[:2], MAX)
-    with pytest.raises(CalibrationError, match="no images"):
-        calibrate(qmodel, [])
-    with pytest.raises(CalibrationError, match=r"quantizers\.x.*(NaN|nan|finite|Inf)"):
-        calibrate(qmodel, [X * float("nan")])
-    with pytest.raises(CalibrationError, match=r"quantizers\.x.*zero"):
-        calibrate(qmodel, [X * 0])
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [(X * float("nan"), r"quantizers\.x.*(NaN|nan|finite|Inf)"), (X * 0, r"quantizers\.x.*zero")],
+)
+def test_calibration_refusals(batch, words):
+    qmodel = insert_quantizers(network(), X[:2], MAX)
+    with pytest.raises(CalibrationError, match=words):
+        calibrate(qmodel, [batch])
     assert all(q.calibrator is None and q.enabled for _, q in quantizers(qmodel))
 
 
 def test_refusals():
-    model = network()
-    with pytest.raises(QuantizationError, match="float16"):
-        insert_quantizers(copy.deepcopy(model).half(), X[:2])
-    with pytest.raises(QuantizationError, match="quantized already"):
-        insert_quantizers(quantize(model, X[:2], [X], spec=MAX), X[:2])
     with pytest.raises(QuantizationError, match="not a model that compress quantized"):
-        calibrate(model, [X])
+        calibrate(network(), [X])
     with pytest.raises(QuantizationError, match="num_bits is 9"):
-        insert_quantizers(model, X[:2], QuantSpec(weights=WeightSpec(num_bits=9)))
+        insert_quantizers(network(), X[:2], QuantSpec(weights=WeightSpec(num_bits=9)))
 
 
 def test_layerwise_sqnr_names_every_layer(qmodel):
@@ -194,29 +183,31 @@ def test_the_default_keeps_values_that_crowd_at_two_places():
     assert error < 0.05
 
 
-class ZeroInit(nn.Module):
+def zero_init():
     """A residual branch that begins at zero, squeezed and excited, as timm makes them."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(8)
-        self.gate = nn.Conv2d(8, 8, 1)
-        self.head = nn.Linear(8, 5)
-        nn.init.zeros_(self.bn.weight)
+    def run(net, x):
+        x = torch.relu(net.stem(x))
+        y = net.bn(net.conv(x))
+        y = y * torch.sigmoid(net.gate(y.mean((2, 3), keepdim=True)))
+        return net.head(torch.relu(x + y).mean((2, 3)))
 
-    def forward(self, x):
-        x = torch.relu(self.stem(x))
-        y = self.bn(self.conv(x))
-        y = y * torch.sigmoid(self.gate(y.mean((2, 3), keepdim=True)))
-        return self.head(torch.relu(x + y).mean((2, 3)))
+    net = Net(
+        run,
+        stem=nn.Conv2d(3, 8, 3, padding=1),
+        conv=nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        bn=nn.BatchNorm2d(8),
+        gate=nn.Conv2d(8, 8, 1),
+        head=nn.Linear(8, 5),
+    )
+    nn.init.zeros_(net.bn.weight)
+    return net
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_stays_float(target):
     torch.manual_seed(0)
-    model, x = ZeroInit().eval(), torch.randn(4, 3, 8, 8)
+    model, x = zero_init().eval(), torch.randn(4, 3, 8, 8)
     spec = QuantSpec(target=target)
     qmodel = quantize(model, x, [x], spec=spec)
     torch.testing.assert_close(qmodel(x), model(x), rtol=0.1, atol=0.1)
@@ -230,23 +221,18 @@ def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches
     torch.testing.assert_close(closed(x), model(x), rtol=0.1, atol=0.1)
 
 
-class Padded(nn.Module):
-    """Largest values of windows that reach into an infinite margin (TensorFlow's SAME), and a filter by expansion."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        x = nn.functional.conv2d(self.conv(x), torch.full((1, 1, 2, 2), 0.25).expand(4, 1, 2, 2), groups=4)
-        x = nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=-float("inf")), 2, 2)
-        return self.fc(x).mean((2, 3))
-
-
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_infinite_margins_and_expanded_constants(target):
+    """Largest values of windows that reach into an infinite margin (TensorFlow's SAME), and a filter by expansion."""
+
+    def run(net, x):
+        x = nn.functional.conv2d(net.conv(x), torch.full((1, 1, 2, 2), 0.25).expand(4, 1, 2, 2), groups=4)
+        x = nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=-float("inf")), 2, 2)
+        return net.fc(x).mean((2, 3))
+
     torch.manual_seed(0)
-    model, images = Padded().eval(), torch.randn(4, 3, 16, 16)
+    model, images = Net(run, conv=nn.Conv2d(3, 4, 3), fc=nn.Conv2d(4, 4, 1)).eval(), torch.randn(4, 3, 16, 16)
+
     qmodel = quantize(model, images, [images], spec=QuantSpec(target=target))
     assert len(qmodel.placement.weights) == 2
     with torch.no_grad():
@@ -310,7 +296,6 @@ GUARD_MAX = ActivationSpec(calibrator="max")
 
 
 def clipped(scale=8.0):
-    """Two convolutions that ReLU6 joins; with a large `scale` most activations exceed 6."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
     with torch.no_grad():
@@ -375,7 +360,6 @@ def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
 
 
 def few_places(scale=40.0):
-    """A network whose activations are nearly all alike; entropy keeps what is common and clips the rest."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
     x = GUARD_X.clamp(0.4, 0.6)
@@ -443,7 +427,6 @@ def photographs(model):
 
 
 def pictures_of_imagenet():
-    """Return pictures of ImageNet and their classes."""
     paths = sorted(FOLDER.glob("*.jpg"))
     chosen = list(range(5, len(paths), len(paths) // (EVALUATED + CALIBRATED)))[: EVALUATED + CALIBRATED]
     images = interpolate(pictures([paths[i] for i in chosen]), SIDE, mode="bilinear", antialias=True)
@@ -465,30 +448,38 @@ def logits(model, images):
     return torch.cat([model(part) for part in images.split(16)])
 
 
-def test_plain_int8_keeps_the_network_and_no_method_ruins_it_silently(subject):
-    model, calibration, images, targets = subject
+def quantized_subject(subject, **more):
+    spec = QuantSpec(target="openvino", **more)
+    return compress.quantize(subject[0], subject[1][:1], [subject[1]], spec=spec)
+
+
+@pytest.fixture(scope="module")
+def plain(subject):
+    return logits(quantized_subject(subject), subject[2])
+
+
+def hits(found, targets):
+    return (found.argmax(1) == targets).double().mean().item()
+
+
+def test_plain_int8_keeps_the_network(subject, plain):
+    model, _, images, targets = subject
     expected = logits(model, images)
+    assert hits(expected, targets) > 0.5  # at this size
+    assert hits(plain, targets) > hits(expected, targets) - 0.5 / 100 - 1 / len(images)  # half a point, to an image
+    assert hits(plain, expected.argmax(1)) > 0.8  # 43 to 46 of 48, by processor
 
-    def quantized(**more):
-        spec = QuantSpec(target="openvino", **more)
-        return compress.quantize(model, calibration[:1], [calibration], spec=spec)
 
-    def hits(found):
-        return (found.argmax(1) == targets).double().mean().item()
-
-    plain = logits(quantized(), images)
-    assert hits(expected) > 0.5  # at this size
-    assert hits(plain) > hits(expected) - 0.5 / 100 - 1 / len(images)  # half a point, to within a picture
-    assert (plain.argmax(1) == expected.argmax(1)).double().mean() > 0.8  # 43 to 46 of 48, by processor
-    for options in OPTIONS if FOLDER.is_dir() else OPTIONS[:1]:  # few photographs say little of a calibrator
-        qmodel = quantized(**options)
-        noted = any("worse than plain PTQ" in note for note in qmodel.report.notes())
-        assert noted or hits(logits(qmodel, images)) > hits(plain) - 2 / 100 - 1 / len(images), options
+@pytest.mark.release
+@pytest.mark.parametrize("options", OPTIONS if FOLDER.is_dir() else OPTIONS[:1])  # few photographs say little of ranges
+def test_no_method_ruins_the_network_silently(subject, plain, options):
+    _, _, images, targets = subject
+    qmodel = quantized_subject(subject, **options)
+    noted = any("worse than plain PTQ" in note for note in qmodel.report.notes())
+    assert noted or hits(logits(qmodel, images), targets) > hits(plain, targets) - 2 / 100 - 1 / len(images)
 
 
 class AnyNumber(nn.Module):
-    """A network of any number of inputs, each through a layer of its own."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
@@ -505,22 +496,15 @@ def test_several_inputs_of_a_forward_that_takes_any_number():
         assert (result - expected).square().mean() < 1e-3 * expected.square().mean()
 
 
-class Deep(nn.Module):
-    """More operations in a row than Python has frames for."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        x = self.first(x)
+def test_a_deep_network_is_quantized():
+    def run(net, x):
+        x = net.first(x)
         for _ in range(510):
             x = x + torch.tanh(x)
-        return self.last(x)
+        return net.last(x)
 
-
-def test_a_deep_network_is_quantized():
-    model, x = Deep().eval(), torch.rand(2, 3, 4, 4)
-    qmodel = compress.quantize(model, x, [x], spec=QuantSpec(target="openvino"))
+    model, x = Net(run, first=nn.Conv2d(3, 4, 1), last=nn.Conv2d(4, 4, 1)).eval(), torch.rand(2, 3, 4, 4)
+    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"))
+    qmodel = compress.quantize(model, x, [x], spec=spec)
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 20

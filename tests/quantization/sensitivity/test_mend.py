@@ -10,7 +10,7 @@ import compress
 from compress import ActivationSpec, QuantSpec, WeightSpec
 from compress.errors import QuantizationError
 from compress.quantization.sensitivity.compare import sqnr
-from tests.networks import TinyResNet, with_statistics
+from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_ptq.test_improve import outliers, unequal
 
 X = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -19,52 +19,43 @@ CLIPPED = ActivationSpec(calibrator="percentile", percentile=70)
 PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX, smooth=None)
 
 
-class Logits(nn.Module):
-    """The mean over the pixels of a network's result."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x).mean((2, 3))
+def logits(inner):
+    return Net(lambda net, x: net.inner(x).mean((2, 3)), inner=inner)
 
 
-class TwoRanges(nn.Module):
+def two_ranges():
     """A concat of a tensor and of another, which is 300 times as large."""
+    net = Net(
+        lambda net, x: net.c(torch.cat([net.a(x), net.b(x)], 1)).mean((2, 3)),
+        a=nn.Conv2d(3, 4, 3),
+        b=nn.Conv2d(3, 4, 3),
+        c=nn.Conv2d(8, 4, 1),
+    )
+    with torch.no_grad():
+        net.b.weight.mul_(300)
+        net.c.weight[:, 4:].div_(300)
+    return net
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(8, 4, 1)
-        with torch.no_grad():
-            self.b.weight.mul_(300)
-            self.c.weight[:, 4:].div_(300)
 
-    def forward(self, x):
-        return self.c(torch.cat([self.a(x), self.b(x)], 1)).mean((2, 3))
-
-
-class Flat(nn.Module):
+def flat():
     """A softmax over 256 positions with peaks near 1, so that all other probabilities are below half a step."""
 
-    def __init__(self):
-        super().__init__()
-        self.embed, self.last = nn.Conv2d(3, 8, 1), nn.Linear(8, 4)
+    def run(net, x):
+        tokens = net.embed(x).flatten(2).transpose(1, 2)
+        return net.last((torch.softmax(4 * tokens @ tokens.transpose(1, 2), -1) @ tokens)[:, 0])
 
-    def forward(self, x):
-        tokens = self.embed(x).flatten(2).transpose(1, 2)
-        return self.last((torch.softmax(4 * tokens @ tokens.transpose(1, 2), -1) @ tokens)[:, 0])
+    return Net(run, embed=nn.Conv2d(3, 8, 1), last=nn.Linear(8, 4))
 
 
 def faulty(name):
     torch.manual_seed(0)
-    return {"two ranges": TwoRanges, "softmax tails": Flat}[name]().eval()
+    return {"two ranges": two_ranges, "softmax tails": flat}[name]().eval()
 
 
 @pytest.mark.parametrize(
     ("name", "model", "spec"),
     [
-        ("channel ranges", Logits(unequal()), PER_TENSOR),
+        ("channel ranges", logits(unequal()), PER_TENSOR),
         ("outlier channels", outliers(), QuantSpec(activations=MAX, smooth=None)),
         ("two ranges", faulty("two ranges"), QuantSpec(activations=MAX)),
         ("softmax tails", faulty("softmax tails"), QuantSpec(activations=MAX)),
@@ -102,7 +93,7 @@ def test_the_first_tensor_that_diverges():
 @pytest.mark.parametrize(
     ("model", "spec", "words"),
     [
-        (Logits(unequal()), PER_TENSOR, "equalize: true"),
+        (logits(unequal()), PER_TENSOR, "equalize: true"),
         (outliers(), QuantSpec(activations=MAX, smooth=None), "smooth: auto"),
         (with_statistics(TinyResNet()), QuantSpec(activations=CLIPPED), "calibrator: mse"),
     ],
@@ -126,7 +117,6 @@ def test_layers_are_changed_where_nothing_else_helps():
 
 
 def assert_holds(model, done, least):
-    """The specification alone gives the network that was promised."""
     qmodel = compress.quantize(model, X, [X], spec=done.spec)
     with torch.no_grad():
         assert sqnr(model(X), qmodel(X)) == pytest.approx(done.effect.sqnr_db, abs=0.01)

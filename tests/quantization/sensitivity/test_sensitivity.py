@@ -1,6 +1,3 @@
-"""Sensitivity, compared with networks that are quantized under the rules of each row."""
-
-import copy
 import ctypes
 import itertools
 
@@ -19,7 +16,7 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.sensitivity.sensitivity import choose_formats, everywhere, front, layer_settings, mixed_spec
-from tests.networks import network
+from tests.networks import network, unchanged
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 10
@@ -78,15 +75,12 @@ def test_a_stopped_call_goes_on_and_layers_left_float_are_no_rows():
 
 def test_the_model_is_left_as_it_was():
     model = network().train()
-    before = copy.deepcopy(model.state_dict())
-    sensitivity(model, X[:2], [X], [X[:2]])
+    with unchanged(model):
+        sensitivity(model, X[:2], [X], [X[:2]])
     assert model.training and not list(quantizers(model))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 class Two(nn.Module):
-    """A network of two inputs."""
-
     def __init__(self):
         super().__init__()
         self.image, self.facts, self.head = nn.Conv2d(3, 8, 3, 2), nn.Linear(6, 8), nn.Linear(8, 10)
@@ -123,7 +117,6 @@ def tables():
 
 
 def every(noise, cost):
-    """(noise, cost) of all assignments."""
     for names in itertools.product(FORMATS, repeat=len(noise)):
         pairs = list(zip(noise, names, strict=True))
         yield sum(noise[k][f] for k, f in pairs), sum(cost[k][f] for k, f in pairs)
