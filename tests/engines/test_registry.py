@@ -146,7 +146,7 @@ def test_a_row_and_its_name_are_all_that_a_new_engine_needs(tmp_path, monkeypatc
         options={"speed": "how fast"},
     )
     monkeypatch.setitem(ENGINES, "mine", entry)
-    monkeypatch.setattr("compress.measure.latency.ENGINE_NAMES", (*ENGINE_NAMES, "mine"))
+    monkeypatch.setattr("compress.measure.spec.ENGINE_NAMES", (*ENGINE_NAMES, "mine"))
     assert "mine" in {row.name for row in engine_availability() if row.available}
     spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
     check_bench_spec(spec)

@@ -26,6 +26,7 @@ from compress.training.checkpoint import (
     save_model,
     write_tensors,
 )
+from compress.training.evaluate import QUIET
 from tests.fresh import finish, start
 from tests.networks import unchanged
 from tests.training.processes import run_tasks
@@ -285,7 +286,7 @@ VERSIONS = sorted(int(path.stem.partition("-")[2]) for path in FORMATS.glob("che
 SPEC = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0, optimizer="adamw", ema_decay=0.9)
 
 
-def training(folder, *, progress=None, resume=False):
+def training(folder, *, progress=QUIET, resume=False):
     model = linear()
     return model, fit(model, toy_data(), SPEC, batch_size=16, folder=folder, resume=resume, progress=progress)
 

@@ -400,7 +400,7 @@ def test_the_bar_moves_in_whole_units_and_ends_full_only_where_the_build_succeed
 
 # The calls of TensorRT are those of its real API: mypy checks them against the type stubs of TensorRT 10.13.
 
-FILES = ("library", "builder", "engine", "context", "build")
+FILES = ("library", "engine", "build")
 SETTINGS = """[mypy]
 ignore_missing_imports = True
 disallow_any_unimported = False
@@ -455,11 +455,11 @@ def test_our_calls_are_those_of_the_real_library(stubs, tmp_path):
 
 
 def test_a_wrong_call_would_be_seen(stubs, tmp_path):
-    text = (Path(package.__file__).parent / "builder.py").read_text()
+    text = (Path(package.__file__).parent / "build.py").read_text()
     assert "config.add_optimization_profile(" in text
     wrong = text.replace("config.add_optimization_profile(", "config.add_profile(").replace(
         "set_memory_pool_limit(trt.", 'set_memory_pool_limit("workspace", trt.'
     )
-    found = errors(stubs, tmp_path, builder=wrong)
+    found = errors(stubs, tmp_path, build=wrong)
     assert any("add_profile" in line for line in found)
     assert any("set_memory_pool_limit" in line for line in found)

@@ -164,16 +164,6 @@ def test_rows_are_chosen_independently(choose):
     torch.testing.assert_close(choose(rows[None], width[None]), together[None], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("choose", [entropy_amax, mse_amax])
-def test_stride_looks_at_every_nth_candidate(choose):
-    generator = torch.Generator().manual_seed(2)
-    counts = torch.histc(torch.randn(20000, generator=generator).abs(), 400).long()
-    one = torch.tensor(1.0)
-    coarse, fine = (int(choose(counts, one, num_bits=5, start_bin=40, stride=s)) for s in (16, 1))
-    assert (coarse - 40) % 16 == 0
-    assert abs(coarse - fine) <= 32
-
-
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.sampled_from([None, 0, 1, 2, -1]))
 @FAST
 def test_largest_magnitude_is_the_reduction(a, b, c, axis):
