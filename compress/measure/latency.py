@@ -32,8 +32,9 @@ SPREAD = 1.5
 # Most ratio of mean and median: above it, single runs were interrupted for long.
 TAIL = 1.5
 
-_TICK, _SHORT, _TOO_SHORT = 0.01, 0.2, 0.05
-"""Seconds: a step of the processors' counters, and periods whose counts are off by two steps, or say nothing."""
+_TICK = 0.01  # seconds of a step of the processors' counters
+_SHORT = 0.2  # seconds of a period whose counts are off by two steps
+_TOO_SHORT = 0.05  # seconds of a period whose counts say nothing
 
 BUSY = "the machine was busy"
 # What stands in the place of a factor between times that are not to be compared.

@@ -18,7 +18,7 @@ import onnx
 import torch
 from torch import Tensor, fx, nn
 
-from compress.engines.base import Arrays, library_errors
+from compress.engines.base import TensorInfo, library_errors
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx, looked_up_once
@@ -30,7 +30,7 @@ from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.run import FloatSession, inputs_of_file
 from compress.onnx_ptq.to_torch.builder import Place
-from compress.onnx_ptq.to_torch.network import OPSET, network_of
+from compress.onnx_ptq.to_torch.network import OPSET, network_of, random_feed
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import quantized_layer
 from compress.quantization.sensitivity.compare import sqnr
@@ -43,12 +43,33 @@ _BOUNDED = frozenset({"aten.relu", "aten.hardtanh", "aten.relu6", "aten.clamp"})
 """Activations that a backend fuses into the layer before them."""
 _MOVES = frozenset(
     f"aten.{name}"
-    for name in (
-        "view", "reshape", "flatten", "permute", "transpose", "t", "select", "slice", "squeeze", "unsqueeze", "expand",
-        "split", "split_with_sizes", "chunk", "unbind", "max_pool2d", "dropout", "clone", "contiguous", "pixel_shuffle",
-        "upsample_nearest2d", "index_select", "relu", "alias",
-    )
-)  # fmt: skip
+    for name in [
+        "view",
+        "reshape",
+        "flatten",
+        "permute",
+        "transpose",
+        "t",
+        "select",
+        "slice",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "max_pool2d",
+        "dropout",
+        "clone",
+        "contiguous",
+        "pixel_shuffle",
+        "upsample_nearest2d",
+        "index_select",
+        "relu",
+        "alias",
+    ]
+)
 """Operators whose results hold only numbers of their input, or 0."""
 _PADS = ((), ("constant",), ("constant", None), ("constant", 0.0))
 """Further arguments of a padding by 0, which every grid has."""
@@ -88,14 +109,15 @@ def to_pt2e(
         with tempfile.TemporaryDirectory() as folder:
             file = export_onnx(model, example_inputs, Path(folder, "model.onnx"), dynamic_batch=False)
             return to_pt2e(file)
-    return _program(Path(model), batch_size)
+    return _program(load_source(model, quantized=True), batch_size)[0]
 
 
-def _program(file: Path, batch_size: int) -> torch.export.ExportedProgram:
+def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.ExportedProgram, tuple[Tensor, ...], list[Any]]:
+    """Return the program of a file, random inputs, and what it computes of them."""
     import torch.ao.quantization.fx._decomposed  # lazy: registers the operators of PT2E
 
-    source = canonical(load_source(file, quantized=True), opset=OPSET)[0]
-    feed = _random(source, batch_size)
+    file, source = source.path, canonical(source, opset=OPSET)[0]
+    feed = random_feed(source, batch_size=batch_size, refusal=_without_size)
     found = network_of(source, feed)
     network = found.network.eval()
     index = Index(source)
@@ -108,16 +130,20 @@ def _program(file: Path, batch_size: int) -> torch.export.ExportedProgram:
             network.set_submodule(path, layer)
     inputs = tuple(torch.from_numpy(np.asarray(value)) for value in feed.values())
     program = _exported(file, network, inputs)
-    for path in _not_whole(program):
-        cast(Any, network.get_submodule(path)).weight_quantizer = nn.Identity()
-    program = _exported(file, network, inputs) if _not_whole(program) else program
+    apart = _not_whole(program)
+    if apart:
+        for path in apart:
+            cast(Any, network.get_submodule(path)).weight_quantizer = nn.Identity()
+        program = _exported(file, network, inputs)
     _one_reader_each(program.graph)
     program.graph.lint()
     program.graph_module.recompile()
     names = [value.name for value in source.proto.graph.output]
     expected = FloatSession(source, names).run(feed)
-    _compare(file, [expected[name] for name in names], flat_tensors(program.module()(*inputs)), "as a PT2E program")
-    return program
+    with torch.no_grad():
+        found_here = [value.numpy() for value in flat_tensors(program.module()(*inputs))]
+    _compare(file, [expected[name] for name in names], found_here, "as a PT2E program")
+    return program, inputs, found_here
 
 
 def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1) -> Path:
@@ -146,8 +172,8 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     lower = imported("executorch.exir").to_edge_transform_and_lower
     partitioner = imported("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
     imported("executorch.kernels.quantized")  # pairs outside XNNPACK
-    program = _program(Path(file), batch_size)
     source = load_source(file, quantized=True)
+    program, inputs, expected = _program(source, batch_size)
     information = {
         "inputs": [tensor.name for tensor in inputs_of_file(source)],
         "outputs": [value.name for value in source.proto.graph.output],
@@ -157,32 +183,17 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     with library_errors(ExportError, f"{file}: ExecuTorch does not take it: "), looked_up_once():
         edge = lower(program, partitioner=[partitioner()], constant_methods={INFORMATION: written})
         content = edge.to_executorch().buffer
-    inputs = tuple(torch.randn(value.shape) for value in _example(program))
-    with torch.no_grad():
-        expected = [value.numpy() for value in flat_tensors(program.module()(*inputs))]
-    _compare(file, expected, run_program(content, inputs), "as an ExecuTorch file")
+    _compare(source.path, expected, run_program(content, inputs), "as an ExecuTorch file")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)
 
 
-def _example(program: torch.export.ExportedProgram) -> tuple[Tensor, ...]:
-    assert program.example_inputs is not None  # torch.export keeps what it was given
-    return program.example_inputs[0]
-
-
-def _random(source: SourceFile, batch_size: int) -> Arrays:
-    """Return normal numbers for the inputs, with an open batch of `batch_size`."""
-    generator, found = np.random.default_rng(0), {}
-    for tensor in inputs_of_file(source):
-        shape = [batch_size if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
-        if min(shape, default=1) < 1:
-            raise ExportError(
-                f"{source.path}: input {tensor.name!r} has the shape {tensor.shape}: the program has fixed sizes; "
-                "export the ONNX file for one image size"
-            )
-        found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
-    return found
+def _without_size(path: Path, tensor: TensorInfo) -> ExportError:
+    return ExportError(
+        f"{path}: input {tensor.name!r} has the shape {tensor.shape}: the program has fixed sizes; "
+        "export the ONNX file for one image size"
+    )
 
 
 class _Weight(nn.Module):
@@ -290,10 +301,10 @@ def _one_reader_each(graph: fx.Graph) -> None:
                 user.replace_input_with(node, graph.node_copy(node))
 
 
-def _compare(file: Path | str, expected: Iterable[Any], found: Iterable[Any], form: str) -> None:
+def _compare(file: Path, expected: Iterable[Any], found: Iterable[Any], form: str) -> None:
     for wanted, got in zip(expected, found, strict=True):
         if not np.issubdtype(wanted.dtype, np.floating):
             continue
-        quality = sqnr(torch.from_numpy(wanted), torch.as_tensor(got))
+        quality = sqnr(torch.from_numpy(wanted), torch.from_numpy(got))
         if not quality >= _LOWEST_DB:
             raise ExportError(f"{file} {form} computes something else ({quality:.1f} dB): no file is written")

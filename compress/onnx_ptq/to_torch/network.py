@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from compress.engines.base import Arrays, library_errors
-from compress.errors import ModelError, QuantizationError
+from compress.engines.base import Arrays, TensorInfo, library_errors
+from compress.errors import CompressError, ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN
 from compress.onnx_ptq.canonical import canonical, change_of
@@ -73,7 +74,7 @@ def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | No
         True
     """
     source = load_source(file)
-    given = _random(source, size) if batch is None else next(feeds([batch], inputs_of_file(source)))
+    given = random_feed(source, size=size) if batch is None else next(feeds([batch], inputs_of_file(source)))
     check_bounds(source, given)
     return converted(canonical(source, opset=OPSET)[0], given).network
 
@@ -171,16 +172,27 @@ def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> Non
             )
 
 
-def _random(source: SourceFile, size: tuple[int, int] | None) -> Arrays:
+def _without_sides(path: Path, tensor: TensorInfo) -> ModelError:
+    return ModelError(
+        f"{path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a height and a "
+        "width for images (size=; in a recipe model.options: {size: [224, 224]})"
+    )
+
+
+def random_feed(
+    source: SourceFile,
+    *,
+    batch_size: int = 2,
+    size: tuple[int, int] | None = None,
+    refusal: Callable[[Path, TensorInfo], CompressError] = _without_sides,
+) -> Arrays:
+    """Normal numbers for the inputs, an open batch of `batch_size`; `refusal` is raised for sides that stay open."""
     generator, found = np.random.default_rng(0), {}
     for tensor in inputs_of_file(source):
-        shape = [2 if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
+        shape = [batch_size if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
         if size is not None and len(shape) == 4:
             shape[2:] = [given if side < 0 else side for given, side in zip(size, shape[2:], strict=True)]
         if min(shape, default=1) < 1:
-            raise ModelError(
-                f"{source.path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a height and a "
-                "width for images (size=; in a recipe model.options: {size: [224, 224]})"
-            )
+            raise refusal(source.path, tensor)
         found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
     return found
