@@ -1,8 +1,8 @@
 """MkDocs hooks: pages outside docs/ that a page links, and figures, are part of the site.
 
-A page links `../results/x.md` or `../results/x.png`, which works where the repository is browsed. In the site both are
-taken along; a link to any other file of the repository becomes its path in code type. Names of the library are headings
-without the modules in which they stand.
+A page links `../results/x.md` or `../results/x.png`, which works where the repository is browsed. The site has both,
+and the files of examples/; a link to any other file of the repository becomes its path in code type. Headings of the
+library's names leave their modules out, and pages under zh/ say that they are Chinese.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?([^)]*)\)")
 _NAME = re.compile(r"^::: (compress\.\S+\.(\w+))$", flags=re.MULTILINE)
 
 
+def _goal(page: Path, link: str) -> Path:
+    """Return the file that a link leads to: of a folder its README.md."""
+    path = Path(os.path.normpath(page.parent / link))
+    return path / "README.md" if (path / "README.md").exists() else path
+
+
 def _linked(page: Path) -> Iterator[Path]:
     """Yield files of the repository outside docs/ that a page links and the site takes."""
     for match in _LINK.finditer(page.read_text("utf-8")):
-        path = Path(os.path.normpath(page.parent / match[3]))
-        if path.suffix in _TAKEN and path.is_relative_to(_ROOT) and not path.is_relative_to(_DOCS):
+        path = _goal(page, match[3])
+        taken = path.suffix in _TAKEN or (path.is_relative_to(_ROOT / "examples") and path.is_file())
+        if taken and path.is_relative_to(_ROOT) and not path.is_relative_to(_DOCS):
             yield path
 
 
@@ -38,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     Raises:
         FileNotFoundError: a page links a figure or a page that is not there.
     """
-    waiting, seen = sorted(Path(config.docs_dir).glob("*.md")), set()
+    waiting, seen = sorted([*_DOCS.glob("*.md"), *_DOCS.glob("zh/*.md")]), set()
     while waiting:
         page = waiting.pop()
         for path in _linked(page):
@@ -59,7 +66,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         image, text, link, anchor, rest = match.groups()
-        path = Path(os.path.normpath(source.parent / link))
+        path = _goal(source, link)
         if not path.is_relative_to(_ROOT):
             return match[0]
         uri = str(path.relative_to(_DOCS if path.is_relative_to(_DOCS) else _ROOT))
@@ -71,3 +78,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
     markdown = _LINK.sub(replaced, markdown)
     return _NAME.sub(r"::: \1\n    options:\n      heading: compress.\2\n      toc_label: \2", markdown)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Name the language of a page, by which browsers choose fonts and readers voices."""
+    return output.replace('<html lang="en"', '<html lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output

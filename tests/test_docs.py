@@ -35,6 +35,10 @@ def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
     assert (tmp_path / "site" / "results" / "overview.png").stat().st_size > 0  # a figure from outside docs/
     benchmarks = (tmp_path / "site" / "benchmarks" / "index.html").read_text()
     assert 'src="../results/overview.png"' in benchmarks and 'href="../../results' not in benchmarks
+    assert '<html lang="zh"' in (tmp_path / "site" / "zh" / "qdq" / "index.html").read_text()
+    for page in (tmp_path / "site").rglob("*.html"):
+        for link in re.findall(r'(?:href|src)="([^":#?/][^":#?]*)["#?]', page.read_text()):
+            assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def test_the_page_of_the_library_lists_every_public_name():

@@ -6,6 +6,7 @@ A study that is run again changes its own page by itself; the sentences that quo
 import json
 import re
 import statistics
+from collections import Counter
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
@@ -186,14 +187,46 @@ def test_a_page_quotes_the_figures_of_the_results(page, phrases):
     assert not missing, f"the results say so, and {page} does not: {missing}"
 
 
-def test_the_chinese_readme_has_the_figures_the_commands_and_the_links_of_the_english_one():
-    for pattern in (r"\d[\d.,:]*\d|\d", r"\]\(([^)]+)\)", r"^(?:python -m|pip) [^#\n]*"):
-        english, chinese = (
-            sorted(re.findall(pattern, re.sub(r"\(README[^)]*\)", "", (ROOT / name).read_text()), re.MULTILINE))
-            for name in ("README.md", "README.zh-CN.md")
-        )
-        assert chinese == english
-        assert len(english) > 2
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README.zh-CN.md"),
+    *((ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))),
+]
+"""English pages and their Chinese ones."""
+
+
+def links(page):
+    """Return where the links lead, without those between the languages; a Chinese page counts as its English one."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\[(?:中文|English)\]\([^)]*\)", "", page.read_text())):
+        name, _, anchor = link.partition("#")
+        path = (page.parent / name).resolve()
+        assert link.startswith("http") or path.exists(), f"{page.name}: {link}"
+        yield link if link.startswith("http") else f"{path.relative_to(ROOT)}#{anchor}".replace("docs/zh/", "docs/")
+
+
+def code(page):
+    blocks = re.findall(r"^```.*?^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [re.sub(r" *(?<!\S)#.*", "", block) for block in blocks]
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda page: page.stem)
+def test_a_chinese_page_has_the_figures_commands_and_links_of_the_english_one(english, chinese):
+    assert sorted(links(chinese)) == sorted(links(english))
+    assert code(chinese) == code(english)
+    for pattern in (r"\d[\d.,:]*\d|\d", r"`[^`\n]+`", r"^#+ ", r"^\|"):  # figures, names, headings, rows of tables
+        expected, found = (re.findall(pattern, page.read_text(), flags=re.MULTILINE) for page in (english, chinese))
+        assert Counter(found) == Counter(expected)
+
+
+def test_chinese_pages_use_the_words_of_the_glossary():
+    """Where an English page says a term, the Chinese page has its translation."""
+    glossary = (ROOT / "docs" / "course" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([a-zA-Z].*?) \| (.*?) \| \d+ \|$", glossary, flags=re.MULTILINE)
+    for english, chinese in PAIRS:
+        text = re.sub(r"^```.*?^```$|`[^`]+`|\]\([^)]*\)", "", english.read_text(), flags=re.M | re.S).lower()
+        terms = [(term, word) for term, word in rows if re.search(rf"\b{term.lower()}(s|ed)?\b", text)]
+        assert len(terms) > 2, english.name
+        missing = [(term, word) for term, word in terms if word not in chinese.read_text()]
+        assert not missing, f"{chinese.name}: {missing}"
 
 
 def test_other_pages_quote_the_figures_of_the_results():
