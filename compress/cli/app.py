@@ -95,7 +95,7 @@ _COMMANDS = {
     ),
     "predict": Entry(
         "compress.cli.report:predict",
-        "Classes, masks or boxes of images, by a run's file on an engine.",
+        "Classes, masks or boxes of images, or restored images, by a run's file on an engine.",
     ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
     "doctor": Entry(

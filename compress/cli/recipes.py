@@ -60,6 +60,7 @@ _MODELS = {
     "classification": "resnet50",
     "segmentation": "lraspp_mobilenet_v3_large",
     "detection": "retinanet_resnet50_fpn",
+    "restoration": "examples.super_resolution:Rfdn",
 }
 _LAYOUTS = {
     "folder": "train/CLASS/*.jpg and val/CLASS/*.jpg",
@@ -72,9 +73,10 @@ _ROOTED: dict[str, tuple[str, ...]] = {
     "voc": ("JPEGImages", "Annotations", "ImageSets/Main"),
     "masks": (),
     "coco": (),
+    "degraded": (),
 }
 WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".th", ".ckpt", ".bin")
-_DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco"}
+_DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco", "restoration": "degraded"}
 
 
 def init(

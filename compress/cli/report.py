@@ -153,7 +153,8 @@ def predict(
     engine: Annotated[str, typer.Option(help="Engine that runs the network.")] = "openvino",
     variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of drawn masks and boxes; default RUN/predictions.")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder of what is drawn or restored; default RUN/predictions."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -170,5 +171,7 @@ def _found(prediction: Prediction) -> str:
         f"{name} {score:.0%} at {', '.join(f'{side:.0f}' for side in box)}" for name, score, box in prediction.boxes
     ]
     shares = [f"{name} {share:.1%}" for name, share in prediction.classes]
+    if prediction.drawn and prediction.restored:
+        return prediction.drawn
     drawn = f" ({prediction.drawn})" if prediction.drawn else ""
     return ("; ".join(boxes or shares) or "no box") + drawn

@@ -155,6 +155,12 @@ def show_plan(recipe: Recipe, folder: Path | None, device: str | None, *, start:
     words = preprocessing_words(
         spec.height_width, spec.mean or mean, spec.std or std, resize=resize, crop_ratio=spec.crop_ratio
     )
+    if spec.name == "degraded":
+        parts = "random parts (evaluation: the centre)" if spec.augment else "the centre"
+        noise = f", noise of {spec.noise:g} grey levels" if spec.noise else ""
+        words = f"{parts} of {{}} x {{}}, scaled down by {spec.scale}{noise}".format(
+            *(spec.scale * side for side in spec.height_width)
+        )
     missing = [name for name in recipe.bench.engines if find_spec(_LIBRARIES.get(name, name)) is None]
     found = [display(name) for name in recipe.bench.engines if name not in missing]
     lines = {

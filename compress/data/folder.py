@@ -62,22 +62,29 @@ def folder_data(spec: DataSpec) -> DataSet:
 def images_data(spec: DataSpec) -> DataSet:
     """Images under `spec.root`, to any depth, whose classes the float network says; every fourth is for evaluation."""
     root = expand_user(str(spec.root))
-    if not root.is_dir():
-        raise DataError(f"data.root: there is no folder {root.absolute()} (expected images in it, at any depth)")
-    files = np.array([os.fsencode(path.relative_to(root)) for path in pictures_in(root)])
-    if len(files) < _EACH:
-        raise DataError(f"{root} holds {len(files)} images: {_EACH} or more are needed, of which one is for evaluation")
-    evaluated = np.arange(len(files)) % _EACH == _EACH - 1
     labels = tuple(str(number) for number in range(spec.num_classes or 0))
 
-    def split(chosen: np.ndarray, limit: int | None, *, augment: bool) -> UnlabelledSplit:
-        found = files[chosen], torch.zeros(int(chosen.sum()), dtype=torch.int64)
+    def split(files: list[Path], limit: int | None, *, augment: bool) -> UnlabelledSplit:
+        names = np.array([os.fsencode(path.relative_to(root)) for path in files])
+        found = names, torch.zeros(len(files), dtype=torch.int64)
         return UnlabelledSplit(root, found, spec, labels=labels, limit=limit, augment=augment)
 
+    train, val = every_fourth(root)
     return DataSet(
-        train=split(~evaluated, spec.train_images, augment=spec.augment),
-        val=split(evaluated, spec.val_images, augment=False),
+        train=split(train, spec.train_images, augment=spec.augment),
+        val=split(val, spec.val_images, augment=False),
     )
+
+
+def every_fourth(root: Path) -> tuple[list[Path], list[Path]]:
+    """The images under a folder, to any depth: three of four, and every fourth, which is for evaluation."""
+    if not root.is_dir():
+        raise DataError(f"data.root: there is no folder {root.absolute()} (expected images in it, at any depth)")
+    files = pictures_in(root)
+    if len(files) < _EACH:
+        raise DataError(f"{root} holds {len(files)} images: {_EACH} or more are needed, of which one is for evaluation")
+    val = files[_EACH - 1 :: _EACH]
+    return [file for number, file in enumerate(files) if number % _EACH != _EACH - 1], val
 
 
 class FolderSplit(Split):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from compress.data.base import DataSet
 from compress.data.boxes import coco_classes, coco_data, voc_data
+from compress.data.degraded import degraded_data
 from compress.data.folder import class_folders, folder_data, images_data
 from compress.data.masks import mask_data
 from compress.data.memory import cifar_data, digits_data
@@ -26,6 +27,7 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "masks": mask_data,
     "voc": voc_data,
     "coco": coco_data,
+    "degraded": degraded_data,
 }
 
 
@@ -34,7 +36,8 @@ def load_data(spec: DataSpec) -> DataSet:
 
     Returns:
         Splits whose batches are images (N, C, H, W) float32, normalized, and targets: (N,) int64 for classification,
-        (N, H, W) int64 for segmentation, a list of N mappings for detection (see `boxes`).
+        (N, H, W) int64 for segmentation, a list of N mappings for detection (see `boxes`), images (N, 3, H, W)
+        float32 from 0 to 1 for restoration.
 
     Raises:
         DataError: a value out of range, missing or unreadable files, or another number of classes than `spec` names.
@@ -68,7 +71,7 @@ def class_count(spec: DataSpec) -> int:
                 "set data.root to the folder that holds train/ and val/, or data.num_classes to their number"
             )
         return spec.num_classes
-    if spec.name == "images":
+    if spec.name in ("images", "degraded"):
         return spec.num_classes or 0
     if spec.name == "coco":
         return agreed_count(spec, len(coco_classes(spec)))

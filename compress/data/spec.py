@@ -13,7 +13,7 @@ from compress.support.imports import is_import_path
 from compress.support.limits import IMAGE_PIXELS, IMAGE_SIDE
 from compress.support.validation import AtLeastOne, BatchSize, Classes, Pixels, Positive, Seed, Share, Workers, validate
 
-DataName = Literal["digits", "shapes", "folder", "images", "cifar10", "cifar100", "masks", "voc", "coco"]
+DataName = Literal["digits", "shapes", "folder", "images", "cifar10", "cifar100", "masks", "voc", "coco", "degraded"]
 
 Interpolation = Literal["bilinear", "bicubic"]
 Resize = Literal["crop", "squash", "pad"]
@@ -30,11 +30,12 @@ NORMALIZATION: dict[str, tuple[Channels, Channels]] = {
     "shapes": ((0.5,) * 3, (0.25,) * 3),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "degraded": ((0.0,) * 3, (1.0,) * 3),
 }
 
-_ROOTED = ("folder", "images", "cifar10", "cifar100", "masks", "voc", "coco")
+_ROOTED = ("folder", "images", "cifar10", "cifar100", "masks", "voc", "coco", "degraded")
 _FILES = ("folder", "images")
-_RECTANGLES = (*_FILES, "masks", "voc", "coco")
+_RECTANGLES = (*_FILES, "masks", "voc", "coco", "degraded")
 _NAMED = {
     "masks": "masks needs the names of the classes, in the order of their values in the masks",
     "voc": "voc needs the names of the classes, as they are in the annotations",
@@ -49,15 +50,17 @@ class DataSpec:
     Attributes:
         name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; `images`, images without labels,
             judged by how often a network says the class that the float network says; for segmentation `masks`; for
-            detection `voc` and `coco`), or a function of yours, `package.module:function`, that takes this section and
+            detection `voc` and `coco`; for restoration `degraded`, images and the same made smaller or noisier), or a
+            function of yours, `package.module:function`, that takes this section and
             returns the training and the evaluation split; see `compress/data/own.py`. Nothing is ever downloaded.
         root: folder of `folder` (holding train/ and val/), of `images` (any depth; every fourth is for evaluation), of
-            `masks`, `voc` and `coco` and of the cifar files; unused by the others.
+            `masks`, `voc` and `coco`, of the cifar files, and of `degraded` (holding train/ and val/, else every fourth
+            image is for evaluation); unused by the others.
         image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks`,
-            `voc`, `coco` and functions.
+            `voc`, `coco`, `degraded` and functions.
         batch_size: images of one step over all processes together (the global batch).
-        workers: loader processes of `folder`, `images`, `masks`, `voc` and `coco`; None = one per core and process, 8
-            at most.
+        workers: loader processes of `folder`, `images`, `masks`, `voc`, `coco` and `degraded`; None = one per core
+            and process, 8 at most.
         decode: what decodes the JPEG files of `folder` and `images` for a GPU: the `cpu`, in the loader processes, or
             the `gpu` itself (nvJPEG), which also cuts and resizes them; other formats, grey and CMYK stay with the CPU.
             Pixels of the two differ by a few grey levels; order and random parts are the same. Without effect where a
@@ -74,6 +77,8 @@ class DataSpec:
         other_classes: objects of `voc` and `coco` whose class `classes` does not name: `raise` stops, or leaves out
             their images if `on_error` is skip; `background` learns them as background, for a detector of a few of the
             classes.
+        scale: of `degraded`, side of the truth over that of the input: 1 for denoising, 2 to 8 for super-resolution.
+        noise: of `degraded`, standard deviation of Gaussian noise in the input, in grey levels.
         ignore_index: value of the pixels of masks that have no class.
         clutter: opacity of the clutter of `shapes`, as a share of the usual; 0 leaves the object alone.
         train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
@@ -108,6 +113,8 @@ class DataSpec:
     classes: tuple[str, ...] | None = None
     other_classes: Literal["raise", "background"] = "raise"
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
+    scale: Annotated[int, Field(ge=1, le=8)] = 2
+    noise: Annotated[float, Field(ge=0, le=100)] = 0.0
     clutter: Share = 1.0
     train_images: AtLeastOne | None = None
     val_images: AtLeastOne | None = None

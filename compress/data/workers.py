@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from compress.data.base import MEAN, STD, Batch, BatchPlan, Preprocessing, Split, seed_of_changes
+from compress.data.base import Batch, BatchPlan, Preprocessing, Split, seed_of_changes
 from compress.data.memory import to_device
-from compress.data.spec import DataSpec
+from compress.data.spec import IMAGENET, NORMALIZATION, DataSpec
 from compress.errors import DataError
 from compress.support.process import core_count
 
@@ -171,7 +171,8 @@ class ItemSplit(Split):
     """
 
     def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool) -> None:
-        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
+        mean, std = NORMALIZATION.get(spec.name, IMAGENET)
+        preprocessing = Preprocessing.of(spec, mean=mean, std=std)
         super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
         self.augment, self.on_error, self.max_pixels = augment, spec.on_error, spec.max_pixels
         self._workers = Workers(worker_count() if spec.workers is None else spec.workers)

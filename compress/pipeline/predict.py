@@ -6,19 +6,20 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from compress.data.base import Preprocessing
-from compress.data.decode import open_image, preprocessed, rgb
+from compress.data.decode import open_image, preprocessed, read_image, rgb
 from compress.data.folder import pictures_in
-from compress.engines.base import TensorInfo
+from compress.engines.base import Engine, TensorInfo
 from compress.engines.onnx_file import read_onnx
 from compress.engines.registry import suits
 from compress.errors import DataError, RunError, near_misses
@@ -108,12 +109,14 @@ class Prediction:
     Attributes:
         classes: (name, share): five likeliest with probabilities, or shares of pixels.
         boxes: class, score, edges in pixels of the input.
+        drawn: file of the image with masks or boxes, or of the restored image.
     """
 
     image: str
     classes: tuple[tuple[str, float], ...] = ()
     boxes: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
     drawn: str | None = field(default=None)
+    restored: bool = False
 
 
 def predict(
@@ -126,8 +129,8 @@ def predict(
 ) -> list[Prediction]:
     """Run a finished run's file on images; its data need not be here.
 
-    `images` are files, or folders searched to any depth; `variant` "" = the best. `out` takes drawn masks and boxes;
-    None = `predictions` in the run folder.
+    `images` are files, or folders searched to any depth; `variant` "" = the best. `out` is the folder of what is
+    drawn or restored; None = `predictions` in the run folder.
     """
     run = run_without_data(folder)
     if run.recipe.task == "own":
@@ -143,18 +146,58 @@ def predict(
         preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
         found = []
         for path, drawn in names.items():
-            pixels = read_picture(
-                path,
-                preprocessing,
-                cropped=run.task.name == "classification",
-                max_pixels=run.recipe.data.max_pixels,
-            )
-            inputs = preprocessing.normalize(pixels[None].float().div(255)).numpy()
-            outputs = built.run({built.inputs[0].name: inputs})
-            tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
-            seen = run.task.select(next(iter(tensors.values())) if len(tensors) == 1 else tensors)
+            most, size = run.recipe.data.max_pixels, preprocessing.height_width
+            if run.task.name == "restoration":
+                pixels = torch.from_numpy(np.array(read_image(path, max_pixels=most))).movedim(-1, 0)
+                seen = by_tiles(pixels, size, lambda part: _answer(run.task, built, preprocessing, part))
+            else:
+                pixels = read_picture(path, preprocessing, cropped=run.task.name == "classification", max_pixels=most)
+                seen = _answer(run.task, built, preprocessing, pixels)
             found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, drawn))
     return found
+
+
+def _answer(task: Task, engine: Engine, preprocessing: Preprocessing, pixels: Tensor) -> Any:
+    """The selected outputs of one image (channels, H, W) uint8."""
+    inputs = preprocessing.normalize(pixels[None].float().div(255)).numpy()
+    outputs = engine.run({engine.inputs[0].name: inputs})
+    tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
+    return task.select(next(iter(tensors.values())) if len(tensors) == 1 else tensors)
+
+
+_BORDER = 8  # most pixels of a part's inner edges that are left to its neighbour, as a network sees less context there
+
+
+def by_tiles(pixels: Tensor, size: tuple[int, int], restored: Callable[[Tensor], Tensor]) -> Tensor:
+    """An image of any size, restored in parts of `size` that overlap, (1, channels, k H, k W).
+
+    Args:
+        pixels: (channels, H, W); a side shorter than that of a part is mirrored.
+        size: height and width of a part.
+        restored: from a part to (1, channels, k height, k width).
+    """
+    lacking = [(0, max(0, side - given)) for side, given in zip(size, pixels.shape[1:], strict=True)]
+    whole = torch.from_numpy(np.pad(pixels.numpy(), [(0, 0), *lacking], "symmetric"))
+    rows, columns = (_covers(length, side) for length, side in zip(whole.shape[1:], size, strict=True))
+    result: Tensor | None = None
+    for (top, y), (left, x) in itertools.product(rows, columns):
+        part = restored(whole[:, top : top + size[0], left : left + size[1]])
+        scale = part.shape[-1] // size[1]
+        if result is None:
+            result = part.new_empty(1, part.shape[1], *(scale * side for side in whole.shape[1:]))
+        below = slice(scale * (top + y), scale * (top + size[0]))
+        beside = slice(scale * (left + x), scale * (left + size[1]))
+        result[:, :, below, beside] = part[:, :, scale * y :, scale * x :]
+    assert result is not None
+    return result[:, :, : scale * pixels.shape[1], : scale * pixels.shape[2]]
+
+
+def _covers(length: int, side: int) -> list[tuple[int, int]]:
+    """Where parts of `side` begin that cover `length`, and how many of their first pixels are left to those before."""
+    border = min(_BORDER, side // 4)
+    last = length - side
+    starts = [*range(0, last, side - 2 * border), last]
+    return [(start, border if start else 0) for start in starts]
 
 
 def _names(images: Sequence[Path], out: Path) -> dict[Path, Path]:
@@ -199,6 +242,8 @@ def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, s
         named = [(labels[place], share) for share, place in zip(shares.tolist(), places.tolist(), strict=True)]
         return Prediction(image=str(path), classes=tuple(named))
     drawn = _draw(task, pixels, seen, name)
+    if task.name == "restoration":
+        return Prediction(image=str(path), drawn=drawn, restored=True)
     if task.name == "segmentation":
         counts = seen[0].argmax(0).flatten().bincount(minlength=len(labels)) / seen[0, 0].numel()
         rows = sorted(zip(labels, counts.tolist(), strict=True), key=lambda row: -row[1])

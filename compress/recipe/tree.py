@@ -102,7 +102,10 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 # Keys that digests leave out at their default: those of older run folders and files are from before these keys.
-_ADDED = (*(("data", key) for key in ("max_pixels", "interpolation", "resize", "other_classes")), ("export", "nms"))
+_ADDED = (
+    *(("data", key) for key in ("max_pixels", "interpolation", "resize", "other_classes", "scale", "noise")),
+    ("export", "nms"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +114,11 @@ class Recipe:
 
     Attributes:
         task: what the network learns: `classification`, `segmentation` (a class for each pixel), `detection` (boxes),
-            or `own` (anything else, such as depth, keypoints or several labels, with one's own loss and metric).
+            `restoration` (super-resolution or denoising: an image of values from 0 to 1), or `own` (anything else, such
+            as depth, keypoints or several labels, with one's own loss and metric).
         loss: `cross_entropy`; for segmentation also `dice` or `cross_entropy+dice`; for detection `detector`, the
-            detector's own; or `package.module:function`, a function of (outputs, targets) that returns the mean loss of
-            a batch; null = the first of the task's.
+            detector's own; for restoration `l1` or `l2`; or `package.module:function`, a function of (outputs, targets)
+            that returns the mean loss of a batch; null = the first of the task's.
         metric: `package.module:name`, a function of (outputs, targets) that returns a number, or a class with
             `update(outputs, targets)` and `compute()`, such as those of torchmetrics; null = the task's own.
         decode: of detection, `package.module:function`, a function from the network's output tensors to "boxes" (n, 4),
@@ -302,7 +306,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 # Tasks of the built-in data sets that are not for classification.
-_MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection"}
+_MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection", "degraded": "restoration"}
 
 
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:

@@ -174,6 +174,7 @@ _PIPELINES = {
     "classification": "image-classification",
     "segmentation": "image-segmentation",
     "detection": "object-detection",
+    "restoration": "image-to-image",
     "own": "other",
 }
 

@@ -15,7 +15,15 @@ Direction = Literal["higher", "lower"]
 
 Figures = dict[str, float]  # values by name, such as {"miou": 0.61, "iou_road": 0.93}; shares are 0 to 1
 
-_TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map50": "mAP50"}
+_TITLES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "miou": "mIoU",
+    "map": "mAP",
+    "map50": "mAP50",
+    "psnr": "PSNR",
+    "ssim": "SSIM",
+}
 
 T = TypeVar("T")
 
@@ -41,6 +49,7 @@ class TaskMetric:
     Attributes:
         name: key among a meter's figures, such as `miou`.
         unit: `%` for shares from 0 to 1.
+        units: of further figures by name that have another unit.
         direction: `higher` or `lower` is better.
         classes: decided at each place, by which networks agree; or None.
     """
@@ -51,6 +60,7 @@ class TaskMetric:
     direction: Direction = "higher"
     select: Callable[[Any], Any] = whole
     classes: Callable[[Any], Any] | None = None
+    units: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

@@ -18,6 +18,7 @@ from compress.support.meters import TaskMetric, task_metric
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.classification import classification
 from compress.tasks.detection import check_rows, detection, output_tuple
+from compress.tasks.restoration import restoration
 from compress.tasks.segmentation import segmentation
 from compress.tasks.spec import LOSSES_OF, TASKS, allowed_names, lacking_parts
 
@@ -46,7 +47,7 @@ def make_task(
     if name == "own":
         return _own(loss, metric)
     known = loss if loss in LOSSES_OF[name] else LOSSES_OF[name][0]
-    if len(labels) == 1 and name != "detection" and loss in (None, known):
+    if len(labels) == 1 and name in ("classification", "segmentation") and loss in (None, known):
         raise DataError(
             f"the data have one class, {labels[0]!r}: {name} needs two or more to learn what tells them apart; put the "
             "images of each class into a folder of its own (train/CLASS/*.jpg), name all classes in data.classes, or "
@@ -54,6 +55,8 @@ def make_task(
         )
     if name == "detection":
         task = _detection(labels, loss, _resolved(decode, "decode", ()), detector)
+    elif name == "restoration":
+        task = restoration(loss=known)
     else:
         task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
     if loss is not None and loss != known:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from compress.errors import near_misses
 from compress.support.imports import is_import_path
 
-TaskName = Literal["classification", "segmentation", "detection", "own"]
+TaskName = Literal["classification", "segmentation", "detection", "restoration", "own"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 # Losses by task; the first is the default.
@@ -16,6 +16,7 @@ LOSSES_OF: dict[str, tuple[str, ...]] = {
     "classification": ("cross_entropy",),
     "segmentation": ("cross_entropy", "dice", "cross_entropy+dice"),
     "detection": ("detector",),
+    "restoration": ("l1", "l2"),
     "own": (),
 }
 

@@ -61,7 +61,7 @@ from compress.records.files import (
     SlowRow,
 )
 from compress.records.summary import family, not_faster
-from compress.support.meters import Meter
+from compress.support.meters import Meter, shown
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import display, significant
@@ -529,12 +529,13 @@ def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Me
             name=name,
             variant=variant,
             engine=label,
-            value=metric.shown(value),
-            unit=metric.unit,
+            value=shown(value, unit),
+            unit=unit,
             method=method,
             direction=metric.direction if name == metric.name != "top1" else "",
         )
         for name, value in seen.values.items()
+        for unit in [metric.units.get(name, metric.unit)]
     ]
 
 
