@@ -109,6 +109,15 @@ def avg_pool(
     return averaged * (math.prod(window) / divisor_override)
 
 
+def uneven_pool(x: Tensor, sizes: tuple[int, ...], maximum: bool) -> Tensor:
+    """Return an adaptive pooling along one axis after the other, each window a slice."""
+    for axis, count in enumerate(sizes, start=2):
+        size, reduce = int(x.shape[axis]), torch.amax if maximum else torch.mean
+        windows = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+        x = torch.cat([reduce(x.narrow(axis, a, b - a), dim=axis, keepdim=True) for a, b in windows], dim=axis)
+    return x
+
+
 class _AvgPool(nn.Module):
     def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d) -> None:
         super().__init__()
@@ -122,8 +131,9 @@ class _AvgPool(nn.Module):
 def spell_plainly(model: nn.Module) -> None:
     """Replace what an exporter does not know or an engine computes wrongly, in place.
 
-    RReLU becomes LeakyReLU of the mean slope, adaptive maxima over equal windows become plain ones, average pooling
-    with a divisor of its own an average and a product, and LogSigmoid minus a Softplus.
+    RReLU becomes LeakyReLU of the mean slope, adaptive maxima over equal windows become plain ones, adaptive pools over
+    unequal ones reductions of slices, average pooling with a divisor of its own an average and a product, and
+    LogSigmoid minus a Softplus.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.LogSigmoid):
@@ -134,7 +144,7 @@ def spell_plainly(model: nn.Module) -> None:
             model.set_submodule(name, _AvgPool(module))
     if isinstance(model, fx.GraphModule):
         for node in list(model.graph.nodes):
-            if node_kind(node) == "adaptive_max_pool":
+            if node_kind(node) in {"adaptive_max_pool", "adaptive_avg_pool"}:
                 _spell_pool(model, node)
             if node.target is F.logsigmoid:
                 node.target = log_sigmoid
@@ -145,13 +155,17 @@ def spell_plainly(model: nn.Module) -> None:
 
 
 def _spell_pool(model: fx.GraphModule, node: fx.Node) -> None:
-    """Make a max pooling of an adaptive one, which torch 2.11 does not export, unless windows differ in size."""
+    """Make a plain max pooling of an adaptive one, which torch 2.11 does not export, or reductions of slices."""
     source = node.all_input_nodes[0]
     before, after = source.meta.get("shape"), node.meta.get("shape")
     if before is None or after is None or len(before) != len(after) or len(after) - 2 not in _MAX_POOLS:
         return
     sizes = list(zip(before[2:], after[2:], strict=True))
+    maximum = node_kind(node) == "adaptive_max_pool"
     if any(size % windows for size, windows in sizes):
+        node.op, node.target, node.kwargs = "call_function", uneven_pool, {}
+        node.args = (source, tuple(after[2:]), maximum)
+    if any(size % windows for size, windows in sizes) or not maximum:
         return
     window = tuple(size // windows for size, windows in sizes)
     users = [other for other in model.graph.nodes if other.op == "call_module" and other.target == node.target]

@@ -224,14 +224,20 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
     arguments: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
     arguments |= dict(zip(names, node.args, strict=False)) | node.kwargs
     rate = arguments["dropout_p"]
-    if arguments["is_causal"] or (rate and not isinstance(rate, fx.Node)) or arguments.get("enable_gqa"):
-        return "it is causal, drops attention weights, or groups its heads"
+    if (rate and not isinstance(rate, fx.Node)) or arguments.get("enable_gqa"):
+        return "it drops attention weights, or groups its heads"
     query, key, value = (wrap(arguments[name]) for name in names[:3])
     scale, mask = arguments["scale"], arguments["attn_mask"]
     if scale is None:
         scale = 1 / math.sqrt(arguments["query"].meta["shape"][-1])
 
     def masked(scores: Any) -> fx.Proxy:
+        if arguments["is_causal"]:
+            name, owner = f"{node.name}_mask", cast(fx.GraphModule, node.graph.owning_module)
+            sizes = [arguments[key].meta["shape"][-2] for key in ("query", "key")]
+            owner.register_buffer(name, torch.ones(sizes, dtype=torch.bool, device=device_of(owner)).triu(1))
+            later = scores.tracer.create_proxy("get_attr", name, (), {})
+            return scores.masked_fill(later, float("-inf"))
         if mask is None:
             return scores
         if mask.meta["dtype"] == torch.bool:

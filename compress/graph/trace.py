@@ -20,10 +20,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from difflib import SequenceMatcher
+from opcode import opmap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,12 +72,21 @@ from compress.graph.report import (
 )
 from compress.graph.traits import SHAPES
 
+_ASKS_FOR_CLASS = frozenset(opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS") if name in opmap)
+
 
 class _Known:
     """Conversions of a proxy whose value depends on sizes alone."""
 
     node: fx.Node
     tracer: Any
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the value for `x.__class__` and `case Tensor():`; C++ takes a proxy that says so for one."""
+        frame = sys._getframe(1)
+        return type(_seen(self) if frame.f_code.co_code[frame.f_lasti] in _ASKS_FOR_CLASS else self)
+
     __array_priority__ = 1000  # as torch's tensors: a number of numpy leaves `number * x` to the proxy
 
     def __len__(self) -> int:
@@ -102,7 +112,7 @@ class _KnownProxy(_Known, fx.Proxy):
 
     def __getattr__(self, k: str) -> _KnownAttribute:
         _check_attribute(self, k)
-        return _KnownAttribute(self, k)
+        return (_KnownShape if k == "shape" else _KnownAttribute)(self, k)
 
 
 class _KnownAttribute(_Known, Attribute):
@@ -111,6 +121,18 @@ class _KnownAttribute(_Known, Attribute):
         if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
             return self.tracer.sized(self.root).device.type
         return _KnownAttribute(self, k)
+
+
+class _KnownItems(_KnownProxy):
+    """A symbolic tuple or list."""
+
+
+class _KnownShape(_KnownAttribute):
+    """`x.shape`."""
+
+
+Sequence.register(_KnownItems)  # for `case (height, width):`
+Sequence.register(_KnownShape)
 
 
 def _check_attribute(proxy: Any, name: str) -> None:
@@ -534,7 +556,10 @@ class Tracer(fx.Tracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return super().proxy(node) if self.values is None else _KnownProxy(node, self)
+        if self.values is None:
+            return super().proxy(node)
+        items = isinstance(self.values.values.get(node), (tuple, list))
+        return (_KnownItems if items else _KnownProxy)(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """An attribute of a module: symbolic, but not while values are computed."""
@@ -643,6 +668,18 @@ def unwrapped(model: nn.Module) -> str:
     return "its ._orig_mod, and compile what is made of it" if hasattr(model, "_orig_mod") else ""
 
 
+class _Attention(nn.Module):
+    """Holds an attention that is the whole model, so that it is a layer of the graph."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    @functools.wraps(nn.MultiheadAttention.forward)
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:  # type: ignore[override]
+        return self.attention(*inputs, **named)
+
+
 @alone
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
@@ -675,7 +712,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         propagate_shapes(graph_module, inputs)
         return graph_module
     _check_names(model)
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(_Attention(model) if type(model) is nn.MultiheadAttention else model).eval()
     reference = _results_and_hooks(model, inputs)
     check_stateless(model, inputs)
     modules = dict(model.named_modules())

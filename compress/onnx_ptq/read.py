@@ -229,7 +229,7 @@ def _span(node: onnx.NodeProto, name: str, shape: tuple[int, ...], index: Index)
 
 
 OUTPUT = "the outputs of the graph"
-_MORE_KINDS = {"Upsample": "resize", "Sum": "add"}
+_MORE_KINDS = {"Upsample": "resize", "Sum": "add", "Attention": "attention"}
 _STANDARD = frozenset({"", "ai.onnx"})
 
 
@@ -354,6 +354,8 @@ class _Reader:
         made.inputs = tuple(dict.fromkeys(self.tensor(name) for name in operands))
         if kind == "unknown":
             made.note = f"{node.op_type}{f' of the domain {node.domain}' if node.domain not in _STANDARD else ''}"
+        if kind == "attention":
+            made.note = "an export of opset 22 or lower writes them one by one"
         if kind in WEIGHTED:
             flip = node.op_type == "MatMul" or (node.op_type == "Gemm" and not attribute(node, "transB", 0))
             self._weighted(made, node, bias=node.input[2] if len(node.input) > 2 else "", transposed=flip)
@@ -376,9 +378,9 @@ class _Reader:
         return kind
 
     def _product(self, node: onnx.NodeProto, kind: str) -> str:
-        if self.types.get(node.output[0]) not in FLOATS:
-            return "unknown"
         weight = node.input[1] in self.index.fixed
+        if self.types.get(node.output[0]) not in ({*FLOATS, TensorProto.DOUBLE} if weight else FLOATS):
+            return "unknown"
         if weight and len(self.shapes.get(node.input[1], ())) == 2 and node.input[0] not in self.index.fixed:
             return "linear"
         return "addmm" if kind == "linear" and len(node.input) > 2 and node.input[2] else "matmul"
@@ -443,8 +445,10 @@ class _Reader:
                 bias=partial(_tensor, self.index, node.input[2]),
                 mean=partial(_tensor, self.index, node.input[3]),
             )
-        elif node.op_type == "Cast" and attribute(node, "to", 0) == TensorProto.FLOAT:
-            made.cast = "float32" if self.types.get(node.input[0]) in FLOATS else ""
+        elif node.op_type == "Cast":
+            before, after = self.types.get(node.input[0]), attribute(node, "to", 0)
+            made.converts = before != after
+            made.cast = "float32" if before in FLOATS and after == TensorProto.FLOAT else ""
 
     def _factor(self, node: onnx.NodeProto) -> float:
         """Return the largest of the constants that a Mul multiplies by, if all are positive; else 0.0."""

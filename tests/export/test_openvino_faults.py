@@ -452,14 +452,16 @@ JOINED = {
     "constant in a concat": joined_net(lambda a, b, g: torch.cat([a, b, g.expand(len(b), 2, 8, 8)], 1), 18),
     "channels by a list": joined_net(lambda a, b, g: (a * b)[:, [3, 1, -1]], 3),
     "channels by a tensor": joined_net(lambda a, b, g: (a + b)[:, torch.tensor([3, 1, 0])], 3),
+    "cast": joined_net(lambda a, b, g: (a + b).relu().bfloat16().float(), 8),
+    "parts of two types": joined_net(lambda a, b, g: torch.cat([a.bfloat16().float(), b.relu()], 1), 16),
 }
 
 
+@pytest.mark.parametrize("way", ["file", "torch"])
 @pytest.mark.parametrize("case", JOINED)
-def test_openvino_carries_integers_through_joins_and_selections(case, tmp_path):
-    x = torch.randn(2, 3, 8, 8)
-    qmodel = compress.quantize(JOINED[case].eval(), x, [x], spec=QuantSpec(target="openvino"))
-    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
+def test_openvino_carries_integers_through_joins_and_selections(case, way, tmp_path):
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "int8.onnx"
+    quantized_file(way, JOINED[case].eval(), x, QuantSpec(target="openvino"), path)
     types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
     assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3

@@ -97,13 +97,25 @@ def test_attention_that_cannot_be_opened_says_why():
     assert "rows added" in node.meta["whole"]
 
 
-@pytest.mark.parametrize("form", ["plain", "scale", "bool", "float"])
+def test_attention_alone_is_a_layer_of_its_graph():
+    model, x = nn.MultiheadAttention(16, 4), torch.randn(5, 2, 16, generator=G)
+    for inputs in ((x, x, x), {"query": x, "key": x * 2, "value": x}):
+        graph = canonical_graph(copy.deepcopy(model), inputs)
+        assert kinds(graph).count("matmul") == 2
+        given = inputs if isinstance(inputs, tuple) else inputs.values()
+        torch.testing.assert_close(graph(*given), model(*given))
+
+
+@pytest.mark.parametrize("form", ["plain", "scale", "bool", "float", "causal", "one head"])
 def test_scaled_dot_product_attention_is_opened(form):
     mask = torch.rand(5, 5, generator=G) > 0.4
     mask.fill_diagonal_(True)
     options = {"scale": {"scale": 0.3}, "bool": {"attn_mask": mask}, "float": {"attn_mask": torch.randn(5, 5)}}
+    options["causal"] = {"is_causal": True}
 
     def run(net, x):
+        if form == "one head":
+            return F.scaled_dot_product_attention(*net.qkv(x).chunk(3, -1), is_causal=True)
         q, k, v = net.qkv(x).reshape(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
         return F.scaled_dot_product_attention(q, k, v, **options.get(form, {}))
 

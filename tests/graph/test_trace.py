@@ -241,7 +241,21 @@ def takes_lists_and_nested_tensors_too(self, x):  # as DETR does
     return self.conv(x)
 
 
+def asks_for_classes(self, x):  # by the attribute and by patterns
+    if x.__class__ is not torch.Tensor or x.relu().__class__.__name__ != "Tensor":
+        return x
+    match x:
+        case torch.Tensor(ndim=4):
+            y = self.conv(x)
+        case (first, *_):
+            y = self.conv(first)
+    match y.size(), x.shape[1:]:
+        case (_, int(channels), *_), [_, height, width]:
+            return y.reshape(-1, channels * height * width)
+
+
 FORWARDS = [
+    asks_for_classes,
     *(sizes_as_plain_numbers, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),

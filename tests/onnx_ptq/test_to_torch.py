@@ -5,7 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
+from onnx import TensorProto, helper
 from torch import nn
 
 import compress
@@ -18,6 +18,7 @@ from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.calibration.histogram import drawn_from
 from compress.quantization.report import placement_of
 from compress.quantization.spec import TARGETS
+from tests.exact import compute
 from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, weights
 
@@ -91,6 +92,23 @@ def test_refusals_name_the_operator(tmp_path, node, words):
     onnx.save(model_of([node], {}), tmp_path / "m.onnx")
     with pytest.raises(ModelError, match=words):
         compress.from_onnx(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("dtype", ["double", "float16", "bfloat16"])
+def test_casts_of_inputs_and_to_half_and_back(tmp_path, dtype):
+    """The network takes the types of the file, and rounds where it does."""
+    other = TensorProto.DataType.Value(dtype.upper())
+    types = (TensorProto.FLOAT, other) if dtype == "bfloat16" else (other, TensorProto.FLOAT)
+    casts = [helper.make_node("Cast", ["x"], ["a"], to=types[1]), helper.make_node("Cast", ["a"], ["b"], to=1)]
+    conv = helper.make_node("Conv", ["b", "w"], ["y"], name="conv")
+    model = model_of([*casts, conv], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, 8, 8))
+    model.graph.input[0].type.tensor_type.elem_type = types[0]
+    onnx.save(model, tmp_path / "m.onnx")
+    x = torch.randn(2, 3, 8, 8).to(torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
+    expected = torch.from_numpy(compute(tmp_path / "m.onnx", x.numpy()))
+    torch.testing.assert_close(compress.from_onnx(tmp_path / "m.onnx")(x).detach(), expected, atol=1e-5, rtol=1e-5)
+    out = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(head="quantize"))
+    assert compress.audit_onnx(out).int8_share == 1
 
 
 def test_sides_that_the_file_leaves_open(tmp_path):

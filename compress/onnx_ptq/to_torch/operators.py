@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from onnx import TensorProto
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.onnx_graph.graph import (
@@ -475,8 +475,12 @@ def _shuffle(b: Builder, node: onnx.NodeProto) -> Value:
 
 def _cast(b: Builder, node: onnx.NodeProto) -> Value:
     to, x = attribute(node, "to", 0), b.tensor(node.input[0])
+    if to == TensorProto.BFLOAT16:
+        x = b.call("to", x, torch.bfloat16)  # rounded, and float32 as everything here
     if to in _FLOATS:
-        return x if b.types.get(node.input[0]) in _FLOATS else b.call("to", x, torch.float32)
+        given = isinstance(x, fx.Node) and x.op == "placeholder"  # comes in the type of the file
+        plain = to != TensorProto.BFLOAT16 and not given and b.types.get(node.input[0]) in _FLOATS
+        return x if plain else b.call("to", x, torch.float32)
     if to not in _TYPES:
         raise QuantizationError(f"it converts to {TensorProto.DataType.Name(to)}")
     return b.call("to", x, _TYPES[to])
