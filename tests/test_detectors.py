@@ -229,9 +229,17 @@ def faster_rcnn(num_classes=4, kind=FasterRCNN, **changes):
     head = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * 9, 16), torch.nn.ReLU())
     predictor = torch.nn.ModuleDict()  # replaced below: torchvision makes its own for a box head of 1,024 channels
     model = kind(
-        Backbone(), None, rpn_anchor_generator=anchors, box_roi_pool=pool, box_head=head, box_predictor=predictor,
-        min_size=min(SIZE), max_size=64, **UNCHANGED, **changes,
-    )  # fmt: skip
+        Backbone(),
+        None,
+        rpn_anchor_generator=anchors,
+        box_roi_pool=pool,
+        box_head=head,
+        box_predictor=predictor,
+        min_size=min(SIZE),
+        max_size=64,
+        **UNCHANGED,
+        **changes,
+    )
     model.roi_heads.box_predictor = Net(
         lambda net, x: (net.cls_score(x), net.bbox_pred(x)),
         cls_score=torch.nn.Linear(16, num_classes),

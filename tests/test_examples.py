@@ -18,8 +18,12 @@ from tests.networks import tiny
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FEW = {"count": 32, "size": 16, "batch_size": 8, "epochs": 1}
-NEEDS = {"timm_finetune": ["timm"], "lightning_qat": ["lightning"], "accelerate_loop": ["accelerate"],
-         "transformers_trainer": ["transformers", "accelerate"]}  # fmt: skip
+NEEDS = {
+    "timm_finetune": ["timm"],
+    "lightning_qat": ["lightning"],
+    "accelerate_loop": ["accelerate"],
+    "transformers_trainer": ["transformers", "accelerate"],
+}
 ALONE = {
     "own_task": "tests/tasks/test_load.py",
     "yolo": "tests/test_detectors.py",

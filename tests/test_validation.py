@@ -41,25 +41,38 @@ def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, 
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        (QuantSpec(rules=(Rule(match="a"), Rule(match="b", weights=WeightSpec(num_bits=9)))),
-         "quantization.rules.1.weights.num_bits is 9: it must be 2 to 8"),
+        (
+            QuantSpec(rules=(Rule(match="a"), Rule(match="b", weights=WeightSpec(num_bits=9)))),
+            "quantization.rules.1.weights.num_bits is 9: it must be 2 to 8",
+        ),
         (QuantSpec(smooth=1.5), "quantization.smooth is 1.5: it must be 0 to 1, or auto, or null"),
-        (QuantSpec(smooth=math.nan),
-         "quantization.smooth is nan: it must be a finite number, 0 to 1, or auto, or null"),
-        (QuantSpec(adaround=AdaRoundSpec(warm_start=1.0)),
-         "quantization.adaround.warm_start is 1.0: it must be at least 0 and below 1"),
-        (QuantSpec(bias_correction="analitic"),
-         "quantization.bias_correction is 'analitic', did you mean 'analytic'? "
-         "(one of: auto, analytic, empirical, or null)"),
+        (
+            QuantSpec(smooth=math.nan),
+            "quantization.smooth is nan: it must be a finite number, 0 to 1, or auto, or null",
+        ),
+        (
+            QuantSpec(adaround=AdaRoundSpec(warm_start=1.0)),
+            "quantization.adaround.warm_start is 1.0: it must be at least 0 and below 1",
+        ),
+        (
+            QuantSpec(bias_correction="analitic"),
+            "quantization.bias_correction is 'analitic', did you mean 'analytic'? "
+            "(one of: auto, analytic, empirical, or null)",
+        ),
         (QuantSpec(weights=WeightSpec(axis=1)), "quantization.weights.axis is 1 (one of: 0, or null)"),
-        (QuantSpec(calibration_images="8"),
-         "quantization.calibration_images is '8': it must be a whole number, 1 to 1,000,000,000"),
-        (QuantSpec(target="trt"), "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
-         " onnxruntime, litert, any, or a list of them)"),
+        (
+            QuantSpec(calibration_images="8"),
+            "quantization.calibration_images is '8': it must be a whole number, 1 to 1,000,000,000",
+        ),
+        (
+            QuantSpec(target="trt"),
+            "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
+            " onnxruntime, litert, any, or a list of them)",
+        ),
         (QuantSpec(target=3), "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, any"),
         (QuantSpec(weights=3), "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator"),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
     with pytest.raises(QuantizationError) as caught:
         check_quant_spec(spec)

@@ -69,10 +69,22 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
     )
     yield ""
     yield from _table(
-        ("network", "batch", "ms", "images/s", "fp16 ms", "fp16 images/s", "ratio", "ratio, each call waited for",
-         "build s", "with the plan s", "codes that differ from exact arithmetic", "run"),
+        (
+            "network",
+            "batch",
+            "ms",
+            "images/s",
+            "fp16 ms",
+            "fp16 images/s",
+            "ratio",
+            "ratio, each call waited for",
+            "build s",
+            "with the plan s",
+            "codes that differ from exact arithmetic",
+            "run",
+        ),
         [_network(row) for row in report["networks"] if row.get("ms")],
-    )  # fmt: skip
+    )
     missing = [f"{row['network']} b{row['batch']}" for row in report["networks"] if not row.get("ms")]
     yield ""
     if missing:
@@ -117,12 +129,19 @@ def _network(row: Row) -> Sequence[str]:
     codes = f"{check['differing']:,} of {check['codes']:,}, by {check['largest']} at most" if check else "not compared"
     name = ", ".join([row["network"], *(f"{key} {value}" for key, value in row.get("options", {}).items())])
     return (
-        name, str(row["batch"]), f"{row['ms']:.3f}", f"{row['images_per_s']:,.0f}",
-        _number(row.get("fp16_ms"), ".3f"), _number(row.get("fp16_images_per_s"), ",.0f"),
-        _ratio(row.get("fp16_ms"), row["ms"]), _ratio(row.get("fp16_waiting_ms"), row["waiting_ms"]),
-        f"{row['build_s']:.1f}{'*' if row.get('compiled_ahead') else ''}", _number(row.get("build_with_plan_s"), ".2f"),
-        codes, str(row.get("run", 1)),
-    )  # fmt: skip
+        name,
+        str(row["batch"]),
+        f"{row['ms']:.3f}",
+        f"{row['images_per_s']:,.0f}",
+        _number(row.get("fp16_ms"), ".3f"),
+        _number(row.get("fp16_images_per_s"), ",.0f"),
+        _ratio(row.get("fp16_ms"), row["ms"]),
+        _ratio(row.get("fp16_waiting_ms"), row["waiting_ms"]),
+        f"{row['build_s']:.1f}{'*' if row.get('compiled_ahead') else ''}",
+        _number(row.get("build_with_plan_s"), ".2f"),
+        codes,
+        str(row.get("run", 1)),
+    )
 
 
 def _number(value: float | None, form: str) -> str:
@@ -200,10 +219,15 @@ def _layer(group: Sequence[Row], total: float, device: Device) -> Sequence[str]:
     shape = "x".join(str(n) for n in (first["shape"] or [[]])[0])
     shares = roofs(first, each, device)
     return (
-        f"{first['kind']} {shape}", str(len(group)), f"{1e3 * each:.4f}", f"{ms / total:.1%}",
-        *(f"{share:.2f}" for share in shares), reason(first, 1e3 * each, *shares),
-        _number(first.get("fp16_ms"), ".4f"), first["kernel"].removeprefix("triton "),
-    )  # fmt: skip
+        f"{first['kind']} {shape}",
+        str(len(group)),
+        f"{1e3 * each:.4f}",
+        f"{ms / total:.1%}",
+        *(f"{share:.2f}" for share in shares),
+        reason(first, 1e3 * each, *shares),
+        _number(first.get("fp16_ms"), ".4f"),
+        first["kernel"].removeprefix("triton "),
+    )
 
 
 def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:

@@ -101,9 +101,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
     parser.add_argument("--prepare-only", action="store_true", help="export and compile, and measure nothing")
     parser.add_argument(
-        "--cold-build", action="store_true",
+        "--cold-build",
+        action="store_true",
         help="first build the first network with an empty plan and an empty cache of kernels, beside nothing else",
-    )  # fmt: skip
+    )
     return parser.parse_args()
 
 
@@ -200,9 +201,14 @@ def _layers(program: Program, x: dict[str, Tensor], row: Report) -> None:
         cost = cost_of(step, layout)
         shape = [list(layout.plan.tensors[n].shape) for n in step.writes[:1] if n in layout.plan.tensors]
         layer = {
-            "step": step.name, "kind": type(step).__name__, "kernel": program.kernels[index], "ms": ms,
-            "bytes": cost.moved_bytes, "macs": cost.int8_macs, "shape": shape,
-        }  # fmt: skip
+            "step": step.name,
+            "kind": type(step).__name__,
+            "kernel": program.kernels[index],
+            "ms": ms,
+            "bytes": cost.moved_bytes,
+            "macs": cost.int8_macs,
+            "shape": shape,
+        }
         if next(iter(x.values())).is_cuda:
             layer["fp16_ms"] = bare_ms(step, layout)
         if program.measured:

@@ -19,9 +19,16 @@ from compress.engines.onnx_file import read_onnx
 
 WEIGHTED = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 TORCHVISION = (
-    "resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x0_5", "densenet121",
-    "regnet_y_400mf", "convnext_tiny", "swin_t",
-)  # fmt: skip
+    "resnet18",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "shufflenet_v2_x0_5",
+    "densenet121",
+    "regnet_y_400mf",
+    "convnext_tiny",
+    "swin_t",
+)
 PACKAGES = (
     ("rapidocr-onnxruntime (PaddlePaddle)", "rapidocr_onnxruntime", "*.onnx"),
     ("rapidocr (PaddlePaddle)", "rapidocr", "PP-OCR*.onnx"),
@@ -122,9 +129,15 @@ def _dynamo(name: str, optimized: bool, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _network(name), (x,), str(path), dynamo=True, verbose=False, external_data=False, optimize=optimized,
+            _network(name),
+            (x,),
+            str(path),
+            dynamo=True,
+            verbose=False,
+            external_data=False,
+            optimize=optimized,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
-        )  # fmt: skip
+        )
     return path
 
 
@@ -133,10 +146,16 @@ def _older(name: str, folded: bool, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _network(name), (x,), str(path), dynamo=False, opset_version=17 if folded else 14, input_names=["input"],
-            dynamic_axes={"input": {0: "batch"}}, do_constant_folding=folded,
+            _network(name),
+            (x,),
+            str(path),
+            dynamo=False,
+            opset_version=17 if folded else 14,
+            input_names=["input"],
+            dynamic_axes={"input": {0: "batch"}},
+            do_constant_folding=folded,
             training=torch.onnx.TrainingMode.EVAL if folded else torch.onnx.TrainingMode.PRESERVE,
-        )  # fmt: skip
+        )
     return path
 
 
@@ -154,10 +173,14 @@ def _nhwc(folder: Path) -> Path:
         nodes.append(helper.make_node("Transpose", [x], [f"{name}_t"], perm=[0, 3, 1, 2], name=f"{name}/to_nchw"))
         nodes.append(
             helper.make_node(
-                "Conv", [f"{name}_t", f"{name}_w", f"{name}_b"], [f"{name}_c"], name=f"{name}/conv",
-                pads=[1] * 4, strides=[stride] * 2,
+                "Conv",
+                [f"{name}_t", f"{name}_w", f"{name}_b"],
+                [f"{name}_c"],
+                name=f"{name}/conv",
+                pads=[1] * 4,
+                strides=[stride] * 2,
             )
-        )  # fmt: skip
+        )
         nodes.append(helper.make_node("Transpose", [f"{name}_c"], [name], perm=[0, 2, 3, 1], name=f"{name}/to_nhwc"))
         return name
 
@@ -177,9 +200,12 @@ def _nhwc(folder: Path) -> Path:
     then("Add", [then("MatMul", [x, "fc_w"], "product"), "fc_b"], "scores")
     tensor = helper.make_tensor_value_info
     graph = helper.make_graph(
-        nodes, "nhwc", [tensor("input", TensorProto.FLOAT, ["n", 64, 64, 3])],
-        [tensor("scores", TensorProto.FLOAT, ["n", 10])], constants,
-    )  # fmt: skip
+        nodes,
+        "nhwc",
+        [tensor("input", TensorProto.FLOAT, ["n", 64, 64, 3])],
+        [tensor("scores", TensorProto.FLOAT, ["n", 10])],
+        constants,
+    )
     path = folder / "float.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8), path)
     return path

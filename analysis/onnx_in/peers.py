@@ -61,11 +61,14 @@ def main() -> None:
         print(network, "done", flush=True)
     machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
     document = {
-        "command": command_line(pictures="DIR", modelopt="PYTHON"), "machine": machine, "rows": rows,
+        "command": command_line(pictures="DIR", modelopt="PYTHON"),
+        "machine": machine,
+        "rows": rows,
         "calibration": int(chosen.sum()),
-        "evaluated": int((~chosen).sum()), "threads": arguments.threads,
+        "evaluated": int((~chosen).sum()),
+        "threads": arguments.threads,
         "software": software("torch", "onnxruntime", "openvino", "nncf") | _modelopt_version(arguments.modelopt),
-    }  # fmt: skip
+    }
     print(report(write_json(arguments.out / "onnx_in_peers.json", document)).read_text())
 
 
@@ -129,9 +132,15 @@ def _onnxruntime(path: Path, data: Data) -> Path:
     ready, out = path.with_name("ready.onnx"), path.with_name("ort.onnx")
     quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     quantization.quantize_static(
-        str(ready), str(out), Feeds(INPUT, data), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
-    )  # fmt: skip
+        str(ready),
+        str(out),
+        Feeds(INPUT, data),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        reduce_range=False,
+    )
     return out
 
 
@@ -204,9 +213,10 @@ def measure(
         timed = _turns(readable, engine, options, arguments.builds, arguments.runs)
         for name, turns in timed.items():
             by_name[name][engine] |= {
-                "p50_ms": round(float(np.median(turns)), 2), "ratio_to_float": round(ratio(turns, timed[FLOAT]), 3),
+                "p50_ms": round(float(np.median(turns)), 2),
+                "ratio_to_float": round(ratio(turns, timed[FLOAT]), 3),
                 "turns_ms": turns,
-            }  # fmt: skip
+            }
 
 
 def _turns(

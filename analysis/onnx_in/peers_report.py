@@ -99,12 +99,15 @@ def _differences(rows: list[Row]) -> Iterator[list[str]]:
                     continue
                 theirs = peer[engine]
                 yield [
-                    own["network"], TITLES[engine], peer["method"],
+                    own["network"],
+                    TITLES[engine],
+                    peer["method"],
                     paired(ours["right"], theirs["right"]) if _labelled(own) else "",
                     paired(ours["same"], theirs["same"]) if "same" in ours else "",
-                    f"{ours['sqnr_db'] - theirs['sqnr_db']:+.1f}", f"{own['seconds'] / peer['seconds']:.2f}",
+                    f"{ours['sqnr_db'] - theirs['sqnr_db']:+.1f}",
+                    f"{own['seconds'] / peer['seconds']:.2f}",
                     in_turn(ours["turns_ms"], theirs["turns_ms"]),
-                ]  # fmt: skip
+                ]
 
 
 def paired(ours: list[int], theirs: list[int]) -> str:

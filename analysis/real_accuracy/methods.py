@@ -69,9 +69,15 @@ def exported(model: nn.Module, example: Tensor, path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model, (example,), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
-            output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
-        )  # fmt: skip
+            model,
+            (example,),
+            str(path),
+            dynamo=False,
+            opset_version=17,
+            input_names=[INPUT],
+            output_names=["logits"],
+            dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
+        )
     return path
 
 
@@ -82,11 +88,16 @@ def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) ->
     ready, out = folder / "ready.onnx", folder / "ort.onnx"
     quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     quantization.quantize_static(
-        str(ready), str(out), Feeds(INPUT, subject.calibration.split(BATCH)),
-        quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
+        str(ready),
+        str(out),
+        Feeds(INPUT, subject.calibration.split(BATCH)),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        reduce_range=False,
         calibrate_method=quantization.CalibrationMethod[calibration],
-    )  # fmt: skip
+    )
     return Made(out)
 
 

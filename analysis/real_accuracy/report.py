@@ -133,8 +133,9 @@ def _mark(axes: Axes, place: int, row: Row) -> None:
     colour = LIGHT["blue" if row["method"].startswith("compress") else "alarm"]
     if found["value"] < -REACH:
         axes.plot(-REACH, place, "<", color=colour, clip_on=False)
-        axes.annotate(f"{found['value']:.1f}", (-REACH, place), xytext=(8, 0), textcoords="offset points",
-                      va="center", fontsize=8)  # fmt: skip
+        axes.annotate(
+            f"{found['value']:.1f}", (-REACH, place), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8
+        )
         return
     axes.plot([found["low"], found["high"]], [place, place], color=colour)
     axes.plot(found["value"], place, "o", color=colour, markersize=4)

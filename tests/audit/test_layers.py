@@ -131,22 +131,36 @@ def convolution(name="/conv/Conv", **more):
         for n, c in (("data", 8), ("a", 16))
     )
     return {
-        "Name": name, "LayerType": "CaskConvolution", "Inputs": [source], "Outputs": [target],
-        "ParameterType": "Convolution", "Kernel": [3, 3], "OutMaps": 16, "Weights": {"Type": "Half", "Count": 1152},
-        "HasSparseWeights": 0, "TacticName": "sm80_xmma_fprop", "TacticValue": "0x28", "StreamId": 0,
-        "Metadata": "[ONNX Layer: /conv/Conv]\x1e[ONNX Layer: /relu/Relu]", **more,
-    }  # fmt: skip
+        "Name": name,
+        "LayerType": "CaskConvolution",
+        "Inputs": [source],
+        "Outputs": [target],
+        "ParameterType": "Convolution",
+        "Kernel": [3, 3],
+        "OutMaps": 16,
+        "Weights": {"Type": "Half", "Count": 1152},
+        "HasSparseWeights": 0,
+        "TacticName": "sm80_xmma_fprop",
+        "TacticValue": "0x28",
+        "StreamId": 0,
+        "Metadata": "[ONNX Layer: /conv/Conv]\x1e[ONNX Layer: /relu/Relu]",
+        **more,
+    }
 
 
 def product(**more):
     shapes = {"a": [1, 576], "__mye1_dconst": [576, 10], "__mye2alpha": [1], "bias": [1, 10]}
     read = [{"Name": n, "Dimensions": d, "Format/Datatype": "Half"} for n, d in shapes.items()]
     return {
-        "Name": "/fc/Gemm_myl0_1", "LayerType": "gemm", "Inputs": read,
+        "Name": "/fc/Gemm_myl0_1",
+        "LayerType": "gemm",
+        "Inputs": read,
         "Outputs": [{"Name": "out", "Dimensions": [1, 10], "Format/Datatype": "Half"}],
-        "TacticName": "sm50_xmma_cublas_gemvx", "StreamId": 0,
-        "Metadata": "[ONNX Layer: /fc/Gemm]\x1f[ONNX Layer: /relu_1/Relu]", **more,
-    }  # fmt: skip
+        "TacticName": "sm50_xmma_cublas_gemvx",
+        "StreamId": 0,
+        "Metadata": "[ONNX Layer: /fc/Gemm]\x1f[ONNX Layer: /relu_1/Relu]",
+        **more,
+    }
 
 
 def parsed(*layers, **more):

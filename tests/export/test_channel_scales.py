@@ -147,10 +147,13 @@ X = GENERATOR.standard_normal((2, 4, 6, 6)).astype(np.float32)
 def quantized(*, groups=1, size=1, bias=True, zero_point=128, dtype=np.float32, axis=0, result=False, **attributes):
     q = GENERATOR.integers(-127, 128, (8, 4 // groups, size, size)).astype(np.int8)
     constants = {
-        "scale": np.array(0.02, dtype), "zero": np.array(zero_point, np.uint8), "q": q,
+        "scale": np.array(0.02, dtype),
+        "zero": np.array(zero_point, np.uint8),
+        "q": q,
         "steps": (0.01 * (1 + GENERATOR.random(8 if axis == 0 else ()))).astype(dtype),
-        "none": np.zeros(8 if axis == 0 else (), np.int8), "b": GENERATOR.standard_normal(8).astype(dtype),
-    }  # fmt: skip
+        "none": np.zeros(8 if axis == 0 else (), np.int8),
+        "b": GENERATOR.standard_normal(8).astype(dtype),
+    }
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["integers"]),
         helper.make_node("DequantizeLinear", ["integers", "scale", "zero"], ["values"], name="pair"),

@@ -402,11 +402,12 @@ def quantized(tensor, scale, zero_point="z"):
 def joined(other_scale):
     nodes = [
         helper.make_node("Relu", ["x"], ["r"]),
-        *quantized("x", "s"), *quantized("r", other_scale),
+        *quantized("x", "s"),
+        *quantized("r", other_scale),
         helper.make_node("Concat", ["x_d", "r_d"], ["c"], axis=1),
         helper.make_node("Split", ["c"], ["a", "b"], axis=1, num_outputs=2),
         helper.make_node("Add", ["a", "b"], ["y"]),
-    ]  # fmt: skip
+    ]
     constants = {"s": np.float32(0.02), "same": np.float32(0.02), "wide": np.float32(0.03), "z": np.uint8(128)}
     tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("y", "a")]

@@ -73,7 +73,7 @@ CROSSED = {
     "mask of truths": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL), 1),
     "mask of each head": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL.float().repeat(4 * x.shape[0], 1, 1)), 1),
     "padding": ({}, lambda a, x: a(x, x, x, key_padding_mask=(x[..., 0] > 1) & (x[..., 1] > 0)), 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CROSSED)

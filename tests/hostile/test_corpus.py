@@ -290,18 +290,53 @@ def test_onnx_that_never_ends_or_points_elsewhere(tmp_path):
 
 
 ENGINE = {
-    "format": 1, "engine": "tensorrt-rtx", "version": "1", "parser_version": "1", "gpu": "", "sms": [89], "recipe": "",
-    "variant": "", "onnx": "m.onnx", "onnx_sha256": "0", "engine_bytes": 1, "engine_sha256": "0", "options": {},
-    "profiles": {}, "inputs": [], "outputs": [], "float_types": ["f32"], "onnx_metadata": {}, "build_seconds": 1.0,
+    "format": 1,
+    "engine": "tensorrt-rtx",
+    "version": "1",
+    "parser_version": "1",
+    "gpu": "",
+    "sms": [89],
+    "recipe": "",
+    "variant": "",
+    "onnx": "m.onnx",
+    "onnx_sha256": "0",
+    "engine_bytes": 1,
+    "engine_sha256": "0",
+    "options": {},
+    "profiles": {},
+    "inputs": [],
+    "outputs": [],
+    "float_types": ["f32"],
+    "onnx_metadata": {},
+    "build_seconds": 1.0,
     "notes": [],
-}  # fmt: skip
+}
 NO_ENGINES = [
-    ("onnx", "../x.onnx"), ("onnx", ""), ("onnx", "/etc/passwd"), ("onnx", 5), ("onnx", None), ("onnx", "a\0b"),
-    ("engine_bytes", "abc"), ("engine_bytes", None), ("engine_sha256", 5), ("profiles", []), ("profiles", {"x": 5}),
-    ("profiles", {"x": {"a": [1]}}), ("inputs", 5), ("inputs", [5]), ("inputs", [{"name": "x"}]), ("sms", 5),
-    ("sms", ["a"]), ("options", None), ("engine", "foo"), ("engine", None), ("onnx_metadata", 5), ("format", "1"),
-    ("notes", 5), ("float_types", None),
-]  # fmt: skip
+    ("onnx", "../x.onnx"),
+    ("onnx", ""),
+    ("onnx", "/etc/passwd"),
+    ("onnx", 5),
+    ("onnx", None),
+    ("onnx", "a\0b"),
+    ("engine_bytes", "abc"),
+    ("engine_bytes", None),
+    ("engine_sha256", 5),
+    ("profiles", []),
+    ("profiles", {"x": 5}),
+    ("profiles", {"x": {"a": [1]}}),
+    ("inputs", 5),
+    ("inputs", [5]),
+    ("inputs", [{"name": "x"}]),
+    ("sms", 5),
+    ("sms", ["a"]),
+    ("options", None),
+    ("engine", "foo"),
+    ("engine", None),
+    ("onnx_metadata", 5),
+    ("format", "1"),
+    ("notes", 5),
+    ("float_types", None),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), NO_ENGINES)
@@ -326,18 +361,41 @@ def test_engine_metadata_that_is_none(text, tmp_path):
 
 
 LAYERS = {
-    "list": "[]", "object": "{}", "number": "5", "deep": DEEP, "layers 5": '{"Layers":5}',
+    "list": "[]",
+    "object": "{}",
+    "number": "5",
+    "deep": DEEP,
+    "layers 5": '{"Layers":5}',
     "layers [5]": '{"Layers":[5]}',
-    "no names": '{"Layers":[{}]}', "names only": '{"Layers":["conv1"]}',
+    "no names": '{"Layers":[{}]}',
+    "names only": '{"Layers":["conv1"]}',
     "inputs 5": '{"Layers":[{"Name":"a","LayerType":"b","Inputs":5,"Outputs":[]}]}',
-    "dimensions are text": json.dumps({"Layers": [{
-        "Name": "a", "LayerType": "Convolution", "Outputs": [],
-        "Inputs": [{"Name": "x", "Dimensions": "a", "Format/Datatype": "Int8"}],
-    }]}),
-    "names are null": json.dumps({"Layers": [{
-        "Name": None, "LayerType": None, "Inputs": [{"Name": None}], "Outputs": [{}], "Weights": {"Type": 5},
-    }]}),
-}  # fmt: skip
+    "dimensions are text": json.dumps(
+        {
+            "Layers": [
+                {
+                    "Name": "a",
+                    "LayerType": "Convolution",
+                    "Outputs": [],
+                    "Inputs": [{"Name": "x", "Dimensions": "a", "Format/Datatype": "Int8"}],
+                }
+            ]
+        }
+    ),
+    "names are null": json.dumps(
+        {
+            "Layers": [
+                {
+                    "Name": None,
+                    "LayerType": None,
+                    "Inputs": [{"Name": None}],
+                    "Outputs": [{}],
+                    "Weights": {"Type": 5},
+                }
+            ]
+        }
+    ),
+}
 MAY_BE_READ = {"dimensions are text", "names are null"}
 """Odd values beside what is read."""
 

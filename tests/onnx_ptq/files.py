@@ -90,10 +90,17 @@ def export(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model.eval().half() if half else model.eval(), (x.half() if half else x,), str(path), dynamo=False,
-            opset_version=opset, input_names=["picture"], output_names=["scores"], training=mode,
-            do_constant_folding=folded, dynamic_axes={"picture": {0: "batch"}, "scores": {0: "batch"}},
-        )  # fmt: skip
+            model.eval().half() if half else model.eval(),
+            (x.half() if half else x,),
+            str(path),
+            dynamo=False,
+            opset_version=opset,
+            input_names=["picture"],
+            output_names=["scores"],
+            training=mode,
+            do_constant_folding=folded,
+            dynamic_axes={"picture": {0: "batch"}, "scores": {0: "batch"}},
+        )
     return path
 
 
@@ -122,9 +129,15 @@ def sqnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def model_of(
-    nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray], *, shape=(2, 3, 8, 8), opset: int = 17, result="y",
-    domains: tuple[str, ...] = (), rank: int = 4,
-) -> onnx.ModelProto:  # fmt: skip
+    nodes: list[onnx.NodeProto],
+    constants: dict[str, np.ndarray],
+    *,
+    shape=(2, 3, 8, 8),
+    opset: int = 17,
+    result="y",
+    domains: tuple[str, ...] = (),
+    rank: int = 4,
+) -> onnx.ModelProto:
     graph = helper.make_graph(
         nodes,
         "made",

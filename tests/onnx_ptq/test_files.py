@@ -175,13 +175,19 @@ def nhwc_block():
         return helper.make_node("Transpose", [x], [y], perm=[0, 2, 3, 1])
 
     nodes = [
-        there("x", "x1"), helper.make_node("Conv", ["x1", "w1", "b"], ["c1"], pads=[1] * 4), back("c1", "c2"),
+        there("x", "x1"),
+        helper.make_node("Conv", ["x1", "w1", "b"], ["c1"], pads=[1] * 4),
+        back("c1", "c2"),
         helper.make_node("Relu", ["c2"], ["r"]),
-        there("r", "r1"), helper.make_node("Conv", ["r1", "w2", "b"], ["d1"], pads=[1] * 4), back("d1", "d2"),
-        helper.make_node("Add", ["d2", "r"], ["s"]), helper.make_node("Relu", ["s"], ["t"]),
+        there("r", "r1"),
+        helper.make_node("Conv", ["r1", "w2", "b"], ["d1"], pads=[1] * 4),
+        back("d1", "d2"),
+        helper.make_node("Add", ["d2", "r"], ["s"]),
+        helper.make_node("Relu", ["s"], ["t"]),
         helper.make_node("ReduceMean", ["t"], ["m"], axes=[1, 2], keepdims=0),
-        helper.make_node("MatMul", ["m", "w3"], ["p"]), helper.make_node("Add", ["p", "b3"], ["y"]),
-    ]  # fmt: skip
+        helper.make_node("MatMul", ["m", "w3"], ["p"]),
+        helper.make_node("Add", ["p", "b3"], ["y"]),
+    ]
     constants = {
         "w1": weights(6, 3, 3, 3),
         "w2": weights(6, 6, 3, 3),
@@ -305,7 +311,12 @@ def test_weights_that_are_computed_of_constants(tmp_path):
     result = quantize_onnx_file(tmp_path / "constant.onnx", batches(size=8))
     kinds = [node.op_type for node in onnx.load(result.path).graph.node]
     assert kinds == ["Flatten", "QuantizeLinear", "DequantizeLinear", "DequantizeLinear", "MatMul"] or kinds == [
-        "QuantizeLinear", "DequantizeLinear", "Flatten", "DequantizeLinear", "MatMul"]  # fmt: skip
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "Flatten",
+        "DequantizeLinear",
+        "MatMul",
+    ]
     x = PICTURES[:2, :, :8, :8].copy()
     assert sqnr(run(tmp_path / "constant.onnx", x), run(result.path, x)) > 30
 

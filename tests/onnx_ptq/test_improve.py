@@ -65,11 +65,12 @@ CASES = {
     "equalize": (unequal, QuantSpec(equalize=True, weights=WeightSpec(axis=None), activations=MAX)),
     "smooth": (outliers, QuantSpec(smooth=0.5, activations=MAX, bias_correction=None)),
     "adaround": (
-        plain, QuantSpec(adaround=AdaRoundSpec(steps=100, images=8), weights=WeightSpec(num_bits=3), activations=MAX)
+        plain,
+        QuantSpec(adaround=AdaRoundSpec(steps=100, images=8), weights=WeightSpec(num_bits=3), activations=MAX),
     ),
     "bias": (plain, QuantSpec(bias_correction="empirical", weights=WeightSpec(num_bits=3), activations=MAX)),
     "relu6": (unequal, QuantSpec(relu6="relu", insist=True, smooth=None, activations=MAX)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,9 +239,10 @@ def test_ordinary_ranges_add_nothing(tmp_path):
 SIZE = 32
 OWN = {"resnet": TinyResNet, "gated": gated_net, "attention": attention, "shuffled": shuffled}
 NETWORKS = {
-    **OWN, "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
+    **OWN,
+    "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
     **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
-}  # fmt: skip
+}
 SAME_CASES = [(name, target) for name in NETWORKS for target in TARGETS if name in OWN or target != "any"]
 UNFOLDED = {"resnet", "DenseNet"}
 """Networks whose file holds BatchNorm as it is."""

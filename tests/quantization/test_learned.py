@@ -295,9 +295,13 @@ def test_refusals_of_offsets():
 def spec(bits=2, axis=0, **more):
     weights = WeightSpec(num_bits=bits, axis=axis, calibrator="lsq")
     return QuantSpec(
-        target="any", weights=weights, activations=ActivationSpec(num_bits=bits, calibrator="lsq"),
-        batchnorm="keep", first_last_bits=8, **more,
-    )  # fmt: skip
+        target="any",
+        weights=weights,
+        activations=ActivationSpec(num_bits=bits, calibrator="lsq"),
+        batchnorm="keep",
+        first_last_bits=8,
+        **more,
+    )
 
 
 @pytest.mark.parametrize(("bits", "signed"), [(2, True), (2, False), (4, False), (8, True)])

@@ -127,11 +127,38 @@ def _edge(first, keys, COLUMNS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, amax_ptr, out_amax_ptr, out_ptr, sums_ptr, out_bits_ptr,
-    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, high, out_least, out_low, out_high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    amax_ptr,
+    out_amax_ptr,
+    out_ptr,
+    sums_ptr,
+    out_bits_ptr,
+    tokens,
+    padded,
+    keys,
+    blocks,
+    heads,
+    row,
+    v_row,
+    out_row,
+    k_at,
+    v_at,
+    factor,
+    high,
+    out_least,
+    out_low,
+    out_high,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute a block of the result, and the binary logarithms of its rows' sums (arXiv 1805.02867 and 2205.14135).
 
     ROUNDED: the result is quantized, with a bit for each element. WHOLE: one block of columns holds all keys.
@@ -192,11 +219,40 @@ def _grads(q, grad, k, v, logs, factor, limit):
 
 @triton.jit
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, bits_ptr, grad_bits_ptr, out_ptr, deltas_ptr, passed_ptr,
-    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, scaling, high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    ROUNDED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    sums_ptr,
+    amax_ptr,
+    bits_ptr,
+    grad_bits_ptr,
+    out_ptr,
+    deltas_ptr,
+    passed_ptr,
+    tokens,
+    padded,
+    keys,
+    blocks,
+    heads,
+    row,
+    v_row,
+    out_row,
+    k_at,
+    v_at,
+    factor,
+    scaling,
+    high,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute a block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`.
 
     MASKED, ROUNDED: q, k and v, and the result, were quantized. `passed` gets the masked gradient.
@@ -246,11 +302,38 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, deltas_ptr, amax_ptr, bits_ptr, out_ptr,
-    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    sums_ptr,
+    deltas_ptr,
+    amax_ptr,
+    bits_ptr,
+    out_ptr,
+    tokens,
+    padded,
+    keys,
+    blocks,
+    heads,
+    row,
+    v_row,
+    out_row,
+    k_at,
+    v_at,
+    k_to,
+    v_to,
+    factor,
+    scaling,
+    high,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute a block of the gradients of k and v; rows are keys."""
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
@@ -691,10 +774,31 @@ def _attend(q, k, v, table, amax_ptr, factor, high):
 
 @triton.jit
 def window_kernel(
-    qkv_ptr, table_ptr, mask_ptr, amax_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_amax_ptr, out_ptr,
-    count, masks, tokens, heads, steps, factor, high, low, most, out_low, out_high,
-    WIDE: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    table_ptr,
+    mask_ptr,
+    amax_ptr,
+    q_amax_ptr,
+    k_amax_ptr,
+    v_amax_ptr,
+    out_amax_ptr,
+    out_ptr,
+    count,
+    masks,
+    tokens,
+    heads,
+    steps,
+    factor,
+    high,
+    low,
+    most,
+    out_low,
+    out_high,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Compute the quantized results of a head of some windows. MASKED: a second table, of the window modulo `masks`."""
     factor = tl.cast(factor, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
@@ -723,10 +827,36 @@ def window_kernel(
 
 @triton.jit
 def window_gradient_kernel(
-    qkv_ptr, table_ptr, mask_ptr, amax_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_amax_ptr, grad_ptr, out_ptr,
-    sums_ptr, count, masks, tokens, heads, steps, factor, high, low, most, out_low, out_high, least, out_least, scaling,
-    WIDE: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    table_ptr,
+    mask_ptr,
+    amax_ptr,
+    q_amax_ptr,
+    k_amax_ptr,
+    v_amax_ptr,
+    out_amax_ptr,
+    grad_ptr,
+    out_ptr,
+    sums_ptr,
+    count,
+    masks,
+    tokens,
+    heads,
+    steps,
+    factor,
+    high,
+    low,
+    most,
+    out_low,
+    out_high,
+    least,
+    out_least,
+    scaling,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Compute the gradients of a head of some windows, and their sum for the table; all is computed again from q, k, v.
 
     MASKED: as in `window_kernel`.

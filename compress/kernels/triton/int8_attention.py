@@ -135,11 +135,37 @@ def _in_two_passes(
 
 @triton.jit
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, vectors, outputs, numbers, heads, length, size, depth, width,
-    masks, q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
-    KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    vectors,
+    outputs,
+    numbers,
+    heads,
+    length,
+    size,
+    depth,
+    width,
+    masks,
+    q_step,
+    k_step,
+    v_step,
+    mask_step,
+    codes_step,
+    value_step,
+    score,
+    mask_score,
+    to_probability,
+    p_low,
+    p_high,
+    KIND: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     image = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -165,9 +191,27 @@ def _attention_kernel(
         sums = _mixed(p, v_ptr, key, column, v_step, size, inside, tl.zeros([QUERIES, WIDTH], dtype=tl.float32))
     else:
         sums = _in_two_passes(
-            q, k_ptr, v_ptr, depth_at, column, k_step, v_step, depth, size, inside, rows_ptr, mask_step, score,
-            mask_score, to_probability, p_low, p_high, QUERIES, KEYS, WIDTH,
-        )  # fmt: skip
+            q,
+            k_ptr,
+            v_ptr,
+            depth_at,
+            column,
+            k_step,
+            v_step,
+            depth,
+            size,
+            inside,
+            rows_ptr,
+            mask_step,
+            score,
+            mask_score,
+            to_probability,
+            p_low,
+            p_high,
+            QUERIES,
+            KEYS,
+            WIDTH,
+        )
     y, steps = finished(
         sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
     )

@@ -91,12 +91,33 @@ def depthwise(
 
 @triton.jit(do_not_specialize=["sizes", "positions", "groups", "x_zero"])
 def _depthwise_kernel(
-    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers,
-    positions, groups, channels, columns, step, sizes, pad_y, pad_x, x_zero,
-    KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    DILATION_Y: tl.constexpr, DILATION_X: tl.constexpr, X_ZERO: tl.constexpr, STRIP: tl.constexpr,
-    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    positions,
+    groups,
+    channels,
+    columns,
+    step,
+    sizes,
+    pad_y,
+    pad_x,
+    x_zero,
+    KIND: tl.constexpr,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    DILATION_Y: tl.constexpr,
+    DILATION_X: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    STRIP: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     first_column = tl.program_id(1) * CHANNELS
     column = first_column + tl.arange(0, CHANNELS)
@@ -322,11 +343,35 @@ def _dot(pixels, taps, total, ON_GPU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "groups", "blocks", "chunk", "chunks", "sizes", "filler"])
 def _rows_kernel(
-    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, positions, groups, blocks, chunk, chunks, words,
-    columns, step, sizes, pad_y, pad_x, filler,
-    KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    X_ZERO: tl.constexpr, HIGH: tl.constexpr, STRIP: tl.constexpr, UNITS: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    positions,
+    groups,
+    blocks,
+    chunk,
+    chunks,
+    words,
+    columns,
+    step,
+    sizes,
+    pad_y,
+    pad_x,
+    filler,
+    KIND: tl.constexpr,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    HIGH: tl.constexpr,
+    STRIP: tl.constexpr,
+    UNITS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
     unit = (tl.program_id(0) // chunks) * UNITS + tl.arange(0, UNITS)
     word = (tl.program_id(0) % chunks) * chunk + unit % chunk
     position = unit // chunk

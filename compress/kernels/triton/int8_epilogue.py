@@ -310,9 +310,21 @@ def finished(total, added, factor, bias, vectors, column, inside, numbers, KIND:
 
 @triton.jit
 def finish_tile(
-    total, added, row, row_there, first_column, columns, vectors, outputs, numbers, KIND: tl.constexpr,
-    LOADED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    total,
+    added,
+    row,
+    row_there,
+    first_column,
+    columns,
+    vectors,
+    outputs,
+    numbers,
+    KIND: tl.constexpr,
+    LOADED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+):
     """Finish a tile of sums (ROWS, COLUMNS) and write it, PART columns at a time.
 
     `added` is the residual, if it is LOADED; `row` (ROWS,) int64 are pixels; `columns` is the first column not there.

@@ -197,12 +197,35 @@ def _reaches_out(size: tuple[int, int], taps: tuple[int, int], geometry: Geometr
 
 @triton.jit(do_not_specialize=["sizes", "x_zero"])
 def _product_kernel(
-    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, sums_ptr, counts_ptr,
-    rows, channels, columns, step, sizes, geometry, x_zero, group_step,
-    KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
-    EVEN: tl.constexpr, X_ZERO: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    sums_ptr,
+    counts_ptr,
+    rows,
+    channels,
+    columns,
+    step,
+    sizes,
+    geometry,
+    x_zero,
+    group_step,
+    KIND: tl.constexpr,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    FLAT: tl.constexpr,
+    PADDED: tl.constexpr,
+    EVEN: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PART: tl.constexpr,
+):
     strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
     tile = tl.program_id(0)
     group = tl.program_id(2)
@@ -214,9 +237,27 @@ def _product_kernel(
     weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
     filter_at = tl.where(column < columns, column, 0) * (TAPS_Y * TAPS_X * channels)
     total = _sums(
-        x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
-        TAPS_Y, TAPS_X, PADDED, EVEN, X_ZERO, SPLITS, ROWS, COLUMNS, DEPTH,
-    )  # fmt: skip
+        x_ptr,
+        weight_ptr,
+        at,
+        filter_at,
+        y,
+        x,
+        channels,
+        step,
+        sizes,
+        geometry,
+        x_zero,
+        TAPS_Y,
+        TAPS_X,
+        PADDED,
+        EVEN,
+        X_ZERO,
+        SPLITS,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
     last = True
     if SPLITS > 1:
         total, last = _joined(total, tile + group * tl.num_programs(0), sums_ptr, counts_ptr, SPLITS, ROWS, COLUMNS)
@@ -224,9 +265,21 @@ def _product_kernel(
         if X_ZERO:
             total += tl.load(correction_ptr + group * columns + column, mask=column < columns, other=0)[None, :]
         finish_tile(
-            total, total, row.to(tl.int64), row < rows, first_column + group * columns, (group + 1) * columns, vectors,
-            outputs, numbers, KIND, False, ROWS, COLUMNS, PART,
-        )  # fmt: skip
+            total,
+            total,
+            row.to(tl.int64),
+            row < rows,
+            first_column + group * columns,
+            (group + 1) * columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            False,
+            ROWS,
+            COLUMNS,
+            PART,
+        )
 
 
 @triton.jit

@@ -80,11 +80,28 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_ptr, around_ptr, x_ptr, mean_ptr, deviation_ptr, weight_ptr, bias_ptr, amax_ptr, out_ptr, copy_ptr, sums_ptr,
-    rows, steps, least, high,
-    WIDE: tl.constexpr, AROUND: tl.constexpr, COPY: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    around_ptr,
+    x_ptr,
+    mean_ptr,
+    deviation_ptr,
+    weight_ptr,
+    bias_ptr,
+    amax_ptr,
+    out_ptr,
+    copy_ptr,
+    sums_ptr,
+    rows,
+    steps,
+    least,
+    high,
+    WIDE: tl.constexpr,
+    AROUND: tl.constexpr,
+    COPY: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Compute rows of the gradient through quantizer and norm, plus `around`; COPY: written twice, in two types.
 
     `around` reaches the norm's input from its other consumers; `sums` (programs, 2, WIDE) are of weight and bias.

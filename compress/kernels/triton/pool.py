@@ -21,13 +21,39 @@ _LARGEST = 2**31  # elements: indices have 32 bits
 
 @triton.jit
 def forward_kernel(
-    y_ptr, bias_ptr, bits_ptr, amax_ptr, out_ptr, places_ptr, codes_ptr,
-    rows, channels, height, width, out_height, out_width, lower, upper, least, low, high,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    PAD_Y: tl.constexpr, PAD_X: tl.constexpr, HAS_BIAS: tl.constexpr, CODED: tl.constexpr, EMITS: tl.constexpr,
-    FROM: tl.constexpr, UP_TO: tl.constexpr, DISTINCT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    bits_ptr,
+    amax_ptr,
+    out_ptr,
+    places_ptr,
+    codes_ptr,
+    rows,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    lower,
+    upper,
+    least,
+    low,
+    high,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    PAD_Y: tl.constexpr,
+    PAD_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CODED: tl.constexpr,
+    EMITS: tl.constexpr,
+    FROM: tl.constexpr,
+    UP_TO: tl.constexpr,
+    DISTINCT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute a tile of pooled values, and the place of the first of the largest in each window.
 
     DISTINCT: different integers are different values in the type of the result. CODED: `y` holds codes, with `bits`.
@@ -91,12 +117,31 @@ def _read_code(codes_ptr, bits_ptr, pixel, column, channels, there):
 
 @triton.jit
 def backward_kernel(
-    grad_ptr, places_ptr, out_ptr, sums_ptr,
-    cells, channels, height, width, out_height, out_width, cells_y, cells_x, steps,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    PAD_Y: tl.constexpr, PAD_X: tl.constexpr, WINDOWS_Y: tl.constexpr, WINDOWS_X: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    places_ptr,
+    out_ptr,
+    sums_ptr,
+    cells,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    cells_y,
+    cells_x,
+    steps,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    PAD_Y: tl.constexpr,
+    PAD_X: tl.constexpr,
+    WINDOWS_Y: tl.constexpr,
+    WINDOWS_X: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Give each pixel of a cell of STRIDE_Y x STRIDE_X pixels the gradients of the windows that chose it."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)

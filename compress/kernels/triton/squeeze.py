@@ -208,11 +208,31 @@ def gate_gradient_kernel(
 
 @triton.jit
 def gradient_kernel(
-    grad_ptr, y_ptr, bias_ptr, gate_ptr, shift_ptr, amax_ptr, mean_grad_ptr, mean_amax_ptr, out_ptr, sums_ptr,
-    rows, eights, steps, least, high, mean_least, mean_high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, ROUNDS: tl.constexpr,
-    SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    y_ptr,
+    bias_ptr,
+    gate_ptr,
+    shift_ptr,
+    amax_ptr,
+    mean_grad_ptr,
+    mean_amax_ptr,
+    out_ptr,
+    sums_ptr,
+    rows,
+    eights,
+    steps,
+    least,
+    high,
+    mean_least,
+    mean_high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute the gradient of y from those of the product and of the mean, for a strip of columns of part of an image.
 
     HAS_SHIFT: the mean's is a factor of the activation. ROUNDS: the mean is of quantized values. SUMS: sum it over the

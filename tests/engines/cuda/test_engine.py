@@ -272,8 +272,14 @@ def test_on_a_gpu_two_halves_beside_each_other_compute_what_the_whole_does(tmp_p
     path, x = network(tmp_path / "m.onnx")
     given = {"input": torch.from_numpy(np.concatenate([x * i for i in range(32)])).cuda()}
     whole, found = (build_engine(path, "cuda", tune=tune, floats="no") for tune in ("no", "yes"))
-    program = Program(lay_out(make_plan(path, batch_size=32)), torch.device("cuda", 0), candidates=whole._ways(),
-                      plan=None, parts=2, beside=whole._ways)  # fmt: skip
+    program = Program(
+        lay_out(make_plan(path, batch_size=32)),
+        torch.device("cuda", 0),
+        candidates=whole._ways(),
+        plan=None,
+        parts=2,
+        beside=whole._ways,
+    )
     (expected,) = whole.run_tensors(given).values()
     for result in (*found.run_tensors(given).values(), *program.run(given).values()):
         torch.testing.assert_close(result, expected, atol=2e-3 * float(expected.abs().max()), rtol=0)

@@ -104,8 +104,11 @@ def chain(**parts):
 def test_equalization_leaves_layers_whose_channels_are_on_another_axis():
     model = Net(
         lambda s, x: s.d(F.relu(s.c(s.b(F.relu(s.a(x)))))),
-        a=scaled(nn.Linear(8, 8)), b=nn.Conv1d(8, 8, 1), c=scaled(nn.Conv1d(8, 8, 1)), d=nn.Conv1d(8, 8, 1),
-    )  # fmt: skip
+        a=scaled(nn.Linear(8, 8)),
+        b=nn.Conv1d(8, 8, 1),
+        c=scaled(nn.Conv1d(8, 8, 1)),
+        d=nn.Conv1d(8, 8, 1),
+    )
     done = faithful(model, TOKENS, equalize=True).report.prepared.equalization
     assert "another axis" in done.refused["a"]
     assert {(pair.first, pair.second) for pair in done.pairs} == {("b", "c"), ("c", "d")}
@@ -186,8 +189,12 @@ def test_arguments_by_name_and_sizes_of_results(spec):
     def forward(s, x):
         return s.t(input=F.relu(s.n(input=s.a(input=x))), output_size=list(x.shape[2:]))
 
-    model = Net(forward, a=nn.Conv2d(8, 8, 3, stride=2, padding=1), n=nn.BatchNorm2d(8),
-                t=nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1))  # fmt: skip
+    model = Net(
+        forward,
+        a=nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        n=nn.BatchNorm2d(8),
+        t=nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1),
+    )
     with_statistics(model).eval()
     qmodel = quantize(model, IMAGE, [IMAGE], spec=QuantSpec(**spec))
     assert sqnr(model(IMAGE), qmodel(IMAGE)) > 15 and not any("n." in name for name in qmodel.state_dict())
@@ -203,8 +210,11 @@ def test_adaround_rounds_the_projections_of_attention():
 
 
 def test_a_buffer_expanded_to_the_batch_is_traced():
-    model = Net(lambda s, x: s.b(torch.cat([s.token.expand(x.shape[0], -1, -1), s.a(x)], 1)),
-                a=nn.Linear(8, 8), b=nn.Linear(8, 8))  # fmt: skip
+    model = Net(
+        lambda s, x: s.b(torch.cat([s.token.expand(x.shape[0], -1, -1), s.a(x)], 1)),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 8),
+    )
     model.register_buffer("token", torch.randn(1, 1, 8))
     qmodel = faithful(model, TOKENS)
     assert qmodel(TOKENS[:1]).shape == (1, 9, 8)

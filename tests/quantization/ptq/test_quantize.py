@@ -378,8 +378,9 @@ def test_ranges_that_lose_to_the_default_ones_are_noted(options):
     assert seen.methods == ("percentile",) and seen.worse
     assert seen.plain_sqnr_db == pytest.approx(sqnr(model(x), usual(x)), abs=0.01)
     assert seen.sqnr_db == pytest.approx(sqnr(model(x), clipped(x)), abs=0.01)
-    assert any("calibrator percentile the outputs" in note and "worse than plain PTQ" in note
-               for note in qmodel.report.notes())  # fmt: skip
+    assert any(
+        "calibrator percentile the outputs" in note and "worse than plain PTQ" in note for note in qmodel.report.notes()
+    )
 
 
 @pytest.mark.parametrize("calibrator", ["max", "mse", "lsq"])

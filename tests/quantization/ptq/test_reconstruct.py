@@ -159,9 +159,14 @@ def test_the_number_of_images_keeps_no_block_together(way):
 
 @pytest.mark.parametrize(
     ("x", "y", "images"),
-    [((64, 16, 112, 112), (64, 24, 56, 56), 4), ((64, 24, 56, 56), (64, 40, 28, 28), 10),
-     ((64, 64, 14, 14), (64, 64, 14, 14), 32), ((64, 197, 384), (64, 197, 384), 32), ((3, 8, 4, 4), (3, 8, 4, 4), 3)],
-)  # fmt: skip
+    [
+        ((64, 16, 112, 112), (64, 24, 56, 56), 4),
+        ((64, 24, 56, 56), (64, 40, 28, 28), 10),
+        ((64, 64, 14, 14), (64, 64, 14, 14), 32),
+        ((64, 197, 384), (64, 197, 384), 32),
+        ((3, 8, 4, 4), (3, 8, 4, 4), 3),
+    ],
+)
 def test_blocks_of_large_images_take_few_of_them(x, y, images):
     """32,768 positions: 12,544 of 112 x 112 leave 2, and 4 are the fewest; 3,136 leave 10; else the batch size."""
     assert images_of_a_step(torch.empty(x), torch.empty(y), ReconstructSpec()) == images
@@ -358,9 +363,13 @@ def test_rows_are_outputs_of_the_layer(kind, count):
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
-              nn.ConvTranspose2d(4, 4, 2)]
-)  # fmt: skip
+    "layer",
+    [
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.ConvTranspose2d(4, 4, 2),
+    ],
+)
 def test_other_layers_have_none(layer):
     x = torch.randn(2, 4, 8, 8)
     assert sampled_rows(layer, [x], [layer(x)], count=9, generator=torch.Generator()) is None
