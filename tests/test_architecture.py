@@ -27,7 +27,7 @@ LAYERS = [
     {"graph"},
     {"onnx_graph"},
     {"quantization", "sparsity", "receptive", "roofline_model", "data", "detection"},
-    {"models", "qat_fusion", "interop"},
+    {"models", "qat_fusion"},
     {"tasks"},
     {"export"},
     {"engines"},

@@ -8,7 +8,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 import compress
 from compress import ModelSpec, QuantSpec, build_engine, build_model, export_onnx, quantize
-from compress.detection.detectors import (
+from compress.detection import (
     DetectorHead,
     DetectorNetwork,
     ProposalNetwork,
@@ -189,7 +189,7 @@ def test_matches_do_not_depend_on_how_many_images_are_matched_at_a_time(make, mo
     truth = padded(random_targets(torch.Generator().manual_seed(9), [3, 0, 6, 1]))
     anchors = head.anchors(torch.device("cpu"))
     whole = matches(detector.proposal_matcher, truth, anchors)
-    monkeypatch.setattr("compress.detection.detectors._LARGEST", 1)
+    monkeypatch.setattr("compress.detection._LARGEST", 1)
     assert torch.equal(matches(detector.proposal_matcher, truth, anchors), whole)
     for row, target in zip(whole, random_targets(torch.Generator().manual_seed(9), [3, 0, 6, 1]), strict=True):
         learned = row[row >= 0].unique()

@@ -57,7 +57,7 @@ def test_the_page_of_the_library_says_which_names_are_experimental():
 ELSEWHERE = {
     "build_tensorrt": "tests/engines/tensorrt",
     "export_executorch": "tests/onnx_ptq/test_pt2e.py",
-    "from_pytorch_quantization": "tests/interop/test_pytorch_quantization.py",
+    "from_pytorch_quantization": "tests/quantization/test_from_pytorch_quantization.py",
     "run": "tests/pipeline/test_run.py",
     "search": "tests/search/test_models.py",
     "SearchSpec": "tests/search/test_models.py",

@@ -8,7 +8,7 @@ import yaml
 
 from compress import Recipe, load_recipe
 from compress.errors import RecipeError
-from compress.quantization.spec import ActivationCalibrator
+from compress.quantization import ActivationCalibrator
 from compress.recipe.keys import recipe_keys, recipe_keys_markdown
 from compress.recipe.tree import find_recipe, parse_recipe, recipe_names
 

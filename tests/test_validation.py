@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 import compress
 from compress import AdaRoundSpec, BenchSpec, DataSpec, QuantSpec, Recipe, Rule, TrainSpec, WeightSpec
-from compress.data.spec import check_data_spec
+from compress.data import check_data_spec
 from compress.errors import DataError, QuantizationError, RecipeError
-from compress.measure.spec import check_bench_spec
-from compress.quantization.spec import check_quant_spec
+from compress.measure import check_bench_spec
+from compress.quantization import check_quant_spec
 from compress.recipe.tree import parse_recipe
 from compress.support.validation import parse
-from compress.training.spec import check_train_spec
+from compress.training import check_train_spec
 from tests.networks import TinyResNet
 
 HALF_OPEN = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, -0.0, 0.5])

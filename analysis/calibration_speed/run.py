@@ -19,9 +19,9 @@ from analysis.calibration_speed.report import PLAIN, Timing
 from analysis.common.study import Row, command_line, software, study_parser
 from compress.files import write_json
 from compress.measure.machine import describe_machine
+from compress.quantization import ActivationSpec, QuantSpec
 from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import ActivationSpec, QuantSpec
 
 Variant = Callable[[], Timing]
 

@@ -25,9 +25,9 @@ from compress.graph.fold import fold_batchnorm
 from compress.qat_fusion.fuse import FusedLayerModule
 from compress.qat_fusion.regions import compile_regions
 from compress.tasks.classification import classification
+from compress.training import TrainSpec
 from compress.training.distributed import SINGLE
 from compress.training.passes import Passes, RecordedPasses
-from compress.training.spec import TrainSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -11,11 +11,11 @@ from analysis.common.study import study_parser
 from compress.measure.parity import sqnr_db
 from compress.plots.layers import draw_block
 from compress.plots.style import LIGHT, caption, compact, save_figure, styled
+from compress.quantization import QuantSpec
 from compress.quantization.block_graph import block_graph
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.spec import QuantSpec
 from compress.sparsity.parametrization import nm_mask
 
 CALIBRATORS = ("max", "percentile", "mse", "entropy")

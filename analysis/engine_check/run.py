@@ -18,7 +18,7 @@ from compress.audit.engine import folded_names, lost_in_audit, lost_in_runtime
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.files import write_text
-from compress.quantization.spec import Target
+from compress.quantization import Target
 
 TARGETS: tuple[Target, ...] = ("openvino", "onnxruntime", "tensorrt")
 

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from analysis.common.study import study_parser
 from compress.files import write_json
+from compress.models import ModelSpec
 from compress.models.by_name import build_model
-from compress.models.spec import ModelSpec
 from compress.plots.erf import HEAT, draw_box
 from compress.plots.style import caption, save_figure, styled, to_png
 from compress.receptive import (

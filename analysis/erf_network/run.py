@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from analysis.common.study import command_line, listed, software, study_parser
 from compress.files import write_text
 from compress.measure.machine import describe_machine
+from compress.models import ModelSpec
 from compress.models.by_name import build_model
-from compress.models.spec import ModelSpec
 from compress.receptive import ErfOptions, effective_receptive_field
 from compress.receptive.effective import SOURCES, probe_images
 from compress.report.receptive_field import erf_report, receptive_field_report

@@ -15,7 +15,7 @@ from analysis.common.study import Row, append_row, command_line, gpu_software, l
 from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
-from compress.quantization.spec import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
+from compress.quantization import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4), "W3A3": (3, 3), "W2A4": (2, 4)}

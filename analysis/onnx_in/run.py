@@ -12,7 +12,7 @@ from analysis.onnx_in.report import markdown
 from analysis.onnx_in.unit import measured
 from compress.files import write_json, write_text
 from compress.measure.machine import describe_machine
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 
 
 def main() -> None:

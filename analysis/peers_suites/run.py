@@ -38,7 +38,7 @@ from analysis.common.study import (
     time_limit,
 )
 from compress.files import write_text
-from compress.quantization.spec import Target
+from compress.quantization import Target
 
 Inputs = tuple[Tensor, ...]
 SUITES = (

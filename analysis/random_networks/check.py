@@ -14,10 +14,10 @@ from compress.engines import build_engine
 from compress.errors import CalibrationError, CompressError
 from compress.export.onnx import export_onnx
 from compress.graph.compare import relative_error
+from compress.quantization import ActivationSpec, QuantSpec, Target
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, Target
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "openvino", "onnxruntime")
 SAME = 1e-3

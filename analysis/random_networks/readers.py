@@ -22,9 +22,9 @@ from compress.engines import build_engine
 from compress.errors import CompressError
 from compress.files import write_text
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.quantization import ActivationSpec, QuantSpec, Target
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.spec import ActivationSpec, QuantSpec, Target
 
 Depth = Literal["quantizers", "results", "engine"]
 OTHERWISE_WRITTEN = {

@@ -18,7 +18,7 @@ from compress.data.base import Split
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, measure_latency
 from compress.measure.machine import describe_machine
-from compress.quantization.spec import QuantSpec
+from compress.quantization import QuantSpec
 from compress.support.text import display
 
 NAME, CALIBRATION = "finetuned", 512

@@ -16,7 +16,7 @@ import compress
 from analysis.common.study import Feeds
 from analysis.real_accuracy.networks import Subject
 from compress.engines.executorch import INFORMATION
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
+from compress.quantization import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
 
 BATCH = 10
 INPUT = "input"

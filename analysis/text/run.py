@@ -31,7 +31,7 @@ from analysis.common.study import Feeds, Row, command_line, software, study_pars
 from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
 from compress.measure.machine import describe_machine
-from compress.quantization.spec import QuantSpec
+from compress.quantization import QuantSpec
 
 RESAMPLES, TIMED = 2000, 20
 Images = list[np.ndarray]

@@ -12,7 +12,7 @@ from compress.audit.rows import onnx_shapes, with_rows
 from compress.engines.base import RuntimeLayer
 from compress.engines.onnx_file import load_onnx
 from compress.export.names import is_node
-from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph
 
 FindingKind = Literal["float layer", "float output", "requantize", "reformat", "add", "fp32", "dense tactic", "unknown"]
 

@@ -14,7 +14,7 @@ import onnx.inliner
 from compress.errors import AuditError
 from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph.graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
+from compress.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.parametrization import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})

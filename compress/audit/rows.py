@@ -17,7 +17,7 @@ from compress.audit.layers import (
     fused_steps,
     operation,
 )
-from compress.onnx_graph.graph import OnnxGraph
+from compress.onnx_graph import OnnxGraph
 
 _View = tuple[str, tuple[int, ...]]
 _Rows = dict[_View, int]

@@ -13,10 +13,10 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.cli.report import show_run
 from compress.errors import EngineError, RunError, first_few
+from compress.measure import BenchSpec, check_bench_spec
 from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric
-from compress.measure.spec import BenchSpec, check_bench_spec
 from compress.pipeline.saved import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
 from compress.pipeline.studies.sensitivity import faster, quantizing_run

@@ -26,11 +26,11 @@ from compress.pipeline.saved import finished_run, network, variants_in
 from compress.plots.layers import draw_block
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
+from compress.quantization import QuantSpec
 from compress.quantization.block_graph import block_graph
 from compress.quantization.placement.decisions import Decision
 from compress.quantization.placement.insert import insert_quantizers, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.spec import QuantSpec
 from compress.receptive import ErfOptions
 from compress.recipe.tree import Recipe, load_recipe, parse_recipe
 from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
@@ -45,8 +45,8 @@ from compress.roofline_model import (
 )
 from compress.roofline_model.counting import count
 from compress.roofline_model.model import find_device, roofline_of, scenarios
+from compress.sparsity import SparsitySpec
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
-from compress.sparsity.spec import SparsitySpec
 from compress.support.limits import COUNT
 from compress.support.text import image_size_text
 

@@ -11,9 +11,9 @@ import typer
 
 from compress.cli.console import ERRORS
 from compress.cli.options import sides_of
-from compress.data.spec import IMAGENET, Resize, preprocessing_words
+from compress.data import IMAGENET, Resize, preprocessing_words
 from compress.errors import RecipeError
-from compress.quantization.spec import TARGETS, QuantSpec
+from compress.quantization import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
 
 if TYPE_CHECKING:

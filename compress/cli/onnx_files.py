@@ -33,8 +33,8 @@ from compress.measure.file_check import FileCheck, check_onnx
 from compress.onnx_ptq.cast import cast_onnx
 from compress.onnx_ptq.dequantize import dequantize_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
+from compress.quantization import QuantSpec
 from compress.quantization.placement.decisions import Decision
-from compress.quantization.spec import QuantSpec
 from compress.records.files import FILE_RESULT
 
 

@@ -13,11 +13,11 @@ import yaml
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
-from compress.data.spec import DATASETS, LEAST_SIDE
+from compress.data import DATASETS, LEAST_SIDE
 from compress.errors import RecipeError, near_misses
 from compress.files import expand_user, write_text
-from compress.measure.spec import ENGINE_NAMES
-from compress.quantization.spec import TARGETS
+from compress.measure import ENGINE_NAMES
+from compress.quantization import TARGETS
 from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
 from compress.recipe.tree import find_recipe, load_recipe, parse_recipe, recipe_names
 from compress.support.imports import is_import_path

@@ -16,7 +16,7 @@ from compress.pipeline.folder import read_state
 from compress.pipeline.predict import SERVERS, Prediction, write_bundle
 from compress.pipeline.predict import predict as predict_images
 from compress.pipeline.saved import export_again
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from compress.records.files import read_run
 from compress.records.summary import (
     RULES_TITLE,

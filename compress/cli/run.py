@@ -38,7 +38,7 @@ from compress.cli.options import (
     ResumeOption,
     SetOption,
 )
-from compress.data.spec import IMAGENET, NORMALIZATION, preprocessing_words
+from compress.data import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RecipeError
 from compress.recipe.tree import Recipe, load_recipe
 from compress.support.text import display

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.data.spec import IMAGENET, DataSpec, sides
+from compress.data import IMAGENET, DataSpec, sides
 from compress.errors import DataError, first_few
 from compress.files import parse_json
 

@@ -25,11 +25,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from compress.data import DataSpec
 from compress.data.base import DataSet, file_parts, uniform
 from compress.data.decode import read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device
-from compress.data.spec import DataSpec
 from compress.data.workers import Item, ItemSplit, Place
 from compress.errors import DataError, first_few, near_misses
 from compress.files import read_json, read_regular

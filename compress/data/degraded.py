@@ -18,11 +18,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from compress.data import DataSpec
 from compress.data.base import DataSet, file_parts, hash_seed, uniform
 from compress.data.decode import read_image
 from compress.data.folder import every_fourth, pictures_in
 from compress.data.memory import to_device
-from compress.data.spec import DataSpec
 from compress.data.workers import Item, ItemSplit, Place
 from compress.errors import DataError
 from compress.files import expand_user

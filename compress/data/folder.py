@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.data import DataSpec
 from compress.data.base import (
     MEAN,
     STD,
@@ -24,7 +25,6 @@ from compress.data.base import (
 )
 from compress.data.decode import Decoded, Decoder, Reader, check_decoder, collate, decode_packed, pack, prepare
 from compress.data.memory import to_device
-from compress.data.spec import DataSpec
 from compress.data.workers import Workers, ahead, worker_count
 from compress.errors import DataError, first_few
 from compress.files import expand_user

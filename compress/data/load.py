@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from compress.data import DataSpec, check_data_spec
 from compress.data.base import DataSet
 from compress.data.boxes import coco_classes, coco_data, voc_data
 from compress.data.degraded import degraded_data
@@ -12,7 +13,6 @@ from compress.data.masks import mask_data
 from compress.data.memory import cifar_data, digits_data
 from compress.data.own import own_data
 from compress.data.shapes import DEFAULT_SHAPES, shapes_data
-from compress.data.spec import DataSpec, check_data_spec
 from compress.errors import DataError
 from compress.files import expand_user
 from compress.support.imports import is_import_path

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compress.data import NORMALIZATION, DataSpec
 from compress.data.base import (
     Batch,
     BatchPlan,
@@ -31,7 +32,6 @@ from compress.data.base import (
     stratified_order,
     uniform,
 )
-from compress.data.spec import NORMALIZATION, DataSpec
 from compress.errors import DataError
 from compress.files import expand_user, read_regular
 

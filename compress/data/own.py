@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from compress.data import IMAGENET, DataSpec
 from compress.data.base import Batch, BatchPlan, DataSet, Preprocessing, Split, hash_seed
 from compress.data.memory import to_device
-from compress.data.spec import IMAGENET, DataSpec
 from compress.errors import DataError
 from compress.graph.inputs import split_batch
 from compress.support.imports import any_failure, described, imported

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compress.data import NORMALIZATION, DataSpec
 from compress.data.base import Batch, DataSet, Preprocessing, hash_seed, random_bits, uniform
 from compress.data.memory import DRAWS, Drawn, DrawnSplit, Movement, affine_grid, to_device
-from compress.data.spec import NORMALIZATION, DataSpec
 
 EXTENT = 1.3
 BANK_SIZE = 96

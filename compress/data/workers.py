@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from compress.data import IMAGENET, NORMALIZATION, DataSpec
 from compress.data.base import Batch, BatchPlan, Preprocessing, Split, seed_of_changes
 from compress.data.memory import to_device
-from compress.data.spec import IMAGENET, NORMALIZATION, DataSpec
 from compress.errors import DataError
 from compress.support.process import core_count
 

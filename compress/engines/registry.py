@@ -18,7 +18,7 @@ from compress.engines.tensorrt import engine as tensorrt_engine
 from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
 from compress.engines.tensorrt.options import OPTIONS as TENSORRT_OPTIONS
 from compress.errors import EngineError, EngineUnavailableError, near_misses
-from compress.quantization.spec import Target
+from compress.quantization import Target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.export.names import added_tensor
 from compress.graph.ops import onnx_operators
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     SMALL_CONSTANT,
     attribute,
     drop_unread,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from compress.errors import ExportError
 from compress.export.names import TARGET_KEY
 from compress.files import replacing
-from compress.onnx_graph.graph import OnnxGraph, Window, attributes_of, free_name, read_window
+from compress.onnx_graph import OnnxGraph, Window, attributes_of, free_name, read_window
 from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"

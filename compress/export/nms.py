@@ -15,11 +15,11 @@ import onnx
 import torch
 from onnx import TensorProto, compose, helper
 
-from compress.detection.detectors import BoxesAndScores
+from compress.detection import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
 from compress.files import replacing
-from compress.onnx_graph.graph import OnnxGraph
+from compress.onnx_graph import OnnxGraph
 
 NMS_OUTPUTS = ("boxes", "scores", "labels")
 """(N, places, 4) in pixels of the input, (N, places), and (N, places) int64."""

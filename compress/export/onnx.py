@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from compress.data.base import Preprocessing
 from compress.errors import CompressWarning, ExportError
+from compress.export import ExportSpec
 from compress.export.casting import Ranges, cast_model
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.prepare import prepare
-from compress.export.spec import ExportSpec
 from compress.export.targets import clean, finish_for, pads_into_convolutions, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.files import replacing
@@ -38,7 +38,7 @@ from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
-from compress.onnx_graph.graph import drop_unread
+from compress.onnx_graph import drop_unread
 from compress.quantization.report import QuantizationReport
 from compress.support.validation import validate
 

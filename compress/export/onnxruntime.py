@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from compress.export.names import added_constant, added_tensor
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     MOVES,
     PASSES,
     WEIGHTED_OPS,

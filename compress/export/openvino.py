@@ -16,7 +16,7 @@ from onnx import helper
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.graph.ops import ONNX_KINDS
 from compress.graph.traits import TRAITS
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     OnnxGraph,
     attribute,
     consumed_as,

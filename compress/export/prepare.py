@@ -26,10 +26,10 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
 from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.trace import trace
-from compress.onnx_graph.graph import AVERAGE_POOLS, MAX_POOLS, free_name
+from compress.onnx_graph import AVERAGE_POOLS, MAX_POOLS, free_name
+from compress.quantization import MOST_BITS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
-from compress.quantization.spec import MOST_BITS
 
 
 def half_or_more(scale: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from compress.export.openvino import (
     strides_kept,
     zero_points_into_biases,
 )
-from compress.onnx_graph.graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, replace_attributes
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, replace_attributes
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_tensor
-from compress.onnx_graph.graph import OnnxGraph, attribute, drop_unread, replace_attributes
+from compress.onnx_graph import OnnxGraph, attribute, drop_unread, replace_attributes
 
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 

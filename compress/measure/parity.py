@@ -25,7 +25,7 @@ from compress.export.names import quantized_tensor, shifted_tensor
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
 from compress.kernels.memory_format import along_axis
-from compress.onnx_graph.graph import WEIGHTED_OPS
+from compress.onnx_graph import WEIGHTED_OPS
 from compress.quantization.quantizer import Quantizer
 
 

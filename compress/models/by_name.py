@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.detection.detectors import (
+from compress.detection import (
     FAMILIES,
     TWO_STAGE,
     DetectorNetwork,
@@ -26,7 +26,7 @@ from compress.detection.detectors import (
 )
 from compress.errors import CheckpointError, ModelError, first_few, near_misses
 from compress.files import expand_user
-from compress.models.spec import ModelSpec
+from compress.models import ModelSpec
 from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.version import install_hint
 

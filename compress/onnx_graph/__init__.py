@@ -1,1 +1,315 @@
-"""An ONNX graph, and its operators in the terms of torch, for every reader of ONNX files."""
+"""An ONNX graph with its constants, producers and consumers at hand, and the windows of its operators."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from compress.graph.ops import onnx_operators
+
+WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
+
+MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_quantization)
+"""Operators that move the elements of their first input."""
+
+PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
+"""Operators whose result is quantized if their first input is; of a Concat, if all are."""
+
+_WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+"""Standard operators that have graphs as attributes."""
+
+SMALL_CONSTANT = 1 << 16
+"""Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
+
+
+class OnnxGraph:
+    """An index over a graph. It follows the constants that are added through it, and no other change of the graph.
+
+    `outer` is the graph of the node that holds this one, such as a Loop, whose constants and results it reads.
+
+    Attributes:
+        constants: initializers and results of Constant nodes, by name.
+        taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
+        consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
+            not.
+    """
+
+    def __init__(self, graph: onnx.GraphProto, outer: OnnxGraph | None = None) -> None:
+        self.graph = graph
+        self.constants: dict[str, onnx.TensorProto] = {} if outer is None else dict(outer.constants)
+        self.constants |= {tensor.name: tensor for tensor in graph.initializer}
+        self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
+        self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        self.taken = tensor_names(graph)
+        for node in graph.node:
+            for name in node.input:
+                self.consumers.setdefault(name, []).append(node)
+            for name in node.output:
+                self.producers[name] = node
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+                self.constants[node.output[0]] = node.attribute[0].t
+
+    def array(self, name: str) -> NDArray[Any] | None:
+        """Return a constant's value, also through Identity; None if `name` is computed."""
+        if name in self.constants:
+            return numpy_helper.to_array(self.constants[name])
+        producer = self.producers.get(name)
+        return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
+
+    def dequantizer(self, name: str, through: Iterable[str] = ()) -> onnx.NodeProto | None:
+        """Return the DequantizeLinear that a tensor comes from; None if there is none.
+
+        Of operators that may lie between (`through`) the first input is followed, and every input of a Concat: one
+        float part makes the whole float. The result is then that of the first.
+        """
+        found: list[onnx.NodeProto] = []
+        waiting, seen = [name], {name}
+        while waiting:
+            producer = self.producers.get(waiting.pop())
+            if producer is None or not (producer.op_type == "DequantizeLinear" or producer.op_type in through):
+                return None
+            if producer.op_type == "DequantizeLinear":
+                found.append(producer)
+                continue
+            parts = list(producer.input) if producer.op_type == "Concat" else [producer.input[0]]
+            waiting += [part for part in reversed(parts) if part not in seen]
+            seen.update(parts)
+        return found[0] if found else None
+
+    def free(self, name: str) -> str:
+        """Return a name that no tensor of the graph has, the one given if it is free; it is taken from now on."""
+        return free_name(name, self.taken)
+
+    def add_constant(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer, and return its name, which another tensor may have made differ from the one given."""
+        name = self.free(name)
+        tensor = constant_tensor(name, value)
+        self.graph.initializer.append(tensor)
+        self.constants[name] = tensor
+        return name
+
+    def rewrite(self, rule: Callable[[onnx.NodeProto], list[onnx.NodeProto] | None]) -> int:
+        """Put what `rule` returns in the place of each node (None = it stays); return how many nodes it replaced."""
+        nodes: list[onnx.NodeProto] = []
+        changed = 0
+        for node in self.graph.node:
+            made = rule(node)
+            nodes += [node] if made is None else made
+            changed += made is not None
+        if changed:
+            self.replace_nodes(nodes)
+        return changed
+
+    def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        replace_nodes(self.graph, nodes)
+
+
+Rule = Callable[[onnx.NodeProto, OnnxGraph], list[onnx.NodeProto] | None]
+"""Returns the nodes in the place of one, which it may change; None = it stays."""
+
+
+def each_node(rule: Rule) -> Callable[[onnx.ModelProto], int]:
+    """A pass that applies a rule to each node of a model, in place, and returns how many nodes it replaced."""
+
+    @functools.wraps(rule)
+    def run(proto: onnx.ModelProto) -> int:
+        view = OnnxGraph(proto.graph)
+        return view.rewrite(lambda node: rule(node, view))
+
+    return run
+
+
+def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give a graph other nodes, in topological order; an index of it is stale afterwards."""
+    nodes = list(nodes)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, the one given if it is free, and take it."""
+    made = next(made for i in itertools.count() if (made := f"{name}_{i}" if i else name) not in taken)
+    taken.add(made)
+    return made
+
+
+def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+
+
+def tensor_names(graph: onnx.GraphProto) -> set[str]:
+    found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        found.update(name for name in (*node.input, *node.output) if name)
+        for inner in subgraphs([node]):
+            found |= tensor_names(inner)
+    return found
+
+
+def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model in which large constants have types and shapes, but no values."""
+    model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph
+    model.functions.extend(proto.functions)
+    model.graph.name = graph.name
+    model.graph.node.extend(graph.node)
+    model.graph.input.extend(graph.input)
+    model.graph.output.extend(graph.output)
+    model.graph.sparse_initializer.extend(graph.sparse_initializer)
+    for tensor in graph.initializer:
+        if tensor.HasField("raw_data") and 4 * math.prod(tensor.dims) > SMALL_CONSTANT:
+            model.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            model.graph.initializer.append(tensor)
+    return model
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def replace_attributes(node: onnx.NodeProto, **values: object) -> None:
+    """Give a node new values of attributes, after its others; None removes one."""
+    kept = [own for own in node.attribute if own.name not in values]
+    made = [helper.make_attribute(name, value) for name, value in values.items() if value is not None]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *made])
+
+
+def made_after(node: onnx.NodeProto, op: str, inputs: Iterable[str], output: str, name: str = "") -> onnx.NodeProto:
+    """Return a new node that comes from the same module as one that is there."""
+    made = helper.make_node(op, list(inputs), [output], name=name or None)
+    made.metadata_props.extend(node.metadata_props)
+    return made
+
+
+def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
+    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
+    for i, name in enumerate(node.input):
+        if name == old:
+            node.input[i] = new
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """Return the version of the standard operators; 0 if the file names none."""
+    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove nodes and initializers that nothing reads, in place; the graphs inside nodes are consumers too."""
+    results = {value.name for value in graph.output}
+    while True:
+        used = {name for node in graph.node for name in inputs_of(node)} | results
+        unread = [i for i, node in enumerate(graph.node) if used.isdisjoint(node.output)]
+        if not unread:
+            break
+        for i in reversed(unread):
+            del graph.node[i]
+    inputs = {value.name for value in graph.input}
+    for i, tensor in reversed(list(enumerate(graph.initializer))):
+        if tensor.name not in used and tensor.name not in inputs:
+            del graph.initializer[i]  # a new list would copy the weights that stay
+
+
+def inputs_of(node: onnx.NodeProto) -> list[str]:
+    """Return the tensors that a node reads, with those that the graphs inside it take from around it."""
+    return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
+
+
+def _captured(graph: onnx.GraphProto) -> list[str]:
+    inside = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    inside.update(name for node in graph.node for name in node.output)
+    read = [name for node in graph.node for name in inputs_of(node)] + [value.name for value in graph.output]
+    return [name for name in read if name and name not in inside]
+
+
+def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that nodes hold as attributes (branches, loop bodies)."""
+    for node in nodes:
+        if not node.domain and node.op_type not in _WITH_GRAPHS:
+            continue  # the checker refuses other attributes
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield attribute.g
+            yield from attribute.graphs
+
+
+MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGE_POOLS: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+INTERPOLATIONS: dict[str, dict[int, str]] = {
+    "linear": {1: "linear", 2: "bilinear", 3: "trilinear"},
+    "cubic": {2: "bicubic"},
+}
+"""Names of `F.interpolate` by the mode of a Resize."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The window of a convolution or pool, with an entry for each axis of the image; `pads` are (before, after).
+
+    `ceil`: a last window that is not whole counts.
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+    ceil: bool
+
+    @property
+    def sides(self) -> list[int]:
+        """The padding as `F.pad` takes it, the last axis first."""
+        return [size for pair in reversed(self.pads) for size in pair]
+
+    @property
+    def padding(self) -> tuple[int, ...] | None:
+        """The padding as a convolution of torch takes it; None if the two ends of an axis differ."""
+        even = all(before == after for before, after in self.pads)
+        return tuple(before for before, _ in self.pads) if even else None
+
+    @property
+    def pool_padding(self) -> tuple[int, ...] | None:
+        """The padding as a pool of torch takes it, which is at most half the kernel; None for another."""
+        fits = all(2 * max(pair) <= size for pair, size in zip(self.pads, self.kernel, strict=True))
+        return self.padding if fits else None
+
+
+def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int] | None = None) -> Window:
+    """The window of an operator, `auto_pad` resolved, on an image of a size without batch and channels.
+
+    `kernel`: of a convolution; None = the attribute that a pool has.
+    """
+    kernel = tuple(int(n) for n in (attributes["kernel_shape"] if kernel is None else kernel))
+    rank = len(kernel)
+    strides, dilations = (tuple(int(n) for n in attributes.get(key, [1] * rank)) for key in ("strides", "dilations"))
+    automatic = attributes.get("auto_pad", "NOTSET")
+    if automatic in {"NOTSET", "VALID", ""}:
+        given = [0] * 2 * rank if automatic == "VALID" else [int(n) for n in attributes.get("pads", [0] * 2 * rank)]
+        pads = list(zip(given[:rank], given[rank:], strict=True))
+    else:
+        pads = []
+        for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
+            total = max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
+            small = total // 2
+            pads.append((small, total - small) if automatic == "SAME_UPPER" else (total - small, small))
+    return Window(
+        kernel=kernel,
+        strides=strides,
+        dilations=dilations,
+        pads=tuple(pads),
+        ceil=bool(attributes.get("ceil_mode", 0)),
+    )
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    values = {own.name: helper.get_attribute_value(own) for own in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}

@@ -38,13 +38,13 @@ from compress.onnx_ptq.passes import (
 )
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
+from compress.quantization import WeightSpec
 from compress.quantization.calibration.calibrate import check_closed, raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.view import always_zero
 from compress.quantization.report import CalibrationReport
-from compress.quantization.spec import WeightSpec
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 

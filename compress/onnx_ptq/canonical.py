@@ -33,7 +33,7 @@ from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, oriented_product
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     attribute,
     constant_tensor,
     consumed_as,

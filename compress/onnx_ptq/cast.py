@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, decibel, widened
-from compress.onnx_graph.graph import opset_of
+from compress.onnx_graph import opset_of
 from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, raised, shape_outputs
 from compress.onnx_ptq.index import elements, inferred
 from compress.onnx_ptq.load import SourceFile, load_source

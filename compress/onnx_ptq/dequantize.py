@@ -20,7 +20,7 @@ from onnx import helper, inliner
 from compress.errors import QuantizationError
 from compress.export.names import TARGET_KEY, added_tensor
 from compress.graph.ops import onnx_operators
-from compress.onnx_graph.graph import PASSES, attribute, drop_unread, inputs_of
+from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of
 from compress.onnx_ptq.canonical import copied, name_nodes
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import QUANTIZED, SourceFile, check_float, load_source

@@ -27,13 +27,13 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import inputs_of_file
 from compress.onnx_ptq.to_torch.builder import Place
 from compress.onnx_ptq.to_torch.network import Converted, compare_network, converted
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.improve import kept, smoothed
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
-from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import Progress
 
 

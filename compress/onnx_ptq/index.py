@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from compress.engines.base import Arrays, library_errors
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     SMALL_CONSTANT,
     OnnxGraph,
     attribute,

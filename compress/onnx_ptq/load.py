@@ -20,7 +20,7 @@ from onnx import external_data_helper, helper, numpy_helper, version_converter
 from compress.engines.base import library_errors
 from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
-from compress.onnx_graph.graph import opset_of, subgraphs
+from compress.onnx_graph import opset_of, subgraphs
 
 OLDEST, NEWEST = 6, 25
 """Opsets that are read."""

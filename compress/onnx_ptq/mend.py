@@ -17,10 +17,10 @@ from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.quantize import first_batch, scale_channels
 from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, Converted, converted
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.sensitivity.mend import Mended, mend
-from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import Progress
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.onnx_graph.graph import attribute
+from compress.onnx_graph import attribute
 from compress.onnx_ptq.improve import write_parameter
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
@@ -30,6 +30,7 @@ from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
 from compress.onnx_ptq.to_torch.builder import Place
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.numerics import fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 from compress.quantization.placement.place import place
@@ -51,7 +52,6 @@ from compress.quantization.ptq.on_images import (
     with_scale,
 )
 from compress.quantization.ptq.walk import IMAGES
-from compress.quantization.spec import QuantSpec, Rule
 
 T = TypeVar("T")
 

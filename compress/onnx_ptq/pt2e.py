@@ -24,7 +24,7 @@ from compress.errors import ExportError
 from compress.export.onnx import export_onnx, looked_up_once
 from compress.files import replacing
 from compress.graph.inputs import Inputs, flat_tensors
-from compress.onnx_graph.graph import attribute
+from compress.onnx_graph import attribute
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source

@@ -23,7 +23,7 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, Casting, types_of
 from compress.export.names import TARGET_KEY
 from compress.export.targets import averages_without_padding, finish_for, shape_for
-from compress.onnx_graph.graph import drop_unread
+from compress.onnx_graph import drop_unread
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
@@ -35,6 +35,7 @@ from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.write import insert_pairs, save_model
+from compress.quantization import QuantSpec, Rule, check_quant_spec
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import (
     Placement,
@@ -48,7 +49,6 @@ from compress.quantization.ptq.improve import methods
 from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.report import CalibrationReport
-from compress.quantization.spec import QuantSpec, Rule, check_quant_spec
 from compress.support.progress import Progress
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from compress.graph.ops import ONNX_KINDS
 from compress.graph.spelled import AT, spelled_activation
 from compress.graph.traits import MANY, TRAITS, WEIGHTED
-from compress.onnx_graph.graph import attribute, inputs_of, subgraphs
+from compress.onnx_graph import attribute, inputs_of, subgraphs
 from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 

@@ -24,7 +24,7 @@ from compress.engines.base import Arrays, TensorInfo, import_library, library_er
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
 from compress.graph.inputs import batch_inputs
-from compress.onnx_graph.graph import inputs_of, subgraphs
+from compress.onnx_graph import inputs_of, subgraphs
 from compress.onnx_ptq.load import SourceFile
 
 _ERRORS_ONLY = 3

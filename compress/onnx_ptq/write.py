@@ -28,7 +28,7 @@ from compress.errors import AuditError, EngineError
 from compress.export.names import INT4_KEY, added_tensor
 from compress.export.prepare import half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph.graph import constant_tensor, consumed_as, drop_unread
+from compress.onnx_graph import constant_tensor, consumed_as, drop_unread
 from compress.onnx_ptq.index import Index, Types
 from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.read import Reading, Weight

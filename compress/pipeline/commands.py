@@ -26,19 +26,19 @@ from compress.pipeline.steps.export import export_step
 from compress.pipeline.steps.quantize import ptq_step, qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
 from compress.pipeline.steps.training import build_float, check_start, float_step
+from compress.quantization import QuantSpec
 from compress.quantization.ptq.quantize import quantize_targets
-from compress.quantization.spec import QuantSpec
 from compress.recipe.tree import Recipe
 from compress.report.write import write_card, write_report
+from compress.sparsity import parse_pattern
 from compress.sparsity.eligibility import eligibility
-from compress.sparsity.spec import parse_pattern
 from compress.support.imports import imported, is_import_path
 from compress.support.progress import NoProgress, Progress
+from compress.training import TrainSpec
 from compress.training.distributed import SINGLE, Processes
 from compress.training.evaluate import modes_restored
 from compress.training.optim import check_optimizer, check_schedule
 from compress.training.passes import FeaturePairs
-from compress.training.spec import TrainSpec
 from compress.variants import Variant
 
 LONG_TRAINING = 10_000  # passes of images from which on the file is written once before the training

@@ -17,7 +17,7 @@ from compress.data.base import Fingerprint, changed_data
 from compress.errors import RecipeError, RunError
 from compress.files import expand_user, read_json, write_json, write_text
 from compress.measure.metric import Metric
-from compress.models.spec import ModelSpec
+from compress.models import ModelSpec
 from compress.recipe.tree import Recipe, load_recipe
 from compress.records.files import METRICS, refuse_file_folder
 from compress.support.imports import own_sources

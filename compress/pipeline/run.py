@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
 from compress.data.folder import UnlabelledSplit
-from compress.detection.detectors import BoxesAndScores
+from compress.detection import BoxesAndScores
 from compress.engines import Engine, TorchEngine, build_engine
 from compress.engines.registry import target_of
 from compress.errors import ModelError, RecipeError, RunError
 from compress.pipeline.folder import RunFolder
+from compress.quantization import QuantSpec, Target
 from compress.quantization.quantizer import Quantizer
-from compress.quantization.spec import QuantSpec, Target
 from compress.recipe.tree import Recipe
-from compress.sparsity.spec import SparsitySpec
+from compress.sparsity import SparsitySpec
 from compress.support.progress import NoProgress, Progress
 from compress.tasks.base import Task, first_tensor
 from compress.tasks.classification import SAME_CLASS
 from compress.tasks.load import detector_head, make_task
+from compress.training import QATSpec
 from compress.training.distributed import SINGLE, Processes
-from compress.training.spec import QATSpec
 from compress.variants import Variant
 
 _Section = TypeVar("_Section")

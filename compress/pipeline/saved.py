@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compress.data import DataSpec
 from compress.data.base import Batch, DataSet, Preprocessing, Split
 from compress.data.load import class_count, load_data
-from compress.data.spec import DataSpec
 from compress.engines import Engine
 from compress.engines.onnx_file import read_onnx
 from compress.errors import CheckpointError, RunError, first_few, near_misses
@@ -19,16 +19,16 @@ from compress.export.names import PREPROCESSING_KEY, RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
 from compress.files import expand_user
 from compress.graph.trace import check_module
+from compress.measure import BenchSpec
 from compress.measure.metric import Metric
-from compress.measure.spec import BenchSpec
 from compress.pipeline.folder import read_state, read_state_file, recipe_from_anywhere, recipe_of
 from compress.pipeline.run import NetworkFiles, Run, stem
 from compress.pipeline.steps.evaluate import TIMINGS, bench, keep_slower, slower
 from compress.pipeline.steps.quantize import ptq_step, qat_step
 from compress.pipeline.steps.sparse import sparse_step
 from compress.pipeline.steps.training import build_float, float_step
+from compress.quantization import TARGETS, Target
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.spec import TARGETS, Target
 from compress.records.files import METRICS
 from compress.records.summary import best_variant, family
 from compress.support.progress import NoProgress, Progress

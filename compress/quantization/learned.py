@@ -37,11 +37,11 @@ from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import learned_quantize
 from compress.kernels.triton.fake_quantize import LEAST_RANGE
+from compress.quantization import MOST_BITS
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import QuantFormat, scale_from_amax
 from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers
 from compress.quantization.report import placement_of
-from compress.quantization.spec import MOST_BITS
 
 
 def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *, elements: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.errors import QuantizationError
 from compress.kernels.memory_format import along_axis
-from compress.quantization.spec import LEAST_BITS, MOST_BITS
+from compress.quantization import LEAST_BITS, MOST_BITS
 
 E4M3_MAX = 448
 

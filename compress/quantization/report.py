@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.report import GraphReport, report_of
+from compress.quantization import ActivationSpec
 from compress.quantization.placement.decisions import Placement
-from compress.quantization.spec import ActivationSpec
 
 DEFAULT_CALIBRATOR = ActivationSpec().calibrator
 
@@ -197,7 +197,7 @@ class QuantizationReport(GraphReport):
     """Report of a quantized network; `report_of` and `placement_of` read it, `attach_report` replaces it.
 
     Attributes:
-        prepared: changes to the float graph; None if another library placed the quantizers (`interop`).
+        prepared: changes to the float graph; None if another library placed the quantizers (`pytorch_quantization`).
         calibration: ranges and histograms; None before `calibrate`.
         scaling: what `smooth: auto` did; () if nothing.
         comparison: what the methods beyond calibration gained or lost; None where none was asked for.

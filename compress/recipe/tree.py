@@ -13,21 +13,21 @@ from typing import Any
 
 import yaml
 
-from compress.data.spec import DATASETS, DataSpec, data_contradictions
+from compress.data import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError, near_misses
-from compress.export.spec import ExportSpec
+from compress.export import ExportSpec
 from compress.files import expand_user
-from compress.measure.spec import BenchSpec, bench_contradictions
-from compress.models.spec import ModelSpec
-from compress.quantization.spec import QuantSpec, quant_contradictions
-from compress.search.spec import SearchSpec, search_contradictions
-from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
+from compress.measure import BenchSpec, bench_contradictions
+from compress.models import ModelSpec
+from compress.quantization import QuantSpec, quant_contradictions
+from compress.search import SearchSpec, search_contradictions
+from compress.sparsity import SparsitySpec, sparsity_contradictions
 from compress.support.imports import is_import_path
 from compress.support.limits import RECIPE_BYTES
 from compress.support.safe_yaml import load_yaml
 from compress.support.validation import keys_of, parse, switched
-from compress.tasks.spec import TaskName, task_contradictions
-from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
+from compress.tasks import TaskName, task_contradictions
+from compress.training import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 
 
 def read_recipe(recipe: Path | str) -> tuple[Path, Any]:

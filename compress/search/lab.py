@@ -20,16 +20,16 @@ from compress.engines.registry import build_engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
 from compress.measure.latency import NOT_MEASURED, Latency, measure_latency
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec, Rule
+from compress.search import SearchSpec
 from compress.search.latency_model import Costs
 from compress.search.network import Scores, apply, distance, reconstruct, removed_classes
 from compress.search.space import FLOAT, Configuration, Space, formats_of, left_out, sparse_layers
-from compress.search.spec import SearchSpec
 from compress.search.structure import Structure
+from compress.sparsity import SparsityRule, SparsitySpec
 from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsityRule, SparsitySpec
 from compress.training.optim import recalibrate_batchnorm
 
 REFERENCE = "float"

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from compress.errors import SearchError, near_misses
 from compress.graph.inputs import flat_tensors, hooked
+from compress.models import ModelSpec
 from compress.models.by_name import build_model
-from compress.models.spec import ModelSpec
 from compress.search.space import Configuration, left_out, widths_of
 from compress.search.structure import Axis, Structure, analyse, kept_positions, leave_out, remove_channels
 from compress.training.optim import recalibrate_batchnorm

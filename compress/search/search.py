@@ -22,14 +22,14 @@ from compress.engines.registry import ENGINES
 from compress.errors import CompressError, EngineError, EngineUnavailableError, SearchError, near_misses
 from compress.files import read_json, write_json
 from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
-from compress.quantization.spec import QuantSpec, Target
+from compress.quantization import QuantSpec, Target
+from compress.search import SearchSpec, check_search_spec
 from compress.search.accuracy_model import AccuracyModel, rate_choices
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
 from compress.search.latency_model import Sample, check, fit
 from compress.search.network import apply, channel_scores
 from compress.search.space import Configuration, Space, best_within, key_of, make_space, uniform
-from compress.search.spec import SearchSpec, check_search_spec
 from compress.search.structure import analyse
 from compress.search.timing import Timed, channel_block, time_more, time_space
 from compress.support.imports import any_failure

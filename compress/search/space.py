@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from compress.errors import QuantizationError, SearchError
 from compress.quantization.sensitivity.sensitivity import choose_formats
-from compress.search.spec import SearchSpec
+from compress.search import SearchSpec
 from compress.search.structure import Structure
 
 # Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}.

@@ -21,9 +21,9 @@ from torch.nn.utils import parametrize
 from compress.errors import ModelError, SparsityError
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
+from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.eligibility import chosen_layers, eligibility, weight_of
 from compress.sparsity.groups import Channels, Use, channels_of, permute_index
-from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress
 
 START_TEMPERATURE = 0.2  # in standard deviations of the gains; hotter starts spend the time on undoing swaps

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from compress.errors import SparsityError, near_misses
 from compress.graph.modules import bake, register_picklable
 from compress.graph.ops import tensor_of
-from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec, parse_pattern
+from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec, parse_pattern
 
 # Standard deviation of the first logits, and of how many deviations the mask by magnitude is ahead.
 DEVIATION, STRENGTH = 0.01, 3.0

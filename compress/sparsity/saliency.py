@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from compress.errors import SparsityError
 from compress.graph.inputs import first_inputs, hooked, run_with
+from compress.sparsity import Pattern
 from compress.sparsity.eligibility import weight_of
 from compress.sparsity.parametrization import nm_mask, unstructured_mask
-from compress.sparsity.spec import Pattern
 from compress.support.progress import NoProgress, Progress
 
 BLOCK = 128  # columns whose corrections to the right are applied together

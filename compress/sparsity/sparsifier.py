@@ -19,6 +19,7 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import check_module, trace
+from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import (
     Eligibility,
@@ -33,7 +34,6 @@ from compress.sparsity.eligibility import (
 )
 from compress.sparsity.parametrization import apply_masks, kept_magnitude, masked_layers, pattern_mask
 from compress.sparsity.saliency import prune_layers
-from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.support.progress import NoProgress, Progress
 from compress.version import install_hint
 

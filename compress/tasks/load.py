@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.detection.detectors import DetectorHead, TwoStageHead, is_detector, is_two_stage
+from compress.detection import DetectorHead, TwoStageHead, is_detector, is_two_stage
 from compress.errors import DataError, RecipeError, near_misses
+from compress.models import ModelSpec
 from compress.models.by_name import build_whole
-from compress.models.spec import ModelSpec
 from compress.support.imports import imported, is_import_path
 from compress.support.meters import TaskMetric, task_metric
+from compress.tasks import LOSSES_OF, TASKS, allowed_names, lacking_parts
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.classification import classification
 from compress.tasks.detection import check_rows, detection, output_tuple
 from compress.tasks.restoration import restoration
 from compress.tasks.segmentation import segmentation
-from compress.tasks.spec import LOSSES_OF, TASKS, allowed_names, lacking_parts
 
 
 def make_task(

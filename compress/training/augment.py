@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.data.base import Preprocessing
 from compress.errors import RecipeError
 from compress.support.imports import any_failure, described, imported, is_import_path
-from compress.training.spec import MIXES, TrainSpec
+from compress.training import MIXES, TrainSpec
 
 # From a batch's images and targets to augmented ones.
 Augment = Callable[[Any, Any], tuple[Any, Any]]

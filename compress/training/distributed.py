@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import CompressError
-from compress.training.spec import TrainSpec
+from compress.training import TrainSpec
 
 T = TypeVar("T")
 

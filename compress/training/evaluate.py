@@ -18,8 +18,8 @@ from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress
 from compress.tasks.base import Task, first_tensor
 from compress.tasks.classification import classification
+from compress.training import Precision
 from compress.training.distributed import SINGLE, Processes
-from compress.training.spec import Precision
 
 
 class OutputsOf(nn.Module):

@@ -13,9 +13,9 @@ from typing import Any
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.support.meters import TaskMetric
 from compress.support.validation import parse
+from compress.training import TrainSpec
 from compress.training.checkpoint import Contents, writing
 from compress.training.evaluate import Evaluation
-from compress.training.spec import TrainSpec
 from compress.version import install_hint
 
 # Share of the time in which training waits for images, from which on a line says so.

@@ -32,6 +32,7 @@ from compress.support.progress import Progress
 from compress.tasks.base import Task
 from compress.tasks.classification import classification
 from compress.tasks.load import own, own_loss
+from compress.training import QATSpec, TrainSpec, check_train_spec, identity_of
 from compress.training.augment import make_augment
 from compress.training.checkpoint import (
     BestWeights,
@@ -63,7 +64,6 @@ from compress.training.optim import (
     make_optimizer,
 )
 from compress.training.passes import FeaturePairs, Passes, RecordedPasses
-from compress.training.spec import QATSpec, TrainSpec, check_train_spec, identity_of
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
 _NO_BUFFER_BROADCAST: dict[str, Any] = {

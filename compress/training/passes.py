@@ -19,9 +19,9 @@ from compress.graph.inputs import flat_tensors
 from compress.kernels.memory_format import along_axis
 from compress.quantization.quantizer import _QuantWeight
 from compress.tasks.base import Task
+from compress.training import QATSpec, TrainSpec
 from compress.training.distributed import GradientExchange, Processes
 from compress.training.evaluate import autocast
-from compress.training.spec import QATSpec, TrainSpec
 
 
 def damping_strength(peak: float, share: float) -> float:

@@ -3,8 +3,8 @@ import torch
 from torchvision.transforms.v2 import functional as V
 
 from compress import DataSpec, load_data
+from compress.data import DATASETS, check_data_spec
 from compress.data.base import BatchPlan, Preprocessing
-from compress.data.spec import DATASETS, check_data_spec
 from compress.errors import DataError
 
 

@@ -14,7 +14,7 @@ from compress import BenchSpec, TorchEngine, build_engine, engine_availability
 from compress.engines import ENGINES, Availability
 from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
-from compress.measure.spec import ENGINE_NAMES, check_bench_spec
+from compress.measure import ENGINE_NAMES, check_bench_spec
 from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
 from compress.support.progress import NoProgress
@@ -146,7 +146,7 @@ def test_a_row_and_its_name_are_all_that_a_new_engine_needs(tmp_path, monkeypatc
         options={"speed": "how fast"},
     )
     monkeypatch.setitem(ENGINES, "mine", entry)
-    monkeypatch.setattr("compress.measure.spec.ENGINE_NAMES", (*ENGINE_NAMES, "mine"))
+    monkeypatch.setattr("compress.measure.ENGINE_NAMES", (*ENGINE_NAMES, "mine"))
     assert "mine" in {row.name for row in engine_availability() if row.available}
     spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
     check_bench_spec(spec)

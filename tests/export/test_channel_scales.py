@@ -16,7 +16,7 @@ from compress.export.openvino import zero_points_into_biases
 from compress.export.targets import pads_into_convolutions
 from compress.export.tensorrt import scales_on_outputs
 from compress.measure.parity import layer_parity
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, compute
 from tests.networks import Net
 from tests.onnx_ptq.files import batches, export, model_of, weights

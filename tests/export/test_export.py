@@ -23,7 +23,7 @@ from compress.export import names
 from compress.export.openvino import batches_kept
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from tests.exact import open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, network

@@ -10,7 +10,7 @@ from torchvision.models.detection import RetinaNet
 
 import compress
 from compress import export_onnx
-from compress.detection.detectors import DetectorHead, DetectorNetwork
+from compress.detection import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
 from tests.further import further

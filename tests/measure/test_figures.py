@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from compress import BenchSpec, TorchEngine, build_engine, export_onnx, measure_metric
 from compress.errors import DataError, EngineError, RecipeError
+from compress.measure import check_bench_spec
 from compress.measure.accuracy import compare_figures
 from compress.measure.file_check import model_sizes
-from compress.measure.spec import check_bench_spec
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 from tests.engines.models import classifier, quantized_classifier

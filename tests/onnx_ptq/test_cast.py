@@ -14,7 +14,7 @@ import compress
 from analysis.random_networks.graphs import SHAPE, Graph
 from compress.errors import CalibrationError, QuantizationError
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from tests.exact import open_session
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq import files

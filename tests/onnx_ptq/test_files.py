@@ -19,7 +19,7 @@ import compress
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, with_statistics

@@ -19,8 +19,8 @@ from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.errors import ModelError
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.quantization import TARGETS
 from compress.quantization.numerics import scale_from_amax
-from compress.quantization.spec import TARGETS
 from examples.yolo import Yolo
 from tests.exact import compute
 from tests.families import FAMILIES

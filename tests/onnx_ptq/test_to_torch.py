@@ -15,9 +15,9 @@ from compress.onnx_ptq import calibrate, passes
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import BLOCKS, Blocked, BlockedSamples, blocked_session, with_block
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.quantization import TARGETS
 from compress.quantization.calibration.histogram import drawn_from
 from compress.quantization.report import placement_of
-from compress.quantization.spec import TARGETS
 from tests.exact import compute
 from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, weights

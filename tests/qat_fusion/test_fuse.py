@@ -17,7 +17,7 @@ from compress.errors import ExportError, QuantizationError, RecipeError
 from compress.qat_fusion.chain import groups_together, merged_groups, product
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import quantizers
-from compress.training.spec import check_train_spec
+from compress.training import check_train_spec
 from tests.networks import Net, TinyResNet, network, unchanged
 from tests.qat_fusion.common import (
     TARGETS,

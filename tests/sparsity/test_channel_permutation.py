@@ -13,10 +13,9 @@ from torchvision import models
 
 from compress import SparsitySpec
 from compress.errors import SparsityError
-from compress.sparsity import channel_permutation
+from compress.sparsity import SparsityRule, channel_permutation
 from compress.sparsity.channel_permutation import kept_by_order, permute_channels, search_permutation
 from compress.sparsity.parametrization import kept_magnitude, nm_mask
-from compress.sparsity.spec import SparsityRule
 from compress.support.progress import NoProgress
 from tests.further import further
 from tests.networks import Net, unchanged

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from compress import SparsitySpec, sparsify
 from compress.errors import SparsityError
+from compress.sparsity import SparsityRule, check_sparsity_spec, parse_pattern
 from compress.sparsity.eligibility import eligibility
 from compress.sparsity.parametrization import (
     kept_magnitude,
@@ -20,7 +21,6 @@ from compress.sparsity.parametrization import (
     unstructured_mask,
     verify_nm,
 )
-from compress.sparsity.spec import SparsityRule, check_sparsity_spec, parse_pattern
 from tests.networks import Net
 from tests.sparsity.nets import batch, small
 

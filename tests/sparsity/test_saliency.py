@@ -14,7 +14,7 @@ from torchvision import models
 import compress
 from compress import SparsitySpec, prune_channels
 from compress.errors import DataError, SparsityError
-from compress.sparsity import saliency
+from compress.sparsity import SparsityRule, parse_pattern, saliency
 from compress.sparsity.parametrization import nm_mask, verify_nm
 from compress.sparsity.saliency import (
     as_matrix,
@@ -24,7 +24,6 @@ from compress.sparsity.saliency import (
     prune_layers,
     unfolded,
 )
-from compress.sparsity.spec import SparsityRule, parse_pattern
 from tests.networks import Net, TinyResNet, unchanged
 from tests.sparsity.nets import batch, small, sparse
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from compress import MaskSchedule, SparsitySpec, sparsify, squash_masks
 from compress.errors import SparsityError
+from compress.sparsity import SparsityRule
 from compress.sparsity.parametrization import (
     DEVIATION,
     REGULARIZATION,
@@ -27,7 +28,6 @@ from compress.sparsity.parametrization import (
     unstructured_mask,
     verify_nm,
 )
-from compress.sparsity.spec import SparsityRule
 from tests.networks import Net
 from tests.sparsity.nets import batch, small, sparse
 

@@ -10,9 +10,9 @@ from compress import QATSpec, TrainSpec
 from compress.errors import RecipeError
 from compress.tasks.base import soft_distance
 from compress.tasks.classification import classification
+from compress.training import check_train_spec, identity_of
 from compress.training.optim import learning_rate, make_optimizer, parameter_groups
 from compress.training.passes import training_loss
-from compress.training.spec import check_train_spec, identity_of
 
 
 @given(steps=st.integers(1, 500), warmup=st.integers(0, 500), peak=st.floats(1e-5, 10))

@@ -15,10 +15,10 @@ from compress.errors import RecipeError
 from compress.recipe.tree import parse_recipe
 from compress.support.progress import NoProgress
 from compress.tasks.segmentation import segmentation
+from compress.training import check_train_spec
 from compress.training.augment import make_augment
 from compress.training.optim import learning_rate
 from compress.training.passes import FeaturePairs, feature_distance
-from compress.training.spec import check_train_spec
 from tests.networks import Net, unchanged
 from tests.training.toy import CLASSES, Stop, ToySplit, convnet, toy_data
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EngineError, near_misses
-from compress.onnx_graph.graph import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
+from compress.onnx_graph import AVERAGE_POOLS, INTERPOLATIONS, MAX_POOLS, Window, read_window
 
 Attributes = Mapping[str, Any]
 Inputs = tuple[Tensor | None, ...]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import attribute, free_name
+from compress.onnx_graph import attribute, free_name
 from compress.onnx_ptq.index import Index, Shapes, Types
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.onnx_graph.graph import (
+from compress.onnx_graph import (
     AVERAGE_POOLS,
     INTERPOLATIONS,
     MAX_POOLS,

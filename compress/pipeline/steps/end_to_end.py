@@ -15,8 +15,8 @@ from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.files import read_regular
+from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Source, measure_end_to_end
-from compress.measure.spec import BenchSpec
 from compress.pipeline.run import Run
 from compress.pipeline.saved import finished_run, networks_of
 from compress.records.files import END_TO_END, Breakdown

@@ -15,7 +15,7 @@ from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
 from compress.errors import AuditError, EngineError, EngineUnavailableError
 from compress.files import write_text
-from compress.measure.spec import BenchSpec
+from compress.measure import BenchSpec
 from compress.pipeline.run import Run
 from compress.records.files import BUILT_ENGINES, ENGINES, BuiltRow, EngineRow
 from compress.support.progress import Progress

@@ -24,6 +24,7 @@ from compress.errors import CompressError, DataError, EngineError, EngineUnavail
 from compress.export.names import module_of
 from compress.files import replacing, write_json
 from compress.graph.ops import onnx_operators
+from compress.measure import BenchSpec
 from compress.measure.accuracy import (
     EngineFigures,
     compare_evidence,
@@ -46,9 +47,8 @@ from compress.measure.latency import (
 from compress.measure.machine import describe_machine
 from compress.measure.metric import PAIRED, Metric
 from compress.measure.parity import LayerDifference, first_difference
-from compress.measure.spec import BenchSpec
 from compress.pipeline.run import NetworkFiles, Run
-from compress.quantization.spec import Target
+from compress.quantization import Target
 from compress.records.files import (
     INTERVALS,
     PRECISION,

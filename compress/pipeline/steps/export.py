@@ -11,11 +11,11 @@ from torch import fx, nn
 from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.engines.registry import ENGINES
 from compress.errors import CompressError, ModelError
+from compress.export import ExportSpec
 from compress.export.litert import export_litert
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.nms import export_with_nms
 from compress.export.onnx import export_onnx, metadata_entries
-from compress.export.spec import ExportSpec
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.file_check import model_sizes
@@ -25,9 +25,9 @@ from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.pt2e import export_executorch
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
+from compress.quantization import QuantSpec, Target
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
-from compress.quantization.spec import QuantSpec, Target
 from compress.records.files import LAYERS, OPERATIONS, LayerRow, OperationRow
 from compress.support.text import in_bytes
 from compress.variants import Variant

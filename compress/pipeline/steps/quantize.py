@@ -17,6 +17,7 @@ from compress.files import read_json, write_json, write_text
 from compress.pipeline.folder import TARGETS_STEP
 from compress.pipeline.run import Run, stem, weight_quantizer
 from compress.pipeline.steps.training import facts_of, save_variant, train
+from compress.quantization import QuantSpec, Rule, Target
 from compress.quantization.block_graph import typical_block
 from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
@@ -25,7 +26,6 @@ from compress.quantization.ptq.improve import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.quantizer import LOWEST
 from compress.quantization.report import CalibrationReport, QuantizationReport, placement_of, quantization_report_of
-from compress.quantization.spec import QuantSpec, Rule, Target
 from compress.records.files import BLOCK
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training.checkpoint import load_model, save_model

@@ -17,10 +17,10 @@ from compress.models.by_name import read_state_dict
 from compress.pipeline.run import Run, layer_weight, stem
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline_model import sparse_bound
+from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
 from compress.sparsity.parametrization import MaskSchedule, apply_masks, masked_layers, squash_masks
 from compress.sparsity.sparsifier import mask_options, prune_channels, sparsify
-from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training.checkpoint import load_model, save_model
 from compress.training.optim import recalibrate_batchnorm
 from compress.variants import Variant

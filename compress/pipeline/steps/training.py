@@ -18,10 +18,10 @@ from compress.pipeline.run import Run
 from compress.recipe.tree import Recipe
 from compress.records.files import TRAIN
 from compress.support.meters import TaskMetric
+from compress.training import TrainSpec
 from compress.training.checkpoint import load_model, save_model
 from compress.training.log import TrainReport
 from compress.training.loop import AfterStep, fit
-from compress.training.spec import TrainSpec
 from compress.variants import Variant
 
 

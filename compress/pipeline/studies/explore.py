@@ -26,8 +26,8 @@ from compress.errors import AuditError, CompressError, RecipeError
 from compress.export.names import module_of
 from compress.export.onnx import export_onnx
 from compress.measure.parity import compare_logits
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec, Rule
 from compress.recipe.tree import Recipe, parse_recipe
 from compress.support.progress import NoProgress, Progress, tracked
 

@@ -17,7 +17,7 @@ from compress.export.onnx import export_onnx
 from compress.files import write_json, write_text
 from compress.measure.latency import time_files
 from compress.measure.machine import describe_machine
-from compress.models.spec import ModelSpec
+from compress.models import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.run import Run
@@ -34,8 +34,8 @@ from compress.search.timing import channel_block
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored
+from compress.training import TrainSpec
 from compress.training.checkpoint import load_model, save_model
-from compress.training.spec import TrainSpec
 from compress.variants import Variant
 
 REBUILD = "compress.search.network:rebuilt"

@@ -28,9 +28,9 @@ from compress.engines.registry import require_engine
 from compress.errors import QuantizationError, RecipeError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json, write_text
+from compress.measure import BenchSpec
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
-from compress.measure.spec import BenchSpec
 from compress.pipeline.folder import SENSITIVITY, open_run
 from compress.pipeline.run import Run
 from compress.pipeline.saved import finished_run, network
@@ -38,6 +38,7 @@ from compress.pipeline.steps.evaluate import judge, precision_of
 from compress.pipeline.steps.quantize import calibration_images
 from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
+from compress.quantization import TARGETS, QuantSpec, Rule, check_quant_spec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.requests import LayerSettings
 from compress.quantization.ptq.quantize import quantize
@@ -51,7 +52,6 @@ from compress.quantization.sensitivity.sensitivity import (
     mixed_spec,
     sensitivity,
 )
-from compress.quantization.spec import TARGETS, QuantSpec, Rule, check_quant_spec
 from compress.recipe.tree import Recipe
 from compress.records.files import SLOWER, MixedRow, SlowRow
 from compress.records.summary import costly, family

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
+from compress.quantization import LEAST_BITS, MOST_BITS, ActivationSpec, CalibratorName, WeightSpec
 from compress.quantization.calibration.histogram import (
     BINS,
     MAX_BINS,
@@ -39,7 +40,6 @@ from compress.quantization.calibration.histogram import (
     row_amax,
 )
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.spec import LEAST_BITS, MOST_BITS, ActivationSpec, CalibratorName, WeightSpec
 
 SMALLEST_AMAX = 2.0**-118
 """A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number."""

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from compress.errors import CompressWarning, DeadTensorError
+from compress.quantization import ActivationSpec, QuantSpec, Rule, Target, WeightSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, Target, WeightSpec
 
 FAR_APART = "its inputs have scales of their own: on calibration images their ranges are far apart"
 """Beginning of the reason of a concat whose inputs do not share a scale."""

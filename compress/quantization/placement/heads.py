@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from scipy.cluster.hierarchy import DisjointSet
 
 from compress.graph.traits import PASSING, kinds
+from compress.quantization import Head
 from compress.quantization.placement.view import GraphView, Node, of_inputs
-from compress.quantization.spec import Head
 
 _LAYERS = kinds(lambda t: t.category in {"weighted", "product"})
 _MOVED = PASSING | kinds(lambda t: t.category == "movement")

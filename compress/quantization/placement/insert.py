@@ -17,13 +17,13 @@ from compress.graph.inputs import Inputs, as_inputs, bound_to_size, device_of
 from compress.graph.ops import altered, node_kind, node_module
 from compress.graph.report import Leaf, attach_report, leaves_of, report_of
 from compress.graph.traits import WEIGHTED
+from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 from compress.quantization.ptq.rescaling import batchnorm_moments, ensure_biases, equalize, replace_relu6
 from compress.quantization.quantizer import Quantizer, can_quantize, quantized_layer, weight_axis
 from compress.quantization.report import Prepared, QuantizationReport, QuantizedModule
-from compress.quantization.spec import QuantSpec, check_quant_spec
 
 
 def read_fx(graph_module: fx.GraphModule) -> GraphView:

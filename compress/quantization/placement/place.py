@@ -21,6 +21,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from compress.errors import QuantizationError
 from compress.graph.traits import kinds
+from compress.quantization import ActivationSpec, QuantSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.placement.heads import head_parts
@@ -35,7 +36,6 @@ from compress.quantization.placement.requests import (
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
 from compress.quantization.placement.view import GraphView, Node, lowest_values, never_negative, of_inputs
 from compress.quantization.quantizer import quantizer_path
-from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
 _MATRIX_PRODUCTS = frozenset({"linear", "matmul", "addmm"})

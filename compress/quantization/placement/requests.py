@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from compress.errors import QuantizationError, near_misses
 from compress.graph.traits import PASSING, WEIGHTED
+from compress.quantization import MOST_BITS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Decision, WeightSite
 from compress.quantization.placement.targets import TargetTable
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.spec import MOST_BITS, ActivationSpec, QuantSpec, Rule, WeightSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from compress.graph.traits import kinds
-from compress.quantization.spec import Residual, Target
+from compress.quantization import Residual, Target
 
 TAKES_APART = kinds(lambda t: t.takes_apart)
 """Operations whose result is a part of a tensor."""

@@ -38,6 +38,7 @@ from compress.graph.inputs import (
 )
 from compress.graph.ops import tensor_of
 from compress.graph.report import attach_report
+from compress.quantization import QuantSpec
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.ptq.bias_correction import (
     IMAGES,
@@ -57,7 +58,6 @@ from compress.quantization.report import (
     Smoothing,
     quantization_report_of,
 )
-from compress.quantization.spec import QuantSpec
 from compress.support.progress import Progress
 
 COMPARED_IMAGES = 64

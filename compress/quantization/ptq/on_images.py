@@ -30,6 +30,7 @@ from compress.graph.functional import constant_value, is_constant
 from compress.graph.inputs import Inputs
 from compress.graph.ops import Watching, node_kind, node_module
 from compress.graph.traits import PASSING
+from compress.quantization import ActivationSpec, QuantSpec, Rule
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import POOR_PRODUCT, Placement
@@ -39,7 +40,6 @@ from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.ptq.rescaling import scale_inputs, scale_outputs, shared_parameters, smoothing_scale
 from compress.quantization.ptq.walk import on_images, tensors_of
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
 
 T = TypeVar("T")
 Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]

@@ -15,6 +15,7 @@ from compress.graph.compare import alone
 from compress.graph.inputs import Batches, Inputs, as_inputs, device_of, model_inputs
 from compress.graph.ops import Watching
 from compress.graph.report import attach_report
+from compress.quantization import QuantSpec, Rule, Target, check_quant_spec
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.decisions import (
     Placement,
@@ -41,7 +42,6 @@ from compress.quantization.ptq.improve import (
 from compress.quantization.ptq.on_images import Scaled, looks_at_layers, place_on_images, scale_channels
 from compress.quantization.ptq.walk import some_of
 from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
-from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
 
 

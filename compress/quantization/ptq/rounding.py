@@ -38,12 +38,12 @@ from compress.graph.layers import alive_after
 from compress.graph.modules import stored_name
 from compress.graph.ops import module_kind, node_kind, node_module, tensor_of
 from compress.kernels.memory_format import along_axis
+from compress.quantization import AdaRoundSpec, ReconstructSpec
 from compress.quantization.learned import learned_fake_quantize
 from compress.quantization.numerics import QuantFormat, scale_from_amax
 from compress.quantization.ptq.walk import Visit, calibration_inputs
 from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers, weight_quantizer_of
 from compress.quantization.report import Reconstruction, Rounding
-from compress.quantization.spec import AdaRoundSpec, ReconstructSpec
 from compress.support.progress import NoProgress, Progress
 
 _IMAGES = 16

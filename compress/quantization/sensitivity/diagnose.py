@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from compress.graph.inputs import Batches, Inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
+from compress.quantization import QuantSpec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
@@ -25,7 +26,6 @@ from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import Effect, Noise, Probe, Sides, Subset, metric_for, subset_of
 from compress.quantization.sensitivity.sensitivity import subsets_by_layer
-from compress.quantization.spec import QuantSpec
 from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_DB = 20.0

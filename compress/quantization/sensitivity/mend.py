@@ -19,13 +19,13 @@ from torch import nn
 from compress.errors import QuantizationError
 from compress.graph.inputs import Batches, Inputs
 from compress.graph.layers import layers
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
 from compress.quantization.sensitivity.sensitivity import FLOAT, choose_formats, everywhere, format_rule, layer_settings
-from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import NoProgress, Progress
 
 TASK = "mend"

@@ -24,6 +24,7 @@ from torch import fx, nn
 from compress.errors import QuantizationError
 from compress.graph.inputs import Batches, Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
+from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.placement.requests import LayerSettings, resolve_rules
@@ -31,7 +32,6 @@ from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
-from compress.quantization.spec import QuantSpec, Rule
 from compress.support.meters import task_metric
 from compress.support.progress import NoProgress, Progress, tracked
 

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from compress.export.onnx import export_onnx
 from compress.graph.inputs import Batches, Inputs, as_inputs, each_input
+from compress.quantization import QuantSpec
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec
+from compress.training import QATSpec
 from compress.training.checkpoint import WeightAverage
 from compress.training.optim import drop_frozen_gradients, freeze_batchnorm
-from compress.training.spec import QATSpec
 
 
 @dataclass(kw_only=True)

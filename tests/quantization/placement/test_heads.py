@@ -6,9 +6,9 @@ import torchvision
 from torch import nn
 
 from compress import QuantSpec, Rule, insert_quantizers
-from compress.detection.detectors import DetectorNetwork
+from compress.detection import DetectorNetwork
 from compress.errors import QuantizationError
-from compress.quantization.spec import TARGETS
+from compress.quantization import TARGETS
 from examples.yolo import BINS, Yolo
 from tests.networks import Net
 from tests.tiny_detectors import FAMILIES

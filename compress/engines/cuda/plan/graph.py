@@ -17,7 +17,7 @@ from compress.engines.base import library_errors, shape_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host, pads_of
 from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
-from compress.onnx_graph.graph import opset_of
+from compress.onnx_graph import opset_of
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}

@@ -29,7 +29,7 @@ from compress.engines.cuda.plan.steps import (
     Source,
     Step,
 )
-from compress.onnx_graph.graph import read_window
+from compress.onnx_graph import read_window
 
 Found = tuple[Step, int]
 

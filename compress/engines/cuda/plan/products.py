@@ -23,7 +23,7 @@ from compress.engines.cuda.plan.steps import (
     Product,
     Source,
 )
-from compress.onnx_graph.graph import read_window
+from compress.onnx_graph import read_window
 
 
 @dataclass

@@ -22,6 +22,7 @@ from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module, tensor_of
 from compress.graph.report import attach_report, leaves_of
 from compress.graph.trace import trace
+from compress.quantization import ActivationSpec, WeightSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.quantizer import (
@@ -33,7 +34,6 @@ from compress.quantization.quantizer import (
     weight_quantizer_of,
 )
 from compress.quantization.report import QuantizationReport
-from compress.quantization.spec import ActivationSpec, WeightSpec
 
 _PACKAGE = "pytorch_quantization"
 _SMALLEST_AMAX = 2.0**-24  # it quantizes everything under a smaller amax to zero
