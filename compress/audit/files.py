@@ -223,7 +223,7 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
             begun = at + 1
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """The number, list or object that a text holds; else the text."""
     if not re.match(r"[\[{\d-]", text):
         return text

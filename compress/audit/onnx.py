@@ -16,6 +16,7 @@ from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
 from compress.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
 from compress.sparsity.parametrization import verify_nm
+from compress.support.imports import any_failure
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
 
@@ -239,17 +240,15 @@ def sparse_nodes(path: Path | str) -> tuple[str, ...]:
 
 
 def _load(path: Path) -> onnx.ModelProto:
-    if path.exists() and not path.is_file():  # /dev/zero never ends
+    if not path.exists():
+        raise AuditError(f"{path} does not exist; give an ONNX file")
+    if not path.is_file():  # /dev/zero never ends
         raise AuditError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give an ONNX file")
-    try:
+    with any_failure(lambda e: AuditError(f"{path} is not a valid ONNX file: {' '.join(str(e).split())[:300]}")):
         proto = onnx.load(path)
         onnx.checker.check_model(proto)
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
-    except FileNotFoundError:
-        raise AuditError(f"{path} does not exist; give an ONNX file") from None
-    except Exception as error:  # protobuf and onnx's checker have many classes of errors without a common base
-        raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
     return proto
 
 

@@ -247,7 +247,7 @@ class _Writer:
         builder.Finish(self.model.Pack(builder), _IDENTIFIER)
         return bytes(builder.Output())
 
-    def _signature(self) -> Any:
+    def _signature(self) -> object:
         made = self.fb.SignatureDefT()
         made.signatureKey, made.subgraphIndex = "serving_default", 0
         for key, places in (("inputs", self.graph.inputs), ("outputs", self.graph.outputs)):
@@ -264,7 +264,7 @@ def _aligned_builder(fb: ModuleType) -> Any:
     """A builder that aligns the data of buffers as the schema asks; the generated code does not for arrays."""
 
     class Aligned(fb.flatbuffers.Builder):  # type: ignore[name-defined]
-        def CreateNumpyVector(self, x: Array) -> Any:  # noqa: N802  (flatbuffers' own name)
+        def CreateNumpyVector(self, x: Array) -> int:  # noqa: N802  (flatbuffers' own name)
             self.Prep(_ALIGNMENT, x.nbytes)
             return super().CreateNumpyVector(x)
 

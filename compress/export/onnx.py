@@ -249,7 +249,7 @@ def _check_batch(proto: onnx.ModelProto) -> None:
 class _FloatLimits(TorchFunctionMode):
     """Gives `clamp(x, 0, 0.5)` two limits of one type: torch.export finds no operator for two types (2.15)."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         given = {**dict(zip(("min", "max"), args[1:], strict=False)), **(kwargs or {})}
         if getattr(func, "__name__", "") in _CLAMPS and {type(limit) for limit in given.values()} == {int, float}:
             return func(args[0], **{name: float(limit) for name, limit in given.items()})

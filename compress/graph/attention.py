@@ -179,7 +179,7 @@ def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
     return weights, None if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
 
 
-def _with_mask(scores: Any, mask: Any, heads: int, *, padding: bool) -> Any:
+def _with_mask(scores: Any, mask: Any, heads: int, *, padding: bool) -> fx.Proxy:
     """Scores (N, heads, tokens, keys) with a mask: added if it holds numbers, -inf where it is true."""
     shape, dtype = mask.node.meta["shape"], mask.node.meta["dtype"]
     if padding and len(shape) == 2:

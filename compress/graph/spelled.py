@@ -215,7 +215,7 @@ def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(opened)
 
 
-def _arranged(graph: fx.Graph, value: Any, axes: Axes) -> Any:
+def _arranged(graph: fx.Graph, value: fx.Node, axes: Axes) -> fx.Node:
     order = [axis for axis in axes if axis is not None]
     if order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]:
         value = graph.call_method("transpose", (value, -2, -1))

@@ -246,7 +246,7 @@ def _recorded(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(torch, name)
 
     @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> object:
         symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
         if not symbolic:
             return function(*args, **kwargs)
@@ -265,7 +265,7 @@ class _Limits:
     def __init__(self, name: str) -> None:
         self._kind = getattr(torch, name)
 
-    def __call__(self, *dtype: Any) -> Any:
+    def __call__(self, *dtype: Any) -> torch.finfo | torch.iinfo:
         return self._kind(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
 
     def __instancecheck__(self, instance: Any) -> bool:
@@ -301,13 +301,13 @@ def _record_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return made
 
 
-def _seen(value: Any) -> Any:
+def _seen(value: Any) -> object:
     """The value of a symbolic value where it is known; C++ takes a proxy that calls itself a tensor for one."""
     found = value.tracer.value_of(value) if isinstance(value, _Known) else None
     return value if found is None else found
 
 
-def _length(value: Any) -> Any:
+def _length(value: Any) -> int | fx.Proxy:
     return value.size(0) if isinstance(_seen(value), Tensor) and isinstance(value, fx.Proxy) else len(value)
 
 
@@ -330,14 +330,14 @@ class _Class:
     def __subclasscheck__(self, subclass: type) -> bool:
         return issubclass(subclass, self.kind)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.kind, name)
 
 
 class _Type(_Class):
     kind = type
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> type:
         return type(_seen(args[0])) if len(args) == 1 else type(*args, **kwargs)
 
 
@@ -346,7 +346,7 @@ class _Int(_Class):
 
     kind = int
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> int | fx.Proxy:
         return args[0] if len(args) == 1 and isinstance(_seen(args[0]), int) else int(*args, **kwargs)
 
 
@@ -532,13 +532,13 @@ class Tracer(fx.Tracer):
         names = self.inputs.names if isinstance(self.inputs, KeywordInputs) else _names(root_fn, len(self.inputs))
         made = [self.create_proxy("placeholder", name, (), {}) for name in names]
 
-        def called(root: nn.Module, *inputs: Any) -> Any:
+        def called(root: nn.Module, *inputs: Any) -> object:
             return root_fn(root, **dict(zip(names, inputs, strict=True))) if by_keyword else root_fn(root, *inputs)
 
         called.__annotations__ = {}  # fx would write them into its code, and torch 2.11 cannot pickle texts there
         return called, [self.root, *made]
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: Any) -> fx.node.Argument:
         """Take numbers of numpy; keep the class of an output that is a dataclass and a mapping."""
         if isinstance(a, np.generic):
             a = a.item()  # fx writes numbers into code, in which numpy is not known
@@ -561,7 +561,7 @@ class Tracer(fx.Tracer):
         items = isinstance(self.values.values.get(node), (tuple, list))
         return (_KnownItems if items else _KnownProxy)(node, self)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> object:
         """An attribute of a module: symbolic, but not while values are computed."""
         if self._elsewhere() or (self.values is not None and self.values.busy):
             return attr_val
@@ -600,7 +600,7 @@ class Tracer(fx.Tracer):
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         """Enter a module or record its call, and note where that fails."""
         if self._elsewhere() or (self.values is not None and self.values.busy):
             return forward(*args, **kwargs)
@@ -629,7 +629,7 @@ class _Factories(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func in _MAKERS and not (self.tracer.values is not None and self.tracer.values.busy):
             return self.tracer.create_proxy("call_function", func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -120,7 +120,7 @@ class _Weights(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func in _TAKES_WEIGHT:
             self.taken |= {id(value) for value in (*args[:3], kwargs.get("weight")) if isinstance(value, nn.Parameter)}

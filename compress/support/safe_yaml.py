@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> object:
     """The value; None for an empty text."""
     if len(text) > RECIPE_BYTES:
         raise ValueError(f"it has {len(text):,} characters, and at most {RECIPE_BYTES:,} are read")

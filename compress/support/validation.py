@@ -65,7 +65,7 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
         return None, list(dict.fromkeys(lines))
 
 
-def switched(hint: Any, tree: Any) -> Any:
+def switched(hint: Any, tree: object) -> object:
     """With `on` and `off` where the type has them, which YAML 1.1 reads as booleans."""
     if isinstance(tree, bool):
         words = [word for member in members(hint) if get_origin(member) is Literal for word in get_args(member)]
@@ -202,7 +202,7 @@ def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str 
     return tuple(kept)
 
 
-def _declared(cls: Any, location: Sequence[str | int]) -> Any:
+def _declared(cls: Any, location: Sequence[str | int]) -> object:
     """The declared type at a location, with constraints."""
     hint: Any = cls
     for part in location:

@@ -140,7 +140,7 @@ class Sides(fx.Interpreter):
             if bias is not None and before is not None:
                 bias.copy_(before)
 
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> fx.node.Argument:
         """The arguments of a node on this side."""
 
         def value(argument: fx.Node) -> Any:
