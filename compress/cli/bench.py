@@ -19,7 +19,6 @@ from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import Metric
 from compress.pipeline.saved import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
-from compress.pipeline.studies.sensitivity import faster, quantizing_run
 from compress.plots.results import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
@@ -48,16 +47,11 @@ def bench(
     figure: Annotated[
         Path | None, typer.Option(help="With --end-to-end: PNG to draw; default end_to_end.png in a run folder.")
     ] = None,
-    mixed: Annotated[
-        bool,
-        typer.Option(
-            "--mixed",
-            metavar="",
-            help="Of a run folder: build and time the networks without layers that an engine runs slower in INT8.",
-        ),
-    ] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
+    if mixed:
+        raise RunError("`bench RUN --mixed` is now `sensitivity --from RUN --costs ENGINE --max-drop POINTS`")
     spec = _spec(engine, batch_size, seconds)
     if end_to_end and size is not None:
         raise RunError("--size is for files with open sides; --end-to-end takes the size of the preprocessing")
@@ -66,14 +60,8 @@ def bench(
         return
     if images is not None or figure is not None or device != "cpu":
         raise RunError("--images, --device and --figure go with --end-to-end")
-    if mixed and not (len(files) == 1 and files[0].is_dir()):
-        raise RunError("--mixed quantizes the network of a run again: give its folder, not files")
-    if mixed:
-        quantizing_run(files[0])  # refused before anything is timed
     with progress() as bars:
         metrics = bench_again(files, spec, sides=() if size is None else sides_of(size), progress=bars)
-        if mixed:
-            faster(files[0], spec, progress=bars)
     _show(files, metrics, as_json=as_json)
     measured = {metric.variant for metric in metrics if metric.value is not None}
     if not measured:

@@ -159,7 +159,7 @@ def sensitivity(
     budget_ms: BudgetOption = None,
     max_drop: DropOption = None,
     write: Annotated[Path | None, typer.Option(help="Recipe of that choice; default <out>/mixed.yaml.")] = None,
-    costs: Annotated[str, typer.Option(help="openvino: times measured here; or a device of `roofline`.")] = "openvino",
+    costs: Annotated[str, typer.Option(help="openvino or onnxruntime, or a device of `roofline`.")] = "openvino",
     batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="Images of one timed run.")] = 1,
     precision: Annotated[
         str | None, typer.Option(help="Float part on the engine: f32, bf16; default its choice.")

@@ -159,22 +159,6 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedRow:
-    """A measured network that leaves slow INT8 layers in float.
-
-    Attributes:
-        layers: float beyond the recipe's.
-    """
-
-    layers: tuple[str, ...]
-    p50_ms: float
-    float_p50_ms: float
-    score: str = ""
-    recipe: str = ""
-    unquiet: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlowRow:
     """A quantized network that is not faster than float, and the layers to blame.
 
@@ -183,7 +167,6 @@ class SlowRow:
         target: of the file's placement; "" = of no engine.
         layers: slower than in float, the costliest first.
         rest_ms, float_rest_ms: what follows no layer, conversions included.
-        mixed: the fastest network without the costliest; None = none was built.
     """
 
     variant: str
@@ -196,7 +179,6 @@ class SlowRow:
     layers: tuple[LayerCost, ...] = ()
     rest_ms: float = 0.0
     float_rest_ms: float = 0.0
-    mixed: MixedRow | None = None
     unquiet: str = ""
 
 

@@ -327,28 +327,14 @@ def costly(row: SlowRow) -> tuple[str, ...]:
 
 
 def slower_sentences(rows: Sequence[SlowRow]) -> tuple[str, ...]:
-    return tuple(_sentence(row) + _mixed(row) for row in rows)
-
-
-def _mixed(row: SlowRow) -> str:
-    """The mixed network, or the command that builds it."""
-    if row.mixed is None:
-        return ". `bench RUN --mixed` builds and times the network without them" if costly(row) else ""
-    found, count = row.mixed, len(row.mixed.layers)
-    if found.unquiet:
-        return f". What PTQ gains with layers in float was {NOT_MEASURED}; `bench RUN --mixed` measures it again"
-    score = f" and has {found.score}" if found.score else ""
-    verdict = "" if found.p50_ms < found.float_p50_ms else ", so that float is the faster one here"
-    return (
-        f". With {count} {'layer' if count == 1 else 'layers'} in float, PTQ takes "
-        f"{_times(found.p50_ms, found.float_p50_ms, 'ms, in turn')}{score}{verdict} ({found.recipe})"
-    )
+    return tuple(map(_sentence, rows))
 
 
 def _sentence(row: SlowRow) -> str:
+    ratio = row.p50_ms / row.float_p50_ms if row.float_p50_ms else 1.0
     start = (
-        f"{display(row.variant)} takes "
-        f"{_times(row.p50_ms, row.float_p50_ms, 'ms', f' on {display(row.engine)} at batch {row.batch_size}')}"
+        f"{display(row.variant)} takes {ratio:.2f} of float's time on {display(row.engine)} at batch {row.batch_size} "
+        f"({significant(row.p50_ms)} against {significant(row.float_p50_ms)} ms)"
     )
     if row.unquiet:
         return f"{start}; what each layer adds was {NOT_MEASURED}"
@@ -363,21 +349,16 @@ def _sentence(row: SlowRow) -> str:
     lost = significant(sum(cost.lost_ms for cost in found))
     return (
         f"{start}. By the engine's own times {len(found)} {verb} slower there than in float, by {lost} ms in all: "
-        f"{', '.join(listed)}{others}"
+        f"{', '.join(listed)}{others}. `sensitivity --from RUN --set quantization.target={family(row.engine)} "
+        f"--costs {family(row.engine)} --max-drop 1` finds the fastest formats that lose at most a point"
     )
-
-
-def _times(ms: float, float_ms: float, unit: str, where: str = "") -> str:
-    ratio = ms / float_ms if float_ms else 1.0
-    return f"{ratio:.2f} of float's time{where} ({significant(ms)} against {significant(float_ms)} {unit})"
 
 
 def rules_text(rows: Sequence[SlowRow]) -> str:
     """Lines of a recipe that leave costly layers float in the engine's file; "" = none."""
     targets: dict[str, dict[str, None]] = {}
     for row in rows:
-        layers = costly(row) if row.mixed is None or row.mixed.unquiet else row.mixed.layers
-        targets.setdefault(row.target, {}).update(dict.fromkeys(layers))
+        targets.setdefault(row.target, {}).update(dict.fromkeys(costly(row)))
     lines = []
     for target, names in targets.items():
         for layer in names:

@@ -16,10 +16,8 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from torch import nn
-from typer.testing import CliRunner
 
 from compress import CompressError, DataSpec, load_data, run
-from compress.cli.app import app
 from compress.errors import ExportError, RunError
 from compress.pipeline.folder import lock_folder, open_run, read_state, recipe_of
 from compress.pipeline.saved import export_again, finished_run, network, variants_in
@@ -344,14 +342,6 @@ def test_a_run_that_was_moved_with_its_data_takes_those_beside_the_process(begun
             finished_run(moved / "run")
         monkeypatch.chdir(moved)
         assert finished_run(moved / "run").recipe == parse_recipe(PLACES)
-
-
-def test_bench_mixed_looks_for_the_data_before_it_times_anything(begun_elsewhere):
-    before = (begun_elsewhere / "metrics.json").read_bytes()
-    with renamed(begun_elsewhere.parent / "images", "gone"):
-        done = CliRunner().invoke(app, ["bench", str(begun_elsewhere), "--mixed", "--seconds", "0.1"])
-    assert isinstance(done.exception, CompressError) and "data.root" in str(done.exception)
-    assert (begun_elsewhere / "metrics.json").read_bytes() == before
 
 
 # Two hosts on one folder, a lock that a dead one has left, and file systems without locks.

@@ -81,8 +81,11 @@ def test_it_goes_on_where_it_stopped(measured, folder):
     path.write_text(json.dumps(whole))
 
 
-def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path):
-    found, table = mixed_front(measured, batch_size=2, precision="f32", images=96, points=2, seconds=0.2)
+@pytest.mark.parametrize(("costs", "precision"), [("openvino", "f32"), ("onnxruntime", None)])
+def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path, costs, precision):
+    found, table = mixed_front(
+        measured, costs=costs, batch_size=2, precision=precision, images=96, points=2, seconds=0.2
+    )
     labels = [point.label for point in found]
     assert labels[:3] == ["float", "w8a8", "w3a8"]
     assert found[0].agreement == 1 and found[0].spec is None and found[0].sqnr_db == float("inf")
@@ -145,6 +148,8 @@ def test_command_line(measured, folder, capsys):
     assert not done.value.code
     formats = json.loads(capsys.readouterr().out)["formats"]
     assert formats["w8a8"]["quantized"]["sqnr_db"] == measured.reports["w8a8"].quantized.sqnr_db
+    with pytest.raises(RunError, match="is now `sensitivity --from RUN"):
+        app(["bench", str(folder), "--mixed"])
     for extra, words in ((["--write", "x.yaml"], "--budget-ms"), (["--budget-ms", "1", "--max-drop", "1"], "one of")):
         with pytest.raises(RecipeError, match=words):
             app([*options, *extra])

@@ -3,9 +3,7 @@
 import itertools
 import os
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +15,8 @@ from compress import (
     QuantSpec,
     Rule,
     TorchEngine,
-    audit_onnx,
     build_engine,
     export_onnx,
-    load_recipe,
     quantize_targets,
 )
 from compress.data.base import Preprocessing
@@ -30,15 +26,10 @@ from compress.measure.metric import PAIRED, Metric
 from compress.pipeline.run import NetworkFiles
 from compress.pipeline.steps.evaluate import bench, keep_slower, layers_of, paired_speeds, slower
 from compress.pipeline.studies.parity import measure_prices
-from compress.pipeline.studies.sensitivity import faster
-from compress.records.files import SLOWER, LayerCost, SlowRow
+from compress.records.files import SLOWER
 from compress.records.summary import rules_text, slower_sentences, summary_table
 from compress.report.headline import headline
-from compress.report.write import write_report
 from compress.support.progress import NoProgress
-
-MIXED = "mixed/openvino-1.onnx"
-RUN = Path(__file__).parent / "formats" / "run-1"
 
 SPEC = BenchSpec(engines=("onnxruntime", "openvino"), batch_sizes=(1,), runs=2, threads=1)
 
@@ -102,30 +93,6 @@ def test_a_rule_for_a_target_leaves_the_layer_float_in_that_targets_file_alone(f
     assert integer("onnxruntime")["/1/0"] != "QLinearConv"
     assert integer("onnxruntime")["/2/0"] == "QLinearConv"
     assert {"/1/0", "/2/0"} <= integer("openvino").keys()
-
-
-def test_the_mixed_network_leaves_the_costly_layer_float_and_its_recipe_makes_it(tmp_path):
-    folder = Path(shutil.copytree(RUN, tmp_path / "run"))
-    facts = {"variant": "ptq", "engine": "openvino (f32)", "float_engine": "openvino (f32)", "target": "openvino"}
-    costs = (LayerCost(layer="0", float_ms=0.25, quantized_ms=0.5),)
-    SLOWER.write(folder, [SlowRow(**facts, batch_size=1, p50_ms=2.0, float_p50_ms=1.0, layers=costs)])
-    (row,) = faster(folder, BenchSpec(engines=("openvino",), batch_sizes=(1,), runs=2, warmup=0, seconds=0.01))
-    assert row.mixed.layers == ("0",) and row.mixed.p50_ms > 0 and "top-1" in row.mixed.score
-    int8 = {name: {one.name: one.int8 for one in audit_onnx(folder / name).rows} for name in ("ptq.onnx", MIXED)}
-    assert [*int8["ptq.onnx"].values()] == [True, True] and [*int8[MIXED].values()] == [False, True]
-    rule = Rule(match="0", enable=False, target="openvino")
-    assert load_recipe(folder / row.mixed.recipe).quantization.rules == (rule,)
-    assert SLOWER.read(folder) == (row,)
-    busy, quiet = (replace(row, mixed=replace(row.mixed, unquiet=why)) for why in ("the machine was busy (...)", ""))
-    SLOWER.write(folder, [busy])
-    write_report(folder)
-    page = (folder / "report.md").read_text()
-    assert "was not measured: the machine was busy" in page and "With 1 layer in float" not in page
-    SLOWER.write(folder, [quiet])
-    write_report(folder)
-    page = (folder / "report.md").read_text()
-    assert "With 1 layer in float, PTQ takes" in page
-    assert "    - {match: '0', enable: false, target: openvino}" in page
 
 
 def stolen(monkeypatch):

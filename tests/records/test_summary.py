@@ -1,6 +1,5 @@
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from compress.records.files import (
     SLOWER,
     IntervalRow,
     LayerCost,
-    MixedRow,
     RunData,
     SlowRow,
     is_untrained,
@@ -343,24 +341,11 @@ def test_the_sentence_names_the_costliest_layers():
     assert said == (
         "PTQ takes 1.04 of float's time on ONNX Runtime at batch 1 (7.28 against 7.00 ms). By the engine's own times 2 "
         "layers are slower there than in float, by 0.375 ms in all: features.3.0 (0.375 against 0.125), features.0.0 "
-        "(0.625 against 0.500). `bench RUN --mixed` builds and times the network without them"
+        "(0.625 against 0.500). `sensitivity --from RUN --set quantization.target=onnxruntime "
+        "--costs onnxruntime --max-drop 1` finds the fastest formats that lose at most a point"
     )
     (said,) = slower_sentences([row(layers=(), rest_ms=0.5, float_rest_ms=0.25)])
     assert said.endswith("no single layer is slower, and the operations that belong to no layer take 0.250 ms more")
-
-
-def test_the_network_that_was_built_is_named_with_its_time():
-    mixed = MixedRow(layers=("features.3.0",), p50_ms=6.3, float_p50_ms=7.0, score="49.02 % mAP", recipe="mixed.yaml")
-    (said,) = slower_sentences([row(mixed=mixed)])
-    assert said.endswith(
-        ". With 1 layer in float, PTQ takes 0.90 of float's time (6.30 against 7.00 ms, in turn) and has 49.02 % mAP "
-        "(mixed.yaml)"
-    )
-    (said,) = slower_sentences([row(mixed=replace(mixed, p50_ms=7.5))])
-    assert "so that float is the faster one here" in said
-    assert [rule["match"] for rule in yaml.safe_load(rules_text([row(mixed=mixed)]))["quantization"]["rules"]] == [
-        "features.3.0"
-    ]
 
 
 def test_the_rules_are_lines_of_a_recipe():

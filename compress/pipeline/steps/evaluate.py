@@ -70,7 +70,7 @@ from compress.tasks.classification import TOP1
 from compress.tasks.detection import Detections
 from compress.variants import Variant
 
-_ENGINES = ("openvino", "onnxruntime")  # engines that time their layers
+TIMED_ENGINES = ("openvino", "onnxruntime")
 _RUNS = (5, 30)
 _WARMUP = 3
 _TRIES = 2
@@ -92,7 +92,7 @@ def slower(
     rows = []
     for row in not_faster(metrics):
         engine = family(row.engine)
-        if engine in _ENGINES and row.variant in files and suits(engine, targets):
+        if engine in TIMED_ENGINES and row.variant in files and suits(engine, targets):
             plain, quantized = (files[name].of(engine) for name in (Variant.FLOAT, row.variant))
             rows.append(_with_layers(row, plain, quantized, spec, progress or NoProgress()))
     return tuple(rows)

@@ -1,6 +1,6 @@
 """The command `sensitivity`, and formats by layer or float layers: built, timed in turn and judged.
 
-`mixed_front` chooses by noise and time, `faster` by layers that ran slower in INT8.
+`mixed_front` chooses by noise and time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from compress.engines.registry import require_engine
 from compress.errors import QuantizationError, RecipeError, RunError
 from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json, write_text
-from compress.measure import BenchSpec
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
 from compress.pipeline.folder import SENSITIVITY, open_run
 from compress.pipeline.run import Run
-from compress.pipeline.saved import finished_run, network
-from compress.pipeline.steps.evaluate import judge, precision_of
+from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
 from compress.pipeline.steps.quantize import calibration_images
 from compress.pipeline.steps.training import build_float, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
-from compress.quantization import TARGETS, QuantSpec, Rule, check_quant_spec
+from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.requests import LayerSettings
 from compress.quantization.ptq.quantize import quantize
@@ -53,14 +51,11 @@ from compress.quantization.sensitivity.sensitivity import (
     sensitivity,
 )
 from compress.recipe.tree import Recipe
-from compress.records.files import SLOWER, MixedRow, SlowRow
-from compress.records.summary import costly, family
 from compress.roofline_model.model import find_device, roofline
 from compress.support.meters import TaskMetric, metric_title, score_text
 from compress.support.progress import NoProgress, Progress, tracked
 from compress.support.text import shorten
 from compress.tasks.classification import TOP1
-from compress.variants import Variant
 
 STEP = SENSITIVITY
 
@@ -294,13 +289,11 @@ def _marks(axes: Axes, names: list[str], values: Mapping[str, float], colour: st
     axes.plot([x for x, _ in places], [y for _, y in places], "o", color=colour, markersize=4.5, label=label)
 
 
-ENGINE = "openvino"  # the engine of candidates and of layer times
+ENGINE = "openvino"  # of candidates whose times are from a data sheet
 
 _LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program needs a finite number
 
 Formats = Mapping[str, str]  # format by layer
-
-_SHARES = (0.25, 0.5, 1.0)  # shares of the costly layers that are left in float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,10 +333,13 @@ class MixedPoint:
         return self.predicted_ms if self.latency_ms is None else self.latency_ms
 
 
-def check_costs(costs: str) -> None:
-    if costs != ENGINE:
+def check_costs(costs: str) -> str:
+    """The engine that every candidate is judged on, whatever its times are from."""
+    if costs not in TIMED_ENGINES:
         find_device(costs)
-    require_engine(ENGINE)  # every candidate is judged on it, whatever its times are from
+        costs = ENGINE
+    require_engine(costs)
+    return costs
 
 
 def mixed_front(
@@ -358,15 +354,16 @@ def mixed_front(
 ) -> tuple[tuple[MixedPoint, ...], CostTable]:
     """Measure float, each format and mixtures; return points and times.
 
-    `costs`: `openvino`, measured here, or a roofline device. `precision`: of float parts; None = the engine's.
-    `images`: for accuracy. `points`: most mixtures. `seconds`: for each latency.
+    `costs`: an engine that times its layers, measured here, or a roofline device. `precision`: of float parts; None =
+    the engine's. `images`: for accuracy. `points`: most mixtures. `seconds`: for each latency.
     """
     run = measured.run
     layers = [row.layer for row in measured.reports[measured.base].rows]
     named: dict[str, Formats] = {name: dict.fromkeys(layers, name) for name in (FLOAT, *measured.specs)}
     files = {name: _export(run, measured.model, _spec(measured, named[name]), name) for name in named}
-    if costs == ENGINE:
-        table = _engine_costs(files, layers, measured.base, batch_size, precision)
+    engine = check_costs(costs)
+    if costs == engine:
+        table = _engine_costs(files, layers, measured.base, engine, batch_size, precision)
     else:
         table = sheet_costs(measured, layers, costs, batch_size)
     for choice in front(_noise(measured), table.ms, points=points):
@@ -375,10 +372,10 @@ def mixed_front(
     for name in tracked(run.progress, "mixed precision", list(named)[len(files) :], done=len(files)):
         files[name] = _export(run, measured.model, _spec(measured, named[name]), name.replace(" ", "-"))
     timed: dict[str, Latency] = {}
-    if costs == ENGINE:
+    if costs == engine:
         options: dict[str, Any] = {"runs": 200, "seconds": seconds, "progress": run.progress}
-        timed = time_files(files, ENGINE, batch_size=batch_size, precisions=dict.fromkeys(files, precision), **options)
-    seen = {name: _figures(run, path, ENGINE, precision, images) for name, path in files.items()}
+        timed = time_files(files, engine, batch_size=batch_size, precisions=dict.fromkeys(files, precision), **options)
+    seen = {name: _figures(run, path, engine, precision, images) for name, path in files.items()}
     return tuple(_point(measured, name, named[name], table, timed.get(name), seen) for name in named), table
 
 
@@ -445,7 +442,7 @@ def _export(run: Run, model: nn.Module, spec: QuantSpec | None, name: str) -> Pa
     return export_onnx(copy.deepcopy(model).cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
 
 
-def _figures(run: Run, path: Path, engine: str, precision: str | None, images: int | None = None) -> EngineFigures:
+def _figures(run: Run, path: Path, engine: str, precision: str | None, images: int) -> EngineFigures:
     with build_engine(path, engine, precision=precision) as built:
         return judge(run, built, limit=images)
 
@@ -459,9 +456,9 @@ def _noise(measured: Measured) -> dict[str, dict[str, float]]:
 
 
 def _engine_costs(
-    files: Mapping[str, Path], layers: Sequence[str], base: str, batch_size: int, precision: str | None
+    files: Mapping[str, Path], layers: Sequence[str], base: str, engine: str, batch_size: int, precision: str | None
 ) -> CostTable:
-    times = measure_engine_layers(files, layers, engine=ENGINE, batch_size=batch_size, precision=precision)
+    times = measure_engine_layers(files, layers, engine=engine, batch_size=batch_size, precision=precision)
     ms = {layer: {name: row.ms[layer] for name, row in times.items()} for layer in layers}
     label = times[base].label
     return CostTable(ms=ms, rest_ms=times[base].rest_ms, method=f"layer times on {label}, batch {batch_size}")
@@ -479,69 +476,3 @@ def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_si
                 ms[layer] |= dict.fromkeys(names, row.least_time_ms or 0.0)
         rest_ms = sum(row.least_time_ms or 0.0 for row in rows if not set(layers) & set(row.paths))
     return CostTable(ms=ms, rest_ms=rest_ms, method=f"least times by the roofline of {device}, fp16 and int8")
-
-
-def quantizing_run(folder: Path) -> Run:
-    run = finished_run(folder)
-    if run.recipe.quantization is None:
-        raise RunError(f"{folder} is of a recipe with quantization: null, so that nothing of it can be left in float")
-    return run
-
-
-def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
-    """Build and measure a mixed network for each engine that is slower in INT8; return the folder's rows."""
-    rows = tuple(SLOWER.read(folder) or ())
-    # PTQ is made anew, at the first batch size: its own row comes first.
-    chosen = {row.engine: row for row in reversed(rows) if family(row.engine) in spec.engines and costly(row)}
-    if not chosen:
-        return rows
-    run = quantizing_run(folder)
-    run.progress = progress or NoProgress()
-    model = network(run, Variant.FLOAT).eval()
-    found = {engine: _without_costly(run, model, row, spec) for engine, row in chosen.items()}
-    rows = tuple(replace(row, mixed=found[row.engine]) if row.engine in found else row for row in rows)
-    SLOWER.write(folder, rows)
-    return rows
-
-
-def _without_costly(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRow:
-    engine, tried = family(row.engine), {f"{len(layers)} layers": layers for layers in choices(costly(row))}
-    target = next((target for target in TARGETS if target == row.target), None)
-    files, specs = {FLOAT: run.path(Variant.FLOAT.onnx_file)}, {}
-    for label, layers in tried.items():
-        rules = (Rule(match=layer, enable=False, target=target) for layer in layers)
-        specs[label] = replace(run.quantization, rules=(*run.quantization.rules, *rules))
-        files[label] = _export(run, model, specs[label].for_target(target), f"{engine}-{len(layers)}")
-    times = time_files(
-        files,
-        engine,
-        batch_size=row.batch_size,
-        threads=spec.threads,
-        precisions=dict.fromkeys(specs, precision_of(row.engine)) | {FLOAT: precision_of(row.float_engine)},
-        warmup=spec.warmup,
-        runs=spec.runs,
-        seconds=spec.seconds,
-        progress=run.progress,
-    )
-    best = min(specs, key=lambda label: times[label].p50_ms)
-    name, metric = f"mixed-{engine}.yaml", run.task.metric
-    write_text(run.path(name), replace(run.recipe, quantization=specs[best]).to_yaml())
-    score = _figures(run, files[best], engine, precision_of(row.engine)).values[metric.name]
-    return MixedRow(
-        layers=tried[best],
-        p50_ms=times[best].p50_ms,
-        float_p50_ms=times[FLOAT].p50_ms,
-        score=f"{metric.text(score)} {metric.title}",
-        recipe=name,
-        unquiet=next((one.unquiet for one in times.values() if one.unquiet), ""),
-    )
-
-
-def choices(layers: Sequence[str]) -> list[tuple[str, ...]]:
-    """The costliest quarter, half, all.
-
-    >>> choices(["a", "b", "c"])
-    [('a',), ('a', 'b'), ('a', 'b', 'c')]
-    """
-    counts = dict.fromkeys(math.ceil(share * len(layers)) for share in _SHARES)
-    return [tuple(layers[:count]) for count in counts]
