@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import compress
 from compress.variants import Variant
@@ -95,6 +96,18 @@ def test_the_dockerfile_copies_what_the_wheel_is_built_from():
     first = re.search(r"^FROM python:(\d+\.\d+)-slim$", text, flags=re.MULTILINE)
     assert first and f"Programming Language :: Python :: {first[1]}" in project["classifiers"]
     assert re.search(r"^USER (?!root)\w+$", text, flags=re.MULTILINE), "the program does not run as root"
+
+
+def test_the_recipe_for_conda_is_the_project_s():
+    recipe = yaml.safe_load((ROOT / "conda" / "meta.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert str(recipe["package"]["version"]) == compress.__version__
+    assert recipe["build"]["entry_points"] == [f"{name} = {place}" for name, place in project["scripts"].items()]
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}  # of conda-forge
+    wanted = [re.fullmatch(r"([\w-]+)(.*)", text).groups() for text in project["dependencies"]]
+    expected = {f"{names.get(name, name.lower())} {least}" for name, least in wanted}
+    assert set(recipe["requirements"]["run"]) == expected | {f"python {project['requires-python']}"}
+    assert recipe["about"]["summary"] == project["description"]
 
 
 # The names and the properties that files and reports rely on.

@@ -1,5 +1,5 @@
 """The command line: parse, call, print; no work of its own."""
 
-from compress.cli.app import main
+from compress.cli.app import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

@@ -6,10 +6,13 @@ once).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +49,7 @@ _COMMANDS = {
     ),
     "prune": Entry(
         "compress.cli.run:prune",
-        "Baseline, sparsity, fine-tuning; with a quantization section also INT8 with the zeros held.",
+        "Baseline, sparsity, fine-tuning; with a quantization section also INT8 that keeps the zeros.",
         recipe=True,
     ),
     "export": Entry(
@@ -196,6 +199,21 @@ def _common(
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _STOPPED = 130  # exit status after Ctrl-C
+
+
+def run() -> None:
+    """Call `main` and end at once: clearing what torch imported takes Python a second or more."""
+    try:
+        main()
+    except SystemExit as ended:
+        at_work = [thread for thread in threading.enumerate() if not thread.daemon]
+        if not isinstance(ended.code, int) or len(at_work) > 1:
+            raise
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):  # the reader of a pipe has ended
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(ended.code)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.cli.report import show_run
 from compress.errors import EngineError, RunError, first_few
@@ -89,6 +89,7 @@ def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) ->
         print_json([metric.to_dict() for metric in metrics])
         return
     _show_files(metrics)
+    print_next(f"inspect onnx {files[-1]} --rows")
 
 
 def _show_files(metrics: Sequence[Metric]) -> None:
@@ -141,6 +142,7 @@ def _end_to_end(
         OUT.print(f"unavailable {name}: {reason}", highlight=False)
     if drawn is not None:
         OUT.print(f"figure: {drawn}", highlight=False, soft_wrap=True)
+    print_next(f"bench {files[0]}" if folder is None else f"report {folder}")
 
 
 def _stages(row: EndToEnd) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from compress.audit.engine import unknown_part
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
 from compress.engines.registry import require_engine
@@ -103,7 +103,8 @@ def _write_for_phone(file: Path, engine: str, out: Path | None, batch: str | Non
     if as_json:
         print_json({"file": str(path), "bytes": path.stat().st_size})
         return
-    OUT.print(f"{path} ({path.stat().st_size:,} bytes); `inspect engine {path}` lists its operators", highlight=False)
+    OUT.print(f"{path} ({path.stat().st_size:,} bytes)", highlight=False)
+    print_next(f"inspect engine {path}")
 
 
 def engine_options(
@@ -184,6 +185,7 @@ def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: boo
     for command in texts:
         if command.purpose == "build" and command.words[0] in {"trtexec", "tensorrt_rtx"}:
             OUT.print(f"# {command.target}\n{command.text()}", highlight=False, soft_wrap=True)
+    print_next(f"inspect engine {built.path} --onnx {path}")
 
 
 def _show_commands(path: Path, options: TensorRTOptions, as_json: bool) -> None:

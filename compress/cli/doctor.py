@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from compress.cli.console import OUT, print_json, print_table
+from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption
 from compress.engines import engine_availability
 from compress.measure.machine import describe_machine
@@ -22,6 +22,7 @@ def doctor(as_json: JsonOption = False) -> None:
     for engine in engines:
         if not engine.available:
             OUT.print(f"{engine.name}: {engine.reason}. What to do: {engine.install}", markup=False, highlight=False)
+    print_next("qat --recipe quickstart")
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ from compress.audit.engine import EngineAudit, megabytes, unknown_part
 from compress.audit.files import audit_engine
 from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
-from compress.cli.console import OUT, print_json, print_table
+from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.support.limits import COUNT
 
@@ -57,6 +57,7 @@ def inspect_engine(
             markup=False,
             highlight=False,
         )
+    print_next(f"bench {file}" if file.suffix == ".onnx" else f"inspect engine {file} --device rtx4090")
 
 
 def summary_line(audit: EngineAudit) -> str:
@@ -154,3 +155,4 @@ def _summary(audit: OnnxAudit) -> None:
     lacks, command = audit.mending
     if command:
         OUT.print(f"for TensorRT 11: {lacks}; what to do:\n{command}", highlight=False, soft_wrap=True)
+    print_next(f"bench {audit.path}", f"inspect onnx {audit.path} --rows")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.onnx_data import (
     ChannelsOption,
     DataOption,
@@ -49,7 +49,7 @@ from compress.support.meters import metric_title, score_text
 _ROWS = 12
 
 
-def show_mended(found: MendReport, *, as_json: bool) -> None:
+def show_mended(found: MendReport, *, as_json: bool, then: str = "ptq") -> None:
     mended = found.mended
     if as_json:
         document = plain(
@@ -88,6 +88,7 @@ def show_mended(found: MendReport, *, as_json: bool) -> None:
         OUT.print(escape(found.not_timed))
     if found.recipe is not None:
         OUT.print(str(found.recipe), highlight=False, soft_wrap=True)
+        print_next(f"{then} --recipe {found.recipe}")
 
 
 def _show_diagnosis(found: MendReport) -> None:
@@ -148,7 +149,7 @@ def inspect_parity(
         judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
             show = mend_file(onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars)
-        show_mended(show, as_json=as_json)
+        show_mended(show, as_json=as_json, then=f"ptq --onnx {onnx} --data {data}")
         return
     if metric is not None:
         raise RecipeError("--metric judges a file: add --onnx; the metric of a recipe or a run is that of its task")
@@ -165,6 +166,8 @@ def inspect_parity(
         return
     results = parity_of_recipe(load_recipe(recipe, set_ or ())) if recipe is not None else parity_of_run(Path(str(run)))
     _show_engines(results, as_json=as_json)
+    if not as_json:
+        print_next(f"inspect parity {f'--run {run}' if recipe is None else f'--recipe {recipe}'} --mend 0.5")
 
 
 def _show_engines(results: Results, *, as_json: bool) -> None:

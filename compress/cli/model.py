@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.data.base import BatchPlan
 from compress.data.load import class_count, load_data
@@ -118,6 +118,8 @@ def inspect_model(
         _show_sparsity(parsed, device, precision, batch_size, as_json)
     else:
         _show_model(parsed, as_json)
+    if not as_json:
+        print_next(f"ptq --recipe {recipe}" if recipe else f"init --model {model}")
 
 
 def _example(recipe: Recipe) -> torch.Tensor:
@@ -264,6 +266,7 @@ def roofline(
         "\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios(plain, fused, device=device))))
     )
     OUT.print(f"figure: {figure}", highlight=False)
+    print_next(f"ptq --recipe {recipe}" if recipe else f"init --model {name}")
 
 
 def _measure(device: str, out: Path, as_json: bool) -> None:
@@ -309,6 +312,7 @@ def receptive_field(
         rows,
     )
     OUT.print("\n".join(map(str, written.paths)), highlight=False)
+    print_next(f"erf --recipe {recipe}" if recipe else f"erf --model {name}")
 
 
 def _remarks(record: dict[str, Any]) -> str:
@@ -365,6 +369,7 @@ def erf(
         return
     OUT.print(f"network: {parsed.model.name}, {weights_text(parsed)}", highlight=False, soft_wrap=True)
     OUT.print(f"image:   {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
+    print_next(f"receptive-field --recipe {recipe}" if recipe else f"receptive-field --model {parsed.model.name}")
 
 
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:

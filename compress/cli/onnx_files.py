@@ -176,3 +176,4 @@ def cast(
     if done.sqnr_db is not None:
         OUT.print(f"against float32: {done.sqnr_db:.1f} dB as the file says, ranges of {done.images} images")
     OUT.print(str(done.path), highlight=False, soft_wrap=True)
+    print_next(f"bench {file} {done.path}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from compress.cli.console import OUT, print_json, print_table
+from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption
 from compress.data import DATASETS, LEAST_SIDE
 from compress.errors import RecipeError, near_misses
@@ -44,16 +46,17 @@ def recipes(
         else:
             OUT.print(recipe.to_yaml(), highlight=False)
         return
-    found = [(n, str(find_recipe(n)), _first_line(find_recipe(n))) for n in recipe_names()]
+    found = [(n, str(find_recipe(n)), _first_sentence(find_recipe(n))) for n in recipe_names()]
     if as_json:
         print_json([{"name": n, "path": p, "about": text} for n, p, text in found])
     else:
         print_table("recipes", ("name", "about", "path"), [(n, text, p) for n, p, text in found])
+        print_next("recipes NAME", "qat --recipe NAME")
 
 
-def _first_line(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("# ") if first.startswith("#") else ""
+def _first_sentence(path: Path) -> str:
+    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=[.;])\s", " ".join(line[2:] for line in lines), maxsplit=1)[0].rstrip(";")
 
 
 _MODELS = {
@@ -125,7 +128,8 @@ def init(
     title = " ".join(f"{model} on {data}, for {', '.join(targets)}".split())  # one line: the rest would be keys
     write_text(path, f"# {title}.\n" + yaml.safe_dump(tree, sort_keys=False))
     command = "ptq" if tree["qat"] is None else "qat"
-    OUT.print(f"{path}\nnext: python -m compress {command} --recipe {path}", highlight=False, soft_wrap=True)
+    OUT.print(str(path), highlight=False, soft_wrap=True)
+    print_next(f"{command} --recipe {path}")
 
 
 def _given(**values: Any) -> dict[str, Any]:

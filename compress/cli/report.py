@@ -23,10 +23,10 @@ from compress.records.summary import (
     best_variant,
     foreign_files,
     rules_text,
+    shown_rows,
     slower_sentences,
     summary_columns,
     summary_notes,
-    summary_table,
     unavailable_engines,
 )
 from compress.report.write import write_comparison, write_report
@@ -67,9 +67,8 @@ def show_run(folder: Path, *, as_json: bool) -> None:
         )
         return
     agreement = {(m.variant, m.engine): m.value for m in data.metrics if m.name == "agreement"}
-    found = summary_table(data.metrics)
     rows = []
-    for row in [row for row in found if row.batch_size is not None] or found:  # torch is not timed: shown if alone
+    for row in shown_rows(data.metrics):
         agrees = agreement.get((row.variant, row.engine))
         rows.append((*row.cells(), MISSING if agrees is None else f"{agrees:.2f}"))
     columns = (*summary_columns(data.metrics), "agrees %")
@@ -129,6 +128,7 @@ def export(
         print_json({"onnx": str(path), "bytes": path.stat().st_size})
     else:
         OUT.print(f"{path} ({path.stat().st_size:,} bytes)", highlight=False)
+        print_next(f"bench {path}", f"inspect onnx {path}")
 
 
 def bundle(
@@ -164,6 +164,7 @@ def predict(
         return
     for prediction in found:
         OUT.print(f"{prediction.image}: {_found(prediction)}", highlight=False, soft_wrap=True)
+    print_next(f"bundle {folder} --server triton")
 
 
 def _found(prediction: Prediction) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import DeviceOption, FromOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.report import show_finished_steps
 from compress.errors import RecipeError, SearchError
@@ -203,6 +203,7 @@ def sensitivity(
     if chosen is not None:
         _show_points(points, chosen, measured.reports[measured.base])
         OUT.print(f"{chosen.label}: {path}", highlight=False, soft_wrap=True)
+    print_next(f"qat --recipe {path}" if mixed else f"sensitivity -r {recipe} -o {folder} --resume --max-drop 1")
 
 
 def _check_choice(budget_ms: float | None, max_drop: float | None) -> None:

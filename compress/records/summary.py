@@ -101,6 +101,13 @@ def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
     return tuple(rows)
 
 
+def shown_rows(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
+    """The rows of `summary_table` that a reader compares: without torch's, which are not timed, where others are."""
+    rows = summary_table(metrics)
+    timed = any(row.batch_size is not None for row in rows)
+    return tuple(row for row in rows if not timed or row.batch_size is not None or not row.engine.startswith("torch"))
+
+
 def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     """The network to ship and the reason; None if nothing was measured beside float.
 
@@ -118,8 +125,9 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     best = max(here.values(), key=lambda row: (sign * float(scored(row.score, row.unit).replace(",", "")), _gain(row)))
     where = f"on {display(best.engine)}{'' if best.batch_size is None else f', batch {best.batch_size}'}"
     if before is not None and _gain(best) < _SLOWER:
-        return Variant.FLOAT, f"{display(best.variant)} is slower ({1 / _gain(best):.2f}x the time of float {where})"
-    speed = "" if best.speedup is None else f"{best.speedup:.2f}x the speed of float {where}, "
+        return Variant.FLOAT, f"{display(best.variant)} is {1 / _gain(best):.2f}x slower than float {where}"
+    faster = "as fast as" if _gain(best) <= 1 else f"{_gain(best):.2f}x faster than"
+    speed = "" if best.speedup is None else f"{faster} float {where}, "
     size = "" if best.size_ratio is None else f", {best.size_ratio:.2f} of the file"
     beside = "" if before is None else f" (float {judged.text(before.score or 0.0)})"
     return best.variant, f"{speed}{judged.title} {judged.text(best.score or 0.0)}{beside}{size}"

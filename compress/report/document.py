@@ -23,10 +23,10 @@ from compress.records.summary import (
     engines_of,
     foreign_files,
     rules_text,
+    shown_rows,
     slower_sentences,
     summary_columns,
     summary_notes,
-    summary_table,
     unavailable_engines,
     variants_of,
 )
@@ -317,7 +317,7 @@ def _figure(drawn: Mapping[str, Picture | Absent], name: str) -> Iterator[Block]
 
 
 def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
-    rows = summary_table(run.metrics)
+    rows = shown_rows(run.metrics)
     if rows:
         titles = summary_columns(run.metrics)
         columns = [Column(title=t, align="left" if i in (0, 2) else "right") for i, t in enumerate(titles)]

@@ -140,9 +140,9 @@ def _speed(
     elif abs(ratio - 1) < _EQUAL:
         words = "is as fast as float"
     elif ratio > 1:
-        words = f"is {ratio:.2g}× as fast as float" if ratio < 10 else f"is {ratio:.0f}× as fast as float"
+        words = f"is {ratio:.2g}× faster than float" if ratio < 10 else f"is {ratio:.0f}× faster than float"
     else:
-        words = f"takes {1 / ratio:.2g}× the time of float"
+        words = f"is {1 / ratio:.2g}× slower than float"
     times = f"p50 {_change(significant(before.p50_ms), significant(after.p50_ms), 'ms')}"
     if paired:
         ends = f"95 % interval {fixed(low, 2)} to {fixed(high, 2, '×')}"

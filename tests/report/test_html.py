@@ -12,7 +12,7 @@ from PIL import Image
 
 from compress.errors import RunError
 from compress.records.files import IntervalRow, read_run
-from compress.records.summary import summary_table
+from compress.records.summary import shown_rows
 from compress.report.blocks import Gallery
 from compress.report.document import class_names, class_table, prediction_blocks
 from compress.report.headline import headline
@@ -85,7 +85,7 @@ def test_fits_phones_dark_screens_and_paper(text, page):
 
 
 def test_the_table_shows_the_rows_of_summary_table(sample, page):
-    rows = summary_table(read_run(sample).metrics)
+    rows = shown_rows(read_run(sample).metrics)
     cells = page.cells
     at = cells.index("of float") + 1
     for row in rows:
@@ -115,7 +115,7 @@ def test_everything_that_was_asked_for_is_there(page):
     ):
         assert heading in page.headings
     text = page.text
-    assert "INT8 (QAT) is 1.9× as fast as float at batch 1 on OpenVINO (bf16)" in text
+    assert "INT8 (QAT) is 1.9× faster than float at batch 1 on OpenVINO (bf16)" in text
     assert "TensorRT: the tensorrt package is not installed" in text
     assert "108 quantizers are placed on 108 tensors (all INT8)" in text
     assert "variants in turn, 20 warm-up and 200 timed runs, 2 threads" in text

@@ -15,7 +15,7 @@ from compress.errors import RunError
 from compress.plots.results import draw_engines, role_bytes
 from compress.plots.style import NARROW, WIDE, styled
 from compress.records.files import ENGINES, EngineRow, read_run
-from compress.records.summary import summary_columns, summary_table
+from compress.records.summary import shown_rows, summary_columns
 from compress.report.blocks import Code, Document, Section, Tiles, escape, table, to_markdown
 from compress.report.write import write_report
 from compress.support.text import plain
@@ -40,7 +40,7 @@ def test_tables_hold_the_rows_of_summary_table(sample, text):
     cells = rendered(text).cells
     at = cells.index(SUMMARY_COLUMNS[0])
     expected = [*SUMMARY_COLUMNS]
-    for row in summary_table(read_run(sample).metrics):
+    for row in shown_rows(read_run(sample).metrics):
         expected += row.cells()
     assert cells[at : at + len(expected)] == expected
 
