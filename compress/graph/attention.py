@@ -233,9 +233,8 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
 
     def masked(scores: Any) -> fx.Proxy:
         if arguments["is_causal"]:
-            name, owner = f"{node.name}_mask", cast(fx.GraphModule, node.graph.owning_module)
             sizes = [arguments[key].meta["shape"][-2] for key in ("query", "key")]
-            owner.register_buffer(name, torch.ones(sizes, dtype=torch.bool, device=device_of(owner)).triu(1))
+            name = _mask_of(node, torch.ones(sizes, dtype=torch.bool).triu(1))
             later = scores.tracer.create_proxy("get_attr", name, (), {})
             return scores.masked_fill(later, float("-inf"))
         if mask is None:
@@ -251,6 +250,17 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
     y, _ = _attend(query, key, value, wrap(scale), masked, dropped)
     node.replace_all_uses_with(y.node)
     return ""
+
+
+def _mask_of(node: fx.Node, mask: Tensor) -> str:
+    """The name of a buffer with the values of `mask`: equal masks of several layers are one, also in files."""
+    owner = cast(fx.GraphModule, node.graph.owning_module)
+    mask = mask.to(device_of(owner))
+    for name, held in owner.named_buffers(recurse=False):
+        if name.endswith("_mask") and held.dtype == mask.dtype and torch.equal(held, mask):
+            return name
+    owner.register_buffer(f"{node.name}_mask", mask)
+    return f"{node.name}_mask"
 
 
 # --- torchvision's shifted_window_attention (Swin and Swin v2) -----------------------------------------------------
@@ -286,9 +296,7 @@ def _open_windows(node: fx.Node, wrap: Wrap) -> str:
         scores = scores + wrap(a["relative_position_bias"])
         if not any(shift):
             return scores
-        name, owner = f"{node.name}_mask", cast(fx.GraphModule, node.graph.owning_module)
-        owner.register_buffer(name, _shift_mask(padded, window, shift).to(device_of(owner)))
-        mask = x.tracer.create_proxy("get_attr", name, (), {})
+        mask = x.tracer.create_proxy("get_attr", _mask_of(node, _shift_mask(padded, window, shift)), (), {})
         return (scores.reshape(-1, windows, heads, tokens, tokens) + mask).reshape(-1, heads, tokens, tokens)
 
     y, _ = _attend(query, key, value, scale, finish)

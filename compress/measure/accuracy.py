@@ -395,9 +395,9 @@ def compare_evidence(
         difference_ends = _difference_of_hits(reference, seen, difference_ends, level)
     else:  # where no resample differs, an image which does is not among them
         unseen = share_interval(0, images, level=level)[1]
-        if difference_ends[0] == difference_ends[1]:
+        if 0 <= value <= 1 and difference_ends[0] == difference_ends[1]:  # of shares alone is a bound known
             difference_ends = (difference_ends[0] - unseen, difference_ends[1] + unseen)
-        if ends[0] == ends[1] and 0 <= value <= 1:
+        if 0 <= value <= 1 and ends[0] == ends[1]:
             ends = max(value - unseen, 0.0), min(value + unseen, 1.0)
     return Comparison(
         value=value,

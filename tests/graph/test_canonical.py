@@ -129,11 +129,12 @@ def test_swin_is_opened(version):
 
     block = (SwinTransformerBlock, SwinTransformerBlockV2)[version - 1]
     torch.manual_seed(0)
-    model = nn.Sequential(*(block(16, 2, [4, 4], [s, s], stochastic_depth_prob=0.0) for s in (0, 2)))
+    model = nn.Sequential(*(block(16, 2, [4, 4], [s, s], stochastic_depth_prob=0.0) for s in (0, 2, 0, 2)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     graph = same(model, torch.randn(2, 7, 10, 16, generator=G))  # padded to 8 by 12
-    assert kinds(graph).count("matmul") == 4 and "unknown" not in [k for k in kinds(graph) if k == "attention"]
+    assert len({node.target for node in graph.graph.nodes if str(node.target).endswith("_mask")}) == 1  # of two layers
+    assert kinds(graph).count("matmul") == 8 and "unknown" not in [k for k in kinds(graph) if k == "attention"]
     assert all(node.op == "call_module" for node in graph.graph.nodes if node_kind(node) == "linear")
     assert model.state_dict().keys() <= graph.state_dict().keys()
     x = torch.randn(2, 7, 10, 16, generator=G)
