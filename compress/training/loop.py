@@ -597,12 +597,12 @@ def fit(
         batch_size: images of a step; None = the loader's.
         folder: takes checkpoints and the log; None = no files.
         task: loss and metric of a recipe; not with `loss` or `metric`.
-        **options: further arguments of `compress.training.loop.train`: teacher, device, resume, progress, ...
+        **options: further arguments of the recipes' loop: teacher, device, resume, progress, ...
 
     Raises:
-        RecipeError: no batch size, or a task with a loss; and as `compress.training.loop.train`.
-        DataError: a loader that cannot be trained on; and as `compress.training.loop.train`.
-        ModelError, CheckpointError, CompressError: as `compress.training.loop.train`.
+        RecipeError: no batch size, or a task with a loss; and as the recipes' loop.
+        DataError: a loader that cannot be trained on; and as the recipes' loop.
+        ModelError, CheckpointError, CompressError: as the recipes' loop.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, targets), batch_size=8)

@@ -122,7 +122,7 @@ def diagnose(
         batches: calibration data, as for `quantize`, which can be read repeatedly.
         images: batches that effects are measured on; without targets by signal to noise and agreement alone.
         spec: target, rules and methods.
-        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a class with `update` and `compute`, or a function of (outputs, targets); None = top-1 of a classifier.
         progress: is informed of each layer.
 
     Raises:

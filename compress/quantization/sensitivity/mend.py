@@ -140,7 +140,7 @@ def mend(
         spec: target, rules and methods to begin with.
         drop: largest loss of the metric against float, in its unit (percent points).
         sqnr_db: least signal to noise of the outputs; exactly one of the two is given.
-        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a class with `update` and `compute`, or a function of (outputs, targets); None = top-1 of a classifier.
         fixed: keys of the specification that stay as they are: `head`, `equalize`, `activations`, `smooth`.
         progress: is informed of each network that is tried.
 

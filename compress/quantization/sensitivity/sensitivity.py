@@ -249,7 +249,7 @@ def sensitivity(
             outputs stay in memory; two forward passes are made for each layer.
         spec: layers that its rules leave float are no rows. AdaRound and a bias correction that walks are not applied,
             because they change what other layers would have in float.
-        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a class with `update` and `compute`, or a function of (outputs, targets); None = top-1 of a classifier.
         known: rows of an earlier call that was stopped; they are not measured a second time.
         keep: called with each row as soon as it is measured.
         progress: is informed of each layer.
