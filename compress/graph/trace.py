@@ -815,8 +815,12 @@ def _graph_of(
     `checked` raises where a graph is not the model.
     """
     for buffers in (False, True):
-        with contextlib.suppress(Exception):
+        try:
             return checked(_graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked))
+        except _DrawsError:
+            raise
+        except Exception:  # as below
+            continue
     known: list[Exception] = []
     for buffers, integers in itertools.product((False, True), repeat=2):
         try:
@@ -949,9 +953,15 @@ def _line_of(error: Exception) -> str:
     return f", at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
+class _DrawsError(ModelError):
+    """A network that is random in evaluation, however it is traced."""
+
+
 class _Shapes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> object:
+        before = torch.random.get_rng_state()
         result = super().run_node(n)
+        n.meta["random"] = not torch.equal(before, torch.random.get_rng_state())
         n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None
         n.meta["dtype"] = result.dtype if isinstance(result, Tensor) else None
         return result
@@ -973,6 +983,13 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> ob
 def _check_equal(
     model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...], reference: Any, result: Any
 ) -> None:
+    for node in graph_module.graph.nodes:
+        if node.meta["random"]:  # a difference is no measure: a rare draw changes nothing most of the time
+            raise _DrawsError(
+                f"{type(model).__name__} draws random numbers in evaluation too, at {node.name}, which no engine "
+                "repeats: give F.dropout training=self.training, and make an nn.Dropout in __init__, where model.eval() "
+                "reaches it"
+            )
     if same_results(reference, result):
         return
     place = first_difference(model, graph_module, inputs)

@@ -21,6 +21,7 @@ from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
 from compress.sparsity.saliency import calibration_inputs
 from compress.training.evaluate import OutputsOf, outputs_of
+from tests import networks
 from tests.networks import TinyResNet
 
 
@@ -121,6 +122,12 @@ def test_a_graph_that_computes_something_else_is_refused():
 
     with pytest.raises(ModelError, match="something else"):
         trace(Chance(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
+def test_a_network_that_is_random_in_evaluation_is_refused_also_where_a_draw_changes_nothing(draw):
+    with pytest.raises(ModelError, match="draws random numbers in evaluation too"):
+        trace(networks.Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
 
 
 def test_wrong_inputs_are_named():
