@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from opcode import opmap
 from pathlib import Path
 from types import ModuleType
@@ -814,25 +815,31 @@ def _graph_of(
 
     `checked` raises where a graph is not the model.
     """
-    for buffers in (False, True):
+    attempts = [partial(_without_values, model, inputs, asked, buffers=buffers) for buffers in (False, True)]
+    unshaped = len(attempts)
+    for buffers, integers in itertools.product((False, True), repeat=2):
+        attempts.append(partial(_with_shapes, model, inputs, asked, buffers=buffers, integers=integers))
+    errors: list[Exception] = []
+    for attempt in attempts:
         try:
-            return checked(_graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked))
+            return checked(attempt())
         except _DrawsError:
             raise
-        except Exception:  # as below
-            continue
-    known: list[Exception] = []
-    for buffers, integers in itertools.product((False, True), repeat=2):
-        try:
-            return checked(_with_shapes(model, inputs, asked, buffers=buffers, integers=integers))
         except Exception as error:  # the model's code meets proxies, and can fail in any way
-            known.append(error)
+            errors.append(error)
     try:
         return checked(_with_leaves(model, inputs, asked, concrete=False))
     except ModelError:
-        if isinstance(known[0], ModelError):
-            raise known[0] from known[0].__cause__  # tracing with shapes got further, so its reason is the better one
+        shaped = errors[unshaped]
+        if isinstance(shaped, ModelError):
+            raise shaped from shaped.__cause__  # tracing with shapes got further, so its reason is the better one
         raise
+
+
+def _without_values(
+    model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str], *, buffers: bool
+) -> fx.GraphModule:
+    return _graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked)
 
 
 def _with_shapes(
