@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from opcode import opmap
 from pathlib import Path
 from types import ModuleType
@@ -815,10 +814,10 @@ def _graph_of(
 
     `checked` raises where a graph is not the model.
     """
-    attempts = [partial(_without_values, model, inputs, asked, buffers=buffers) for buffers in (False, True)]
+    attempts = [functools.partial(_without_values, model, inputs, asked, buffers=buffers) for buffers in (False, True)]
     unshaped = len(attempts)
     for buffers, integers in itertools.product((False, True), repeat=2):
-        attempts.append(partial(_with_shapes, model, inputs, asked, buffers=buffers, integers=integers))
+        attempts.append(functools.partial(_with_shapes, model, inputs, asked, buffers=buffers, integers=integers))
     errors: list[Exception] = []
     for attempt in attempts:
         try:
@@ -994,7 +993,7 @@ def _check_equal(
         if node.meta["random"]:  # a difference is no measure: a rare draw changes nothing most of the time
             raise _DrawsError(
                 f"{type(model).__name__} draws random numbers in evaluation too, at {node.name}, which no engine "
-                "repeats: give F.dropout training=self.training, and make an nn.Dropout in __init__, where eval() reaches it"
+                "repeats: give F.dropout training=self.training, and make nn.Dropout in __init__, where eval() reaches it"
             )
     if same_results(reference, result):
         return
