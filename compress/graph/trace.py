@@ -993,7 +993,7 @@ def _check_equal(
         if node.meta["random"]:  # a difference is no measure: a rare draw changes nothing most of the time
             raise _DrawsError(
                 f"{type(model).__name__} draws random numbers in evaluation too, at {node.name}, which no engine "
-                "repeats: give F.dropout training=self.training, and make nn.Dropout in __init__, where eval() reaches it"
+                "repeats: give F.dropout training=self.training, and make nn.Dropout in __init__, for eval() to reach"
             )
     if same_results(reference, result):
         return
