@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -17,7 +17,7 @@ from compress.quantization import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
 
 if TYPE_CHECKING:
-    from compress.data.files import ImageInput, Layout
+    from compress.data.base import Preprocessing
 
 _ONNX = "ONNX files"
 BATCH = 8  # images of one batch
@@ -93,14 +93,16 @@ def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, imag
     return spec if images is None else replace(spec, calibration_images=images)
 
 
-def batches_of(data: str | None, form: ImageInput, images: int) -> Iterable[Any]:
+def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[Any]:
     if data is None:
         raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
     from compress.data.files import ImageFolder, unlabelled  # lazy: it imports torch
 
     batches = unlabelled(data, form, limit=images, batch_size=BATCH)
     if isinstance(batches, ImageFolder):
-        words = preprocessing_words(form.size, form.mean, form.std, resize=form.resizing, crop_ratio=form.crop_ratio)
+        words = preprocessing_words(
+            form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
+        )
         known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
         ERRORS.print(
             f"input    {len(batches.paths)} images of {data}, {form.channels}, {form.layout}: {words}{known}; "
@@ -119,44 +121,33 @@ def form_of(
     layout: str,
     channels: str,
     resize: str | None = None,
-) -> ImageInput:
+) -> Preprocessing:
     """The preprocessing that the options name, else that of the file."""
     if resize not in (None, *get_args(Resize)):
         raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
-    orders: dict[str, Layout] = {"NCHW": "NCHW", "NHWC": "NHWC"}
-    colours: dict[str, Literal["RGB", "BGR"]] = {"RGB": "RGB", "BGR": "BGR"}
-    if layout not in orders or channels not in colours:
+    if layout not in ("NCHW", "NHWC") or channels not in ("RGB", "BGR"):
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
-    form = replace(_form_in(file, orders[layout]), channels=colours[channels])
-    if resize is not None:
-        form = replace(form, resize=resize)
-    if size is not None:
-        form = replace(form, size=sides_of(size))
+    form = replace(_form_in(file, layout), layout=layout, channels=channels)
+    height, width = form.height_width if size is None else sides_of(size)
+    resize = resize or form.resize or ("crop" if height == width else "squash")
+    form = replace(form, image_size=(height, width), resize=resize)
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
 
 
-def _form_in(file: Path, layout: Layout) -> ImageInput:
+def _form_in(file: Path, layout: str) -> Preprocessing:
+    """What the file says, with `resize` "" where it says nothing."""
     from compress.data.base import Preprocessing  # lazy: they import torch
-    from compress.data.files import ImageInput  # lazy: these import torch
     from compress.engines.onnx_file import read_onnx  # lazy: they import torch
     from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch
 
-    found, form = read_onnx(file), ImageInput(layout=layout)
+    found = read_onnx(file)
     text = found.metadata.get(PREPROCESSING_KEY)
     if text is not None:
-        said = Preprocessing.from_json(text)
-        return replace(
-            form,
-            size=said.height_width,
-            mean=said.mean,
-            std=said.std,
-            interpolation=said.interpolation,
-            crop_ratio=said.crop_ratio,
-            resize=said.resize,
-        )
+        return Preprocessing.from_json(text)
     shape = found.inputs[0].shape if found.inputs else ()
     sides = shape[2:] if layout == "NCHW" else shape[1:3]
-    return replace(form, size=(sides[0], sides[1])) if len(shape) == 4 and min(sides) > 0 else form
+    known = len(shape) == 4 and min(sides) > 0
+    return Preprocessing(image_size=(sides[0], sides[1]) if known else 224, crop_ratio=0.875, resize="")
 
 
 def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:

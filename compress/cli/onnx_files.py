@@ -26,7 +26,7 @@ from compress.cli.onnx_data import (
     form_of,
 )
 from compress.cli.options import JsonOption
-from compress.data.files import ImageInput
+from compress.data.base import Preprocessing
 from compress.errors import RecipeError, first_few
 from compress.files import write_json, write_text
 from compress.measure.file_check import FileCheck, check_onnx
@@ -41,7 +41,7 @@ from compress.records.files import FILE_RESULT
 def quantize_file(
     onnx: Path,
     data: str | None,
-    form: ImageInput,
+    form: Preprocessing,
     spec: QuantSpec,
     *,
     out: Path | None,

@@ -143,23 +143,20 @@ def collate(items: list[Item]) -> Decoded:
     return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
 
 
-def fitted(
-    image: Image.Image,
-    size: tuple[int, int],
-    *,
-    resize: str = "crop",
-    crop_ratio: float = 1.0,
-    interpolation: str = "bilinear",
-) -> Tensor:
-    """An image as (3, height, width) uint8: the centre, resized to cover size / crop_ratio, or all of it."""
-    transforms = _transforms()
-    if resize != "crop":
-        return transforms.pil_to_tensor(_whole(image, size, padded=resize == "pad", interpolation=interpolation))
+def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
+    """An image as evaluation takes it, (3, height, width) uint8.
+
+    It is the centre, resized to cover the size over the crop ratio, or all of the image.
+    """
+    p, size, transforms = preprocessing, preprocessing.height_width, _transforms()
+    if p.resize != "crop":
+        whole = _whole(image, size, padded=p.resize == "pad", interpolation=p.interpolation)
+        return transforms.pil_to_tensor(whole)
     longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
         height, width = min(image.height, longest), min(image.width, longest)
         image = _part(image, middle(image.height, height), middle(image.width, width), height, width)
-    sides, method = covering(image.height, image.width, size, crop_ratio), _METHODS[interpolation]
+    sides, method = covering(image.height, image.width, size, p.crop_ratio), _METHODS[p.interpolation]
     resized = transforms.resize(image, sides, interpolation=method, antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
 
@@ -174,12 +171,6 @@ def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: st
     image = transforms.resize(image, sides, interpolation=method, antialias=True)
     left, top = middle(size[1], sides[1]), middle(size[0], sides[0])
     return transforms.pad(image, [left, top, size[1] - sides[1] - left, size[0] - sides[0] - top])
-
-
-def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
-    """An image as evaluation takes it, (3, height, width) uint8."""
-    p = preprocessing
-    return fitted(image, p.height_width, resize=p.resize, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
 
 
 def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -451,7 +442,7 @@ def random_window(width: int, height: int, size: tuple[int, int], draws: list[fl
 
 
 def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: float) -> Window:
-    """Return the part that `fitted` takes to crop."""
+    """Return the part that `preprocessed` takes to crop."""
     longest = longest_side(width, height, size)
     rows, columns = min(height, longest), min(width, longest)
     resized = covering(rows, columns, size, crop_ratio)

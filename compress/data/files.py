@@ -6,62 +6,31 @@ import importlib
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compress.data.base import MEAN, STD
-from compress.data.decode import fitted, read_image
+from compress.data.base import Preprocessing
+from compress.data.decode import preprocessed, read_image
 from compress.data.folder import pictures_in
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
 from compress.support.imports import any_failure
 from compress.support.limits import ARRAYS_BYTES
 
-Layout = Literal["NCHW", "NHWC"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageInput:
-    """An image as input: resized, cropped, (pixel / 255 - mean) / std.
-
-    Attributes:
-        size: (height, width).
-        crop_ratio: share of the shorter side that `resize` crop keeps.
-        resize: `crop`, `squash` or `pad`; "" crops for square inputs and squashes for others.
-    """
-
-    size: tuple[int, int] = (224, 224)
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
-    layout: Layout = "NCHW"
-    channels: Literal["RGB", "BGR"] = "RGB"
-    interpolation: str = "bilinear"
-    crop_ratio: float = 0.875
-    resize: str = ""
-
-    @property
-    def resizing(self) -> str:
-        return self.resize or ("crop" if self.size[0] == self.size[1] else "squash")
-
-    def read(self, path: Path) -> Tensor:
-        pixels = fitted(
-            read_image(path),
-            self.size,
-            resize=self.resizing,
-            crop_ratio=self.crop_ratio,
-            interpolation=self.interpolation,
-        )
-        if self.channels == "BGR":
-            pixels = pixels.flip(0)
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        x = (pixels.float() / 255 - mean) / std
-        return x.permute(1, 2, 0).contiguous() if self.layout == "NHWC" else x
+def read_input(path: Path, form: Preprocessing) -> Tensor:
+    """An image as one input of a file, without the batch; `form.channels` may be BGR, `form.layout` NHWC."""
+    pixels = preprocessed(read_image(path), form)
+    if form.channels == "BGR":
+        pixels = pixels.flip(0)
+    x = form.normalize(pixels[None].float() / 255)[0]
+    return x.permute(1, 2, 0).contiguous() if form.layout == "NHWC" else x
 
 
 class ImageFolder:
@@ -71,7 +40,7 @@ class ImageFolder:
         limit: at most so many, evenly spaced by name.
     """
 
-    def __init__(self, folder: Path, form: ImageInput, *, limit: int, batch_size: int) -> None:
+    def __init__(self, folder: Path, form: Preprocessing, *, limit: int, batch_size: int) -> None:
         if not folder.is_dir():
             raise DataError(
                 f"{folder} does not exist; give a folder of images, an .npz file or package.module:function"
@@ -86,10 +55,10 @@ class ImageFolder:
 
     def __iter__(self) -> Iterator[Tensor]:
         for start in range(0, len(self.paths), self.batch_size):
-            yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
+            yield torch.stack([read_input(path, self.form) for path in self.paths[start : start + self.batch_size]])
 
 
-def unlabelled(source: str, form: ImageInput, *, limit: int, batch_size: int) -> Iterable[Any]:
+def unlabelled(source: str, form: Preprocessing, *, limit: int, batch_size: int) -> Iterable[Any]:
     """Batches of a folder, an .npz file or a function.
 
     `source`: a folder, a path that ends in .npz, or `package.module:function`; `form` and `limit` are for files.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -531,7 +532,7 @@ def effective_receptive_fields(
     total = sum(len(batch_inputs(one)[0]) for one in images) if isinstance(images, (list, tuple)) else 0
     total = len(images) if isinstance(images, Tensor) else total
     progress.start("receptive field", total)
-    for batch in _chain(first, batches):
+    for batch in itertools.chain([first], batches):
         if batch.shape[1:] != first.shape[1:]:
             raise ReceptiveFieldError(f"images differ in size: {tuple(first.shape[1:])}, then {tuple(batch.shape[1:])}")
         _accumulate(probe, batch.to(**form), sums, generator, options)
@@ -557,11 +558,6 @@ def _prepare(
 def _batches(images: Tensor | Iterable[Any], size: int) -> Iterator[Tensor]:
     for item in [images] if isinstance(images, Tensor) else images:
         yield from (part for part in batch_inputs(item)[0].split(size) if len(part))
-
-
-def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    yield from rest
 
 
 class _Sum:

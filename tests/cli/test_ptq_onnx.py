@@ -12,7 +12,7 @@ from torchvision import transforms
 import compress
 from compress.cli.onnx_data import form_of
 from compress.data.base import Preprocessing
-from compress.data.files import ImageFolder, ImageInput, unlabelled
+from compress.data.files import ImageFolder, read_input, unlabelled
 from tests.exact import open_session
 from tests.onnx_ptq.files import model_of, weights
 
@@ -104,7 +104,9 @@ def test_refusals(compress, folder, words, text):
 
 def test_pictures_become_inputs_as_asked(folder):
     """Against numpy; a picture that has the size already is not resized."""
-    form = ImageInput(size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR")
+    form = Preprocessing(
+        image_size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR", resize="squash"
+    )
     (batch,) = unlabelled(str(folder / "pictures"), form, limit=2, batch_size=8)
     pixels = np.asarray(Image.open(folder / "pictures" / "any" / "0.png"), np.float32)
     np.testing.assert_allclose(batch[0].numpy(), (pixels[:, :, ::-1] / 255 - 0.5) / 0.25, atol=1e-6)
@@ -126,17 +128,17 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
         transforms.ToTensor(),
     ]
     expected = transforms.Compose([*steps, transforms.Normalize(said.mean, said.std)])(Image.fromarray(pixels))
-    found = form_of(file, None, None, None, "NCHW", "RGB").read(tmp_path / "a.png")
+    found = read_input(tmp_path / "a.png", form_of(file, None, None, None, "NCHW", "RGB"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert form_of(file, "12", "0.5", None, "NCHW", "RGB").size == (12, 12)
+    assert form_of(file, "12", "0.5", None, "NCHW", "RGB").image_size == (12, 12)
     plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
-    assert form_of(plain, None, None, None, "NCHW", "RGB") == ImageInput(size=(20, 20))
+    assert form_of(plain, None, None, None, "NCHW", "RGB") == Preprocessing(image_size=(20, 20), crop_ratio=0.875)
 
 
 def test_hidden_files_are_no_pictures(folder):
     """macOS writes a file `._NAME` beside each on disks of another kind; it is no picture."""
     (folder / "pictures" / "._0.png").write_bytes(b"attributes")
-    assert len(ImageFolder(folder / "pictures", ImageInput(), limit=9, batch_size=1).paths) == 3
+    assert len(ImageFolder(folder / "pictures", Preprocessing(image_size=8), limit=9, batch_size=1).paths) == 3
 
 
 def test_a_quantized_file_begins_anew(compress, folder):

@@ -21,8 +21,8 @@ from compress import DataSpec, load_data
 from compress.cli.app import app
 from compress.cli.model import chosen_recipe, network_of
 from compress.data.base import BatchPlan, Preprocessing, bounded, stratified_order
-from compress.data.decode import fitted, open_image, random_box, random_crop, rgb
-from compress.data.files import ImageInput
+from compress.data.decode import open_image, preprocessed, random_box, random_crop, rgb
+from compress.data.files import read_input
 from compress.data.load import class_count
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
@@ -308,10 +308,10 @@ def test_evaluation_takes_the_whole_image_where_asked(root, size):
 
 def test_of_a_long_strip_only_the_middle_is_resized():
     strip = Image.new("L", (1, 30_000), 7).convert("RGB")
-    assert fitted(strip, (224, 224), crop_ratio=0.875).unique().tolist() == [7]
+    assert preprocessed(strip, Preprocessing(image_size=224, crop_ratio=0.875)).unique().tolist() == [7]
     short, long = (torch.arange(n, dtype=torch.uint8) for n in (40, 240))
     image = Image.fromarray(long.expand(40, -1).contiguous().numpy()).convert("RGB")
-    (row,) = fitted(image, (40, 40), crop_ratio=1.0)[0].unique(dim=0)
+    (row,) = preprocessed(image, Preprocessing(image_size=40, crop_ratio=1.0))[0].unique(dim=0)
     assert torch.equal(row, short + 100)
 
 
@@ -420,7 +420,7 @@ def test_a_file_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
     header[18:26] = (60_000).to_bytes(4, "little") * 2  # BITMAPINFOHEADER: width and height
     path.write_bytes(header)
     with pytest.raises(DataError, match=r"60,000 x 60,000 pixels, and at most 178,956,970 are decoded"):
-        ImageInput(size=(8, 8)).read(path)
+        read_input(path, Preprocessing(image_size=8))
 
 
 def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
@@ -435,8 +435,8 @@ def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
             assert file.size == (WIDTH, HEIGHT)
         return [
             random_crop(image, (8, 8), draws),
-            fitted(image, (8, 8), crop_ratio=0.875),
-            fitted(strip, (8, 8), crop_ratio=1.0),
+            preprocessed(image, Preprocessing(image_size=8, crop_ratio=0.875)),
+            preprocessed(strip, Preprocessing(image_size=8, crop_ratio=1.0)),
         ]
 
     expected = all_of()
