@@ -34,6 +34,7 @@ from compress.onnx_graph import (
     tensor_names,
     without_weights,
 )
+from compress.support.meters import decibel
 
 HALVES = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 """Types that a remainder may be written in, by precision."""
@@ -798,8 +799,3 @@ def _rounded(x: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 def _power(x: NDArray[Any]) -> float:
     return float(np.square(x, dtype=np.float64).sum())
-
-
-def decibel(signal: float, noise: float) -> float:
-    """Return a signal to noise, of powers, in dB; infinite where nothing is lost."""
-    return np.inf if not signal or not noise else 10 * float(np.log10(signal / noise))

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.errors import CompressWarning, ModelError, first_few
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, hooked, run_with, shapes_text
+from compress.support.meters import decibel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,6 +140,23 @@ def _tensor_error(a: Tensor, b: Tensor) -> float:
     difference = torch.where(same, 0.0, (a - b).abs()).max().item()
     size = torch.where(a.isfinite(), a.abs(), 0.0).max().item()
     return difference / size if size else float("inf")
+
+
+@dataclass
+class Noise:
+    """Powers of a signal and of the noise in it, summed over tensors."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, signal: Any, value: Any) -> None:
+        for exact, rounded in zip(flat_tensors(signal), flat_tensors(value), strict=True):
+            self.signal += exact.double().square().sum().item()
+            self.noise += (exact.double() - rounded.double()).square().sum().item()
+
+    @property
+    def decibel(self) -> float:
+        return decibel(self.signal, self.noise)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,13 @@ from compress.engines.base import Arrays
 from compress.engines.onnx_file import existing_file, load_onnx
 from compress.errors import EngineError
 from compress.export.names import quantized_tensor, shifted_tensor
+from compress.graph.compare import Noise
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
 from compress.kernels.memory_format import along_axis
 from compress.onnx_graph import WEIGHTED_OPS
 from compress.quantization.quantizer import Quantizer
+from compress.support.meters import decibel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +68,22 @@ def compare_batches(
     """
     if not reference or len(reference) != len(outputs):
         raise EngineError(f"there are outputs of {len(reference)} and {len(outputs)} batches to compare")
-    signal = noise = largest = 0.0
+    noise, largest = Noise(), 0.0
     same = places = images = 0
     for expected, got in zip(reference, outputs, strict=True):
         pairs = list(zip(flat_tensors(expected), flat_tensors(got), strict=True))
         for a, b in pairs:
             if a.shape != b.shape:
                 raise EngineError(f"cannot compare shapes {tuple(a.shape)} and {tuple(b.shape)}: they must be equal")
-            difference = a.double() - b.double()
-            signal += a.double().square().sum().item()
-            noise += difference.square().sum().item()
-            largest = max(largest, difference.abs().max().item())
+            largest = max(largest, (a.double() - b.double()).abs().max().item())
+        noise.add(expected, got)
         images += len(pairs[0][0])
         if classes is not None:
             equal = classes(expected) == classes(got)
             same, places = same + int(equal.sum()), places + equal.numel()
     return Parity(
         agreement=same / places if places else None,
-        sqnr_db=_decibel(signal, noise),
+        sqnr_db=noise.decibel,
         max_abs_difference=largest,
         images=images,
     )
@@ -103,14 +102,7 @@ def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
     _check(reference, value)
     signal = float(np.square(reference.astype(np.float64)).sum())
     noise = float(np.square(reference.astype(np.float64) - value.astype(np.float64)).sum())
-    return _decibel(signal, noise)
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    # A difference of logarithms: the quotient itself may overflow or vanish.
-    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
+    return decibel(signal, noise)
 
 
 def _check(reference: NDArray[Any], value: NDArray[Any]) -> None:

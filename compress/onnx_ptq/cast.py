@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
-from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, decibel, widened
+from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
 from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, raised, shape_outputs
 from compress.onnx_ptq.index import elements, inferred
@@ -21,6 +21,7 @@ from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import images_of
 from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.onnx_ptq.write import save_model
+from compress.support.meters import decibel
 
 GOAL_DB = {"fp16": 40.0, "bf16": 25.0}
 """Signal to noise of the outputs below which further operations stay float32."""

@@ -208,3 +208,11 @@ def _number(name: str, value: Any) -> float:
     if math.isnan(number):
         raise DataError(f"the metric {name} is NaN: nothing was measured, or the outputs hold NaN")
     return number
+
+
+def decibel(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; infinite without noise, -inf without signal."""
+    if not noise:
+        return math.inf
+    # a difference of logarithms: the quotient itself may overflow or vanish
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf

@@ -6,7 +6,6 @@ calibrated once, and each case is a subset.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.compare import module_results, run_model
+from compress.graph.compare import Noise, module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, flat_tensors, model_inputs
 from compress.graph.ops import node_kind, tensor_of
 from compress.graph.traits import WEIGHTED
@@ -24,26 +23,6 @@ from compress.quantization.placement.decisions import Placement
 from compress.quantization.quantizer import weight_quantizer_of
 from compress.quantization.report import placement_of, quantization_report_of
 from compress.support.meters import MeanOf, TaskMetric, task_metric
-
-
-@dataclass
-class Noise:
-    """Powers of a signal and of the noise in it, summed over tensors."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-
-    def add(self, signal: Any, value: Any) -> None:
-        for exact, rounded in zip(flat_tensors(signal), flat_tensors(value), strict=True):
-            self.signal += exact.double().square().sum().item()
-            self.noise += (exact.double() - rounded.double()).square().sum().item()
-
-    @property
-    def decibel(self) -> float:
-        """The ratio of the two in dB; infinite without noise, -inf without signal."""
-        if not self.noise:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
 
 def sqnr(signal: Tensor, value: Tensor) -> float:

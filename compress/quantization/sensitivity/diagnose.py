@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from compress.graph.compare import Noise
 from compress.graph.inputs import Batches, Inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
@@ -24,7 +25,7 @@ from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import Effect, Noise, Probe, Sides, Subset, metric_for, subset_of
+from compress.quantization.sensitivity.compare import Effect, Probe, Sides, Subset, metric_for, subset_of
 from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.support.progress import NoProgress, Progress, tracked
 
