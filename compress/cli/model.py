@@ -251,7 +251,7 @@ def roofline(
         return
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     find_device(device).peak_flops_per_s(precision)  # an unknown name is refused before the network is built
-    name, images = parsed.model.name, blank_images(parsed)
+    name, images = parsed.model.name, blank_images(parsed, 1)
     with progress() as bars:
         bars.note(f"{name} at {image_size_text(parsed.data.image_size)} is counted from its shapes, without its images")
         graph = trace(network_of(parsed), images)

@@ -304,7 +304,7 @@ _MARGIN = 0.05  # share of its time by which a network or a layer must be slower
 _MARGIN_MS = 0.005  # least loss of a layer that clocks around single kernels resolve
 _LEAST = 0.02  # share of what all layers lose that one must lose to be left in float
 
-RULES_TITLE = "In a recipe these lines leave the layers in float which the engine runs faster so:"
+RULES_TITLE = "These lines of a recipe keep in float the layers that the engine runs faster in float:"
 
 
 def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
