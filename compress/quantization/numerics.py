@@ -123,11 +123,6 @@ def _steps(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> tuple[Tensor,
     return (torch.round(work / scale) if quant_format.kind == "int" else work / scale), scale
 
 
-def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """ONNX DequantizeLinear: (q - zero_point) * scale, in the type of `scale`, shape of `q`."""
-    return (q.to(scale.dtype) - zero_of(scale, quant_format)) * along_axis(scale, q, quant_format.axis)
-
-
 def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """Quantize and dequantize, with straight-through gradients; shape and type of `x`, scale () or (C,) along the axis.
 

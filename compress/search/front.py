@@ -11,7 +11,7 @@ from torch import nn
 from compress.errors import SearchError
 from compress.measure.latency import NOT_MEASURED
 from compress.search.accuracy_model import AccuracyModel
-from compress.search.lab import Figures, Lab, build, quantization_of, with_formats
+from compress.search.lab import Figures, Lab, build, with_formats
 from compress.search.latency_model import Check, check, rank_correlation
 from compress.search.space import Configuration, Otherwise, key_of, otherwise
 from compress.search.timing import Timed
@@ -80,10 +80,6 @@ class Front:
     def quantized(self, point: Point, network: nn.Module | None = None) -> nn.Module:
         """The network of a point, or `network`, with its formats."""
         return with_formats(self.lab, network or self.network(point), point.configuration)
-
-    def quantization(self, point: Point, network: nn.Module) -> object:
-        """The `QuantSpec` of a point's formats; None if all are float."""
-        return quantization_of(self.lab, network, point.configuration)
 
     def otherwise(self, point: Point) -> tuple[Otherwise, ...]:
         """Predicted effects of the neighbouring choices of each element."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, build_engine, export_onnx, quantize
 from compress.errors import QuantizationError
-from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
+from compress.quantization.numerics import QuantFormat, fake_quantize, quantize_tensor, scale_from_amax
 from compress.quantization.sensitivity.compare import sqnr
 from tests.exact import session_options
 from tests.networks import Net, network
@@ -34,7 +34,7 @@ def test_e4m3_is_torchs_cast_saturated(values, amax):
     assert q.dtype == torch.float8_e4m3fn
     expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(q.float(), expected.float())
-    torch.testing.assert_close(fake_quantize(x, scale, E4M3), dequantize(q, scale, E4M3), rtol=0, atol=0)
+    torch.testing.assert_close(fake_quantize(x, scale, E4M3), expected.float() * scale, rtol=0, atol=0)
     inside = x.abs() <= amax
     small = 2.0**-10 * scale  # half a step of its subnormal numbers
     assert bool(((fake_quantize(x, scale, E4M3) - x).abs() <= (x.abs() / 16 + small) * 1.0001)[inside].all())

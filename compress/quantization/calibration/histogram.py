@@ -506,10 +506,10 @@ class Counted:
 def _counted(sample: Sample, width: np.float32, most: int) -> Counted:
     """Count the magnitudes of a sample, none larger than most * width."""
     bins = min(max(int(np.ceil(np.float32(sample.amax) / width)), 1), most)
-    counts = _count(sample.values, float(width), bins).numpy()
+    counts = count_on_host(sample.values, float(width), bins).numpy()
     if sample.every > 1:
         counts *= sample.every
-        counts += _count(sample.rest, float(width), bins).numpy()
+        counts += count_on_host(sample.rest, float(width), bins).numpy()
     return Counted(counts=counts, width=width, amax=sample.amax, every=sample.every)
 
 
@@ -522,14 +522,7 @@ def _add_counts(counts: NDArray[np.int64], found: NDArray[np.int64]) -> None:
 
 
 def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:
-    """Count (n,) finite |values| <= bins * width on the CPU, the last bin closed above: (bins,) int64."""
-    counts = _count(values, width, bins)
-    counts[bins - 1] += counts[bins]
-    return counts[:bins]
-
-
-def _count(values: Tensor, width: float, bins: int) -> Tensor:
-    """As `count_on_host`, (bins + 1,); the last one counts values equal to bins * width."""
+    """Count (n,) finite |values| <= bins * width on the CPU, (bins + 1,) int64; the last ones equal bins * width."""
     workers = max(1, min(torch.get_num_threads(), values.numel() // _SHARE))
     if workers == 1:
         return _count_serially(values, width, bins)

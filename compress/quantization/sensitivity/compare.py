@@ -16,13 +16,17 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.compare import Noise, module_results, run_model
-from compress.graph.inputs import TARGET_KEYS, flat_tensors, model_inputs
+from compress.graph.inputs import TARGET_KEYS, Batches, Inputs, flat_tensors, model_inputs
 from compress.graph.ops import node_kind, tensor_of
 from compress.graph.traits import WEIGHTED
+from compress.quantization import QuantSpec
 from compress.quantization.placement.decisions import Placement
+from compress.quantization.ptq.improve import kept
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import weight_quantizer_of
 from compress.quantization.report import placement_of, quantization_report_of
 from compress.support.meters import MeanOf, TaskMetric, task_metric
+from compress.support.progress import Progress
 
 
 def sqnr(signal: Tensor, value: Tensor) -> float:
@@ -170,14 +174,6 @@ _TOP1 = TaskMetric(name="top1", make=partial(MeanOf, _correct), select=_logits, 
 _OUTPUTS = TaskMetric(name="outputs", make=_TOP1.make, select=flat_tensors)
 
 
-def metric_for(model: nn.Module, images: Sequence[Any], metric: Any) -> TaskMetric | None:
-    """The given metric, else one of a network's outputs unless they are logits (None)."""
-    if metric is not None or not images:
-        return None if metric is None else task_metric(metric)
-    found = flat_tensors(run_model(model, model_inputs(model, images[0])))
-    return None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
-
-
 class Probe:
     """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
 
@@ -230,6 +226,27 @@ class Probe:
             agreement=same / places if places else None,
             score=self.judge.figures(meter)[self.judge.name] if meter is not None else None,
         )
+
+
+def probed(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    images: Iterable[Any],
+    spec: QuantSpec,
+    metric: Any,
+    progress: Progress | None = None,
+) -> tuple[Probe, QuantSpec]:
+    """A quantized network to be measured, and the specification without the methods that were taken back.
+
+    Without a metric, outputs that are no logits are judged by signal to noise alone.
+    """
+    qmodel, images = quantize(model, example_inputs, batches, spec=spec, progress=progress), list(images)
+    judge = None if metric is None else task_metric(metric)
+    if judge is None and images:
+        found = flat_tensors(run_model(model, model_inputs(model, images[0])))
+        judge = None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
+    return Probe(model, qmodel, images, judge), kept(qmodel, spec)
 
 
 def _targets(batch: Any, inputs: int) -> list[Any]:

@@ -21,11 +21,9 @@ from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.quantization import QuantSpec
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.improve import kept
-from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import Effect, Probe, Sides, Subset, metric_for, subset_of
+from compress.quantization.sensitivity.compare import Effect, Probe, Sides, Subset, probed, subset_of
 from compress.quantization.sensitivity.sensitivity import subsets_by_layer
 from compress.support.progress import NoProgress, Progress, tracked
 
@@ -135,10 +133,8 @@ def diagnose(
         >>> sorted(row.layer for row in diagnosis.rows)
         ['0', '3', '5']
     """
-    spec, images = spec or QuantSpec(), list(images)
-    qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
-    probe = Probe(model, qmodel, images, metric_for(model, images, metric))
-    return diagnosed(probe, example_inputs, kept(qmodel, spec), progress or NoProgress())
+    probe, spec = probed(model, example_inputs, batches, images, spec or QuantSpec(), metric, progress)
+    return diagnosed(probe, example_inputs, spec, progress or NoProgress())
 
 
 def diagnosed(probe: Probe, example_inputs: Inputs, spec: QuantSpec, progress: Progress) -> Diagnosis:

@@ -21,9 +21,8 @@ from compress.graph.inputs import Batches, Inputs
 from compress.graph.layers import layers
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.ptq.improve import kept
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.compare import Effect, Probe, metric_for
+from compress.quantization.sensitivity.compare import Effect, Probe, probed
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
 from compress.quantization.sensitivity.sensitivity import FLOAT, choose_formats, everywhere, format_rule, layer_settings
 from compress.support.progress import NoProgress, Progress
@@ -156,12 +155,10 @@ def mend(
     goal = Goal(drop=drop, sqnr_db=sqnr_db)
     if (drop is None) == (sqnr_db is None):
         raise QuantizationError("mend takes one goal: drop (points of the metric), or sqnr_db")
-    bars, spec, batches, images = progress or NoProgress(), spec or QuantSpec(), list(batches), list(images)
+    bars, batches = progress or NoProgress(), list(batches)
     bars.start(TASK, 0)
-    qmodel = quantize(model, example_inputs, batches, spec=spec)
+    probe, spec = probed(model, example_inputs, batches, images, spec or QuantSpec(), metric)
     bars.advance(TASK, 1)
-    spec = kept(qmodel, spec)
-    probe = Probe(model, qmodel, images, metric_for(model, images, metric))
     found = diagnosed(probe, example_inputs, spec, bars)
     mended = _Work(spec, example_inputs, batches, probe, found, goal, bars).mended(fixed)
     bars.finish(TASK)

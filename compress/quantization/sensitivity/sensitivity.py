@@ -29,10 +29,7 @@ from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.placement.requests import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
-from compress.quantization.ptq.improve import kept
-from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.compare import Effect, Probe, Subset, subset_of
-from compress.support.meters import task_metric
+from compress.quantization.sensitivity.compare import Effect, Subset, probed, subset_of
 from compress.support.progress import NoProgress, Progress, tracked
 
 FLOAT = "float"
@@ -264,10 +261,8 @@ def sensitivity(
     """
     spec = replace(spec or QuantSpec(), adaround=None)
     spec = replace(spec, bias_correction="auto" if spec.bias_correction == "auto" else None)
-    qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
-    spec = kept(qmodel, spec)
+    probe, spec = probed(model, example_inputs, batches, images, spec, metric, progress)
     graph, _ = float_graph(model, example_inputs, spec)
-    probe = Probe(model, qmodel, list(images), None if metric is None else task_metric(metric))
     subsets = subsets_by_layer(graph, spec)
     facts = {layer.path or layer.name: layer for layer in layers(graph)}
     rows = {name: row for name, row in (known or {}).items() if name in subsets}
