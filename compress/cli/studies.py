@@ -193,7 +193,7 @@ def sensitivity(
             progress=bars,
         )
         if mixed:
-            points, _ = mixed_front(measured, costs=costs, batch_size=batch_size, precision=precision, images=images)
+            points = mixed_front(measured, costs=costs, batch_size=batch_size, precision=precision, images=images)
             chosen = pick(points, budget_ms=budget_ms, max_drop=max_drop, metric=measured.run.task.metric)
             write_recipe(measured, chosen, path)
     if as_json:

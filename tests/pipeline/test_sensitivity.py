@@ -83,14 +83,11 @@ def test_it_goes_on_where_it_stopped(measured, folder):
 
 @pytest.mark.parametrize(("costs", "precision"), [("openvino", "f32"), ("onnxruntime", None)])
 def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path, costs, precision):
-    found, table = mixed_front(
-        measured, costs=costs, batch_size=2, precision=precision, images=96, points=2, seconds=0.2
-    )
+    found = mixed_front(measured, costs=costs, batch_size=2, precision=precision, images=96, points=2, seconds=0.2)
     labels = [point.label for point in found]
     assert labels[:3] == ["float", "w8a8", "w3a8"]
     assert found[0].agreement == 1 and found[0].spec is None and found[0].sqnr_db == float("inf")
     assert all(point.latency_ms > 0 and point.predicted_ms > 0 for point in found)
-    assert all(ms >= 0 for row in table.ms.values() for ms in row.values())
     formats = {**found[1].formats, "conv1": "float", "block1.conv2": "w3a8"}
     spec = mixed_spec(measured.specs["w8a8"], formats, measured.settings, base="w8a8")
     point = replace(found[1], formats=formats, spec=spec)
@@ -104,7 +101,7 @@ def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path, 
 def test_costs_from_a_data_sheet(measured):
     layers = [row.layer for row in measured.reports["w8a8"].rows]
     table = sheet_costs(measured, layers, "h200", batch_size=8)
-    assert "h200" in table.method and table.rest_ms > 0
+    assert table.rest_ms > 0
     for layer in ("block1.conv1", "fc"):
         assert 0 < table.ms[layer]["w8a8"] < table.ms[layer]["float"]
 

@@ -296,17 +296,12 @@ _LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program n
 Formats = Mapping[str, str]  # format by layer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CostTable:
-    """Times by layer and format.
-
-    Attributes:
-        method: their source in words.
-    """
+    """Times by layer and format, and of what is no layer."""
 
     ms: Mapping[str, Mapping[str, float]]
     rest_ms: float
-    method: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,8 +346,8 @@ def mixed_front(
     images: int = 256,
     points: int = 8,
     seconds: float = 3.0,
-) -> tuple[tuple[MixedPoint, ...], CostTable]:
-    """Measure float, each format and mixtures; return points and times.
+) -> tuple[MixedPoint, ...]:
+    """Measure float, each format and mixtures.
 
     `costs`: an engine that times its layers, measured here, or a roofline device. `precision`: of float parts; None =
     the engine's. `images`: for accuracy. `points`: most mixtures. `seconds`: for each latency.
@@ -376,7 +371,7 @@ def mixed_front(
         options: dict[str, Any] = {"runs": 200, "seconds": seconds, "progress": run.progress}
         timed = time_files(files, engine, batch_size=batch_size, precisions=dict.fromkeys(files, precision), **options)
     seen = {name: _figures(run, path, engine, precision, images) for name, path in files.items()}
-    return tuple(_point(measured, name, named[name], table, timed.get(name), seen) for name in named), table
+    return tuple(_point(measured, name, named[name], table, timed.get(name), seen) for name in named)
 
 
 def _point(
@@ -460,8 +455,7 @@ def _engine_costs(
 ) -> CostTable:
     times = measure_engine_layers(files, layers, engine=engine, batch_size=batch_size, precision=precision)
     ms = {layer: {name: row.ms[layer] for name, row in times.items()} for layer in layers}
-    label = times[base].label
-    return CostTable(ms=ms, rest_ms=times[base].rest_ms, method=f"layer times on {label}, batch {batch_size}")
+    return CostTable(ms, times[base].rest_ms)
 
 
 def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_size: int) -> CostTable:
@@ -475,4 +469,4 @@ def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_si
             for layer in set(layers) & set(row.paths):
                 ms[layer] |= dict.fromkeys(names, row.least_time_ms or 0.0)
         rest_ms = sum(row.least_time_ms or 0.0 for row in rows if not set(layers) & set(row.paths))
-    return CostTable(ms=ms, rest_ms=rest_ms, method=f"least times by the roofline of {device}, fp16 and int8")
+    return CostTable(ms, rest_ms)
