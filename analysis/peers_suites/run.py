@@ -88,33 +88,16 @@ NEAR_DB, SAME_DB = 15.0, 25.0
 
 NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
 READ = {
-    "ModelWithFunctionalOps": "right: draws a weight at random in each call",
     "CustomFunctionalConv": "right: its only product is a fixed filter",
     "MultiBranchesConnectedModelWithConcat": "right: joins a constant of one image, so its batch is fixed",
     "MultiBranchesModel": "right reason, no help: the layer that forward makes belongs in `__init__`",
-    "ModuleWithMixedModules": "right: the dropout that forward makes is always in training",
-    "MultiHeadAttention": "right: draws its weights at random in each call",
     "ConvolutionWithAllConstantInputsModel": "right: it convolves constants alone",
     "ConvJitNormModel": "right: torch.fx does not trace a function of torch.jit.script, and a submodule helps",
     "DynamicConv2d": "right: its weight is computed from the input",
     "DynamicLinear": "right: its weight is computed from the input",
     "ModelWithNonTorchFunction": "right: divides by the size of its batch",
     "MhaModel": "right: an attention without a batch dimension stays whole",
-    "Submodel": "right: branches on values",
-    "TorchCondModule": "right: branches on values",
-    "TorchIsInstanceModule": "no product, but the reason is wrong: isinstance(x, Tensor) is False in a trace",
     "MatMulRight": "right, without its reason: its product sums over the batch",
-    **dict.fromkeys(
-        (
-            "test_matmul_3d",
-            "test_matmul_4d",
-            "test_matmul_bcast",
-            "test_matmul_1d_3d",
-            "test_matmul_4d_1d",
-            "test_matmul_1d_1d",
-        ),
-        "without its reason: a product with a vector or with a matrix for each image",
-    ),
     "NonZeroLinearModel": "right: the sizes after nonzero depend on values",
     "test_quantize_pt2e.M 5": "right: adds a parameter of two rows",
 }
@@ -122,13 +105,16 @@ READ = {
 
 
 SAID = {
+    "draws random numbers in evaluation": "right: it does, in each call",
+    "the model is quantized already": "right: the suite quantized it",
+    "a factor is a parameter or constant": "right: a vector, or a matrix for each image",
+    "cannot be used as inputs to control flow": "right: branches on values",
     "opsets 6 to 25 are read": "right: a later opset",
     "ONNX Runtime cannot load": "right: ONNX Runtime does not load it",
     "transposed convolutions": "right: the engine computes them in float",
     "takes 1 positional argument": f"{NO_PRODUCT}: an autograd function's static forward",
     "is bfloat16": "right: ONNX Runtime takes no such input",
     "NaN or Inf was collected": "wrong: a mask of -inf is no broken weight",
-    "CastLike_Attention": "without its reason: products with constant matrices for each image",
 }
 """The same of reasons that many files have in common."""
 _PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}

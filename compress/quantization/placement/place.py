@@ -39,9 +39,10 @@ from compress.quantization.quantizer import quantizer_path
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
 _MATRIX_PRODUCTS = frozenset({"linear", "matmul", "addmm"})
+_UNKNOWN = "unknown stays float"  # says something only where no product has a reason of its own
 _REFUSALS = {
     "cannot quantize",
-    "unknown stays float",
+    "constant factor",
     "last convolution of a head",
     "float on the engine",
     "conv_transpose stays float",
@@ -108,7 +109,8 @@ def _lowest_values(view: GraphView, positive: set[Node], seen: Mapping[str, floa
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
     if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
         return
-    reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule in _REFUSALS]
+    told = [row for row in rows if row.rule in _REFUSALS] or [row for row in rows if row.rule == _UNKNOWN]
+    reasons = [f"{row.layer}: {row.reason}" for row in told]
     raise QuantizationError(
         "the model has no layer that can be quantized (convolution, linear or matmul); "
         + ("; ".join(reasons[:3]) or "see the rows of `python -m compress inspect model` for its operations")
