@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from compress.errors import ExportError
 from compress.export.names import TARGET_KEY
-from compress.files import replacing
-from compress.onnx_graph import OnnxGraph, Window, attributes_of, free_name, read_window
+from compress.onnx_graph import OnnxGraph, Window, attributes_of, free_name, read_window, replacing_model
 from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
@@ -80,7 +79,7 @@ def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 
         for value in inputs
     }
     content = convert(model, sizes)
-    with replacing(path) as temporary:
+    with replacing_model(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)
 

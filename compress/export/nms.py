@@ -18,8 +18,7 @@ from onnx import TensorProto, compose, helper
 from compress.detection import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
-from compress.files import replacing
-from compress.onnx_graph import OnnxGraph
+from compress.onnx_graph import OnnxGraph, replacing_model
 
 NMS_OUTPUTS = ("boxes", "scores", "labels")
 """(N, places, 4) in pixels of the input, (N, places), and (N, places) int64."""
@@ -49,7 +48,7 @@ def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str
     whole = compose.merge_models(network, boxes, io_map=list(zip(shapes, taken, strict=True)), prefix2=_PREFIX)
     _suppress(whole.graph, decoding)
     onnx.checker.check_model(whole, full_check=True)
-    with replacing(path) as temporary:
+    with replacing_model(path) as temporary:
         temporary.write_bytes(whole.SerializeToString())
     return Path(path)
 

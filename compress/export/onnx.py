@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import json
 import logging
 import re
@@ -33,12 +32,11 @@ from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, inp
 from compress.export.prepare import prepare
 from compress.export.targets import clean, finish_for, pads_into_convolutions, shape_for
 from compress.export.tensorrt import scales_on_outputs
-from compress.files import replacing
 from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
-from compress.onnx_graph import drop_unread
+from compress.onnx_graph import drop_unread, replacing_model
 from compress.quantization.report import QuantizationReport
 from compress.support.validation import validate
 
@@ -104,7 +102,7 @@ def export_onnx(
     proto.producer_name, proto.producer_version = "compress", ""
     onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}, target))
     _check(proto)
-    with replacing(path) as temporary:
+    with replacing_model(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
     return Path(path)
 
@@ -213,7 +211,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if shapes is not None and model.forward.__code__.co_flags & inspect.CO_VARARGS:
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
     try:
-        with _quiet(), torch.no_grad(), looked_up_once(), _FloatLimits():
+        with quiet(), torch.no_grad(), looked_up_once(), _FloatLimits():
             program = torch.onnx.export(
                 model,
                 tuple(inputs),
@@ -285,18 +283,46 @@ def _suspects(model: nn.Module) -> str:
     return f"; look first at what torch.fx kept whole: {named}" if leaves else ""
 
 
+class _OfThread(type):
+    """The class of a category that holds all warnings of one thread."""
+
+    thread: int
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return threading.get_ident() == cls.thread
+
+
+class _Printed:
+    """The standard error, which drops what the thread that made it writes."""
+
+    def __init__(self) -> None:
+        self._stream, self._thread = sys.stderr, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings and the graphs that it prints when it fails: they are not about the model."""
+def quiet() -> Iterator[None]:
+    """Silence the exporter's warnings and the graphs that it prints when it fails: they are not about the model.
+
+    What other threads print and warn of is left alone.
+    """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
+    ignored: Any = _OfThread("Ignored", (Warning,), {"thread": threading.get_ident()})
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore", ignored)
+        with contextlib.redirect_stderr(_Printed()):
             yield
     finally:
+        with contextlib.suppress(ValueError):  # the exporter reset all filters
+            warnings.filters.remove(("ignore", None, ignored, None, 0))  # type: ignore[attr-defined]
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
@@ -313,7 +339,6 @@ def metadata_entries(
     return entries
 
 
-_LOCK = threading.RLock()
 _BUILT: dict[tuple[int | None, frozenset[str]], Any] = {}
 _REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"})
 """Modules whose import gives torch operators that its table has functions for: without them it is built without."""
@@ -321,13 +346,13 @@ _REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"}
 
 @contextmanager
 def looked_up_once() -> Iterator[None]:
-    """Let one `torch.onnx.export` take tables from here that it builds in each export; one thread at a time.
+    """Let one `torch.onnx.export` take tables from here that it builds in each export; inside of `alone`.
 
     They are most of the time that a small network's export takes: torch.onnx reads the source of some 500 functions for
     its table, and torch.export asks for its composite operators 64 times (2.15). A torch that keeps them elsewhere is
     left alone.
     """
-    with _LOCK, table_built_once(), operators_named_once():
+    with table_built_once(), operators_named_once():
         yield
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import torch.nn.functional as F
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from compress.errors import ExportError
+from compress.files import replacing
 from compress.graph.ops import onnx_operators
 
 WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
@@ -30,6 +35,22 @@ _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
+
+
+@contextlib.contextmanager
+def replacing_model(path: Path | str) -> Iterator[Path]:
+    """`replacing`, but of no file that holds weights of an ONNX file beside it (ExportError)."""
+    path = Path(path)
+    for other in sorted(path.parent.glob("*.onnx")) if path.is_file() else ():
+        if other == path or not other.is_file() or path.name.encode() not in other.read_bytes():
+            continue
+        with contextlib.suppress(DecodeError):  # no ONNX file
+            tensors = onnx.load(other, load_external_data=False).graph.initializer
+            places = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
+            if path.name in {place.removeprefix("./") for place in places}:
+                raise ExportError(f"{path} holds weights of {other.name}, which would lose them: give another name")
+    with replacing(path) as temporary:
+        yield temporary
 
 
 class OnnxGraph:

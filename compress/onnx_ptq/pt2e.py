@@ -22,9 +22,9 @@ from compress.engines.base import TensorInfo, library_errors
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx, looked_up_once
-from compress.files import replacing
+from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, flat_tensors
-from compress.onnx_graph import attribute
+from compress.onnx_graph import attribute, replacing_model
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source
@@ -77,6 +77,7 @@ _LOWEST_DB = 5.0
 """Below this signal to noise a file computes something else; random deep networks round apart, and have 15 or more."""
 
 
+@alone
 def to_pt2e(
     model: nn.Module | Path | str, example_inputs: Inputs | None = None, *, batch_size: int = 1
 ) -> torch.export.ExportedProgram:
@@ -146,6 +147,7 @@ def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.Exported
     return program, inputs, found_here
 
 
+@alone
 def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1) -> Path:
     """Write an ONNX file as an ExecuTorch file for XNNPACK, with its own scales, zero points and integers.
 
@@ -184,7 +186,7 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
         edge = lower(program, partitioner=[partitioner()], constant_methods={INFORMATION: written})
         content = edge.to_executorch().buffer
     _compare(source.path, expected, run_program(content, inputs), "as an ExecuTorch file")
-    with replacing(path) as temporary:
+    with replacing_model(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)
 

@@ -28,7 +28,7 @@ from compress.errors import AuditError, EngineError
 from compress.export.names import INT4_KEY, added_tensor
 from compress.export.prepare import half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph import constant_tensor, consumed_as, drop_unread
+from compress.onnx_graph import constant_tensor, consumed_as, drop_unread, replacing_model
 from compress.onnx_ptq.index import Index, Types
 from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.read import Reading, Weight
@@ -206,12 +206,12 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
         _check(whole, path, target, source)
-        with replacing(path) as temporary:
+        with replacing_model(path) as temporary:
             temporary.write_bytes(whole)
         return path
     del whole
     older, data = _weight_files(path), _free_data(path)
-    with replacing(path) as temporary, _external(source, data) as proto:
+    with replacing_model(path) as temporary, _external(source, data) as proto:
         temporary.write_bytes(proto.SerializeToString())
     for place in older - _weights_of_others(path):
         own = place.name.startswith(f"{path.name}.") and place.name.endswith(".data")

@@ -55,7 +55,8 @@ def write_bundle(
         raise RunError(f"{model} is there already; name another model with --name, or remove it")
     with replacing(model / "1" / "model.onnx") as path:
         shutil.copyfile(file, path)
-    written = [model / "1" / "model.onnx"]
+    weights = [(place, model / "1" / place.name) for place in read_onnx(file).weight_files]
+    written = [model / "1" / "model.onnx", *(Path(shutil.copyfile(*pair)) for pair in weights)]
     if server == "triton":
         interface = read_onnx(file)
         text = config_text(interface.inputs, interface.outputs, engine, max_batch_size=max_batch_size)

@@ -54,32 +54,34 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
 
 
 def own_sources(paths: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the user's modules that these objects are in or import."""
+    """SHA-256 of the user's modules that these objects are in or import, and of the packages that hold them."""
     found: dict[str, str] = {}
     waiting = [path.partition(":")[0] for path in paths if is_import_path(path)]
     while waiting and len(found) < _MOST_SOURCES:
         name = waiting.pop()
-        source = None if name in found else _own_source(name)
-        if source is None:
+        path = None if name in found else _own_source(name)
+        if path is None:
             continue
+        source, parent = path.read_bytes(), name.rpartition(".")[0]
         found[name] = hashlib.sha256(source).hexdigest()
+        waiting += [parent] if parent else []
         with contextlib.suppress(SyntaxError):
             for node in ast.walk(ast.parse(source)):
-                waiting += _imported_by(node, name)
+                waiting += _imported_by(node, name if path.name == "__init__.py" else parent)
     return dict(sorted(found.items()))
 
 
-def _imported_by(node: ast.AST, name: str) -> list[str]:
+def _imported_by(node: ast.AST, package: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    package = name.rsplit(".", node.level)[0] if node.level and "." in name else ""
-    module = ".".join(filter(None, (package, node.module)))
+    within = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else ()
+    module = ".".join(filter(None, (*within, node.module)))
     return [module, *(f"{module}.{alias.name}" for alias in node.names)] if module else []
 
 
-def _own_source(name: str) -> bytes | None:
+def _own_source(name: str) -> Path | None:
     if name.partition(".")[0] in {"compress", *sys.stdlib_module_names}:
         return None
     try:
@@ -87,6 +89,6 @@ def _own_source(name: str) -> bytes | None:
         path = Path(spec.origin) if spec is not None and spec.origin else None
         if path is None or path.suffix != ".py" or any(path.is_relative_to(folder) for folder in _INSTALLED):
             return None
-        return path.read_bytes()
+        return path
     except Exception:  # a module that cannot be imported is refused where it is used
         return None

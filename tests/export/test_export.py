@@ -1,6 +1,9 @@
 import json
 import keyword
 import string
+import sys
+import threading
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +23,7 @@ from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, ex
 from compress.data.base import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
 from compress.export import names
+from compress.export.onnx import quiet
 from compress.export.openvino import batches_kept
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
@@ -178,6 +182,21 @@ def test_attention_of_five_axes_exports(tmp_path):
 
     path = export_onnx(Net(windows), X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), windows(None, X).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_exporter_is_silent_and_other_threads_are_not(capfd):
+    def speak(words):
+        print(words, file=sys.stderr)
+        warnings.warn(words, UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning) as seen, quiet():
+        speak("of the exporter")
+        thread = threading.Thread(target=speak, args=["of a thread"])
+        thread.start()
+        thread.join()
+    assert [str(one.message) for one in seen] == ["of a thread"]
+    print("afterwards", file=sys.stderr)
+    assert capfd.readouterr().err == "of a thread\nafterwards\n"
 
 
 def test_metadata(written):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 import warnings
+from functools import partial
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from torch import nn
 
 import compress
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.errors import ExportError
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
@@ -104,6 +106,14 @@ def test_external_data_stay_external(tmp_path):
     onnx.save_model(model, beside, save_as_external_data=True, location="float.weights", size_threshold=64)
     path = compress.quantize_onnx(beside, batches(), out=tmp_path / "made" / "q.onnx")
     assert sorted(p.name for p in path.parent.iterdir()) == ["q.onnx", "q.onnx.data"]
+    before, out = run(beside, PICTURES), beside.with_name("float.weights")
+    for write in (
+        partial(compress.quantize_onnx, file, batches(), out=out),
+        partial(compress.export_litert, file, out),
+    ):
+        with pytest.raises(ExportError, match="holds weights of float.onnx"):
+            write()
+    np.testing.assert_array_equal(run(beside, PICTURES), before)
     whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
     np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))
     onnx.checker.check_model(str(path))

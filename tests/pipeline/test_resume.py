@@ -12,6 +12,7 @@ from torch import nn
 
 from compress import run
 from compress.recipe.tree import parse_recipe
+from compress.support.imports import own_sources
 from tests.further import further
 from tests.images import write_images
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
@@ -117,3 +118,19 @@ def test_a_run_goes_on_after_a_fault(whole, tmp_path, monkeypatch, kind, share):
     assert digests(tmp_path / "run") == expected
     assert (tmp_path / "run" / "report.html").is_file()
     assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def test_the_code_of_a_run_is_that_of_all_own_modules(tmp_path, monkeypatch):
+    package = {
+        "__init__": "from .nets import tiny",
+        "nets": "import own_other\nfrom . import blocks\ntiny = print",
+        "blocks": "import torch",
+        "unread": "",
+    }
+    (tmp_path / "own_package").mkdir()
+    for name, text in package.items():
+        (tmp_path / "own_package" / f"{name}.py").write_text(text)
+    (tmp_path / "own_other.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["own_other", "own_package", "own_package.blocks", "own_package.nets"]
+    assert list(own_sources(["own_package:tiny"])) == list(own_sources(["own_package.nets:tiny"])) == own
