@@ -101,6 +101,10 @@ class _Known:
     def __float__(self) -> float:
         return float(self.tracer.known(self))
 
+    def __format__(self, spec: str) -> str:
+        value = _seen(self)
+        return str(self) if isinstance(value, (Tensor, fx.Proxy)) else format(value, spec)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.tracer.known(self), dtype)
 
@@ -605,7 +609,7 @@ class Tracer(fx.Tracer):
         if self._elsewhere() or (self.values is not None and self.values.busy):
             return forward(*args, **kwargs)
         if self._made_in_forward(m):
-            if any(True for _ in (*m.parameters(), *m.buffers())):
+            if any(self._made_in_forward(part) and (part._parameters or part._buffers) for part in m.modules()):
                 raise NameError(
                     f"it makes a {type(m).__name__} with weights of its own in each call: make it in __init__"
                 )
@@ -617,7 +621,7 @@ class Tracer(fx.Tracer):
             raise
 
     def _made_in_forward(self, m: nn.Module) -> bool:
-        """True for `nn.ReLU()(x)`, a module without a state that the network does not hold."""
+        """True for `nn.ReLU()(x)` and `self.layers[:2](x)`, a module that the network does not hold."""
         if self._own is None or self._own[0] is not self.root:
             self._own = self.root, {id(module) for module in self.root.modules()}
         return id(m) not in self._own[1]

@@ -261,8 +261,14 @@ def asks_for_classes(self, x):  # by the attribute and by patterns
             return y.reshape(-1, channels * height * width)
 
 
+def parts_of_a_sequence_and_texts(self, x):  # as losses on features take the first layers of a VGG
+    y = nn.Sequential(self.conv, nn.ReLU(), self.heads)[:2](x)
+    name = f"{y.shape[1]:02d} channels, mean {y.mean():.2f}"
+    return y.flatten(1) if name.startswith("08") else x
+
+
 FORWARDS = [
-    asks_for_classes,
+    *(asks_for_classes, parts_of_a_sequence_and_texts),
     *(sizes_as_plain_numbers, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
