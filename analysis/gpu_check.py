@@ -46,20 +46,20 @@ from compress.training.distributed import init_processes
 
 TRANSFORMERS = ("swin_t", "convnext_tiny", "convnextv2_tiny", "vit_s", "deit_small_patch16_224", "vit_b_16")
 CNNS = ("efficientnet_b0", "mobilenet_v2", "resnet50")
+# Largest time and memory of a quantized step, over float's.
 GOALS = {**dict.fromkeys(TRANSFORMERS, (0.85, 0.75)), **dict.fromkeys(CNNS, (0.70, 0.55))}
-"""Largest time and memory of a quantized step, over float's."""
 PARALLEL = ("resnet50", "vit_b_16")
 ENGINES = ("resnet50", "mobilenet_v2", "vit_b_16", "convnext_tiny")
 TESTS = ("tests/kernels", "tests/qat_fusion", "tests/training/test_cuda.py", "tests/engines/cuda", "tests/data")
+# Largest distance of a loss from that of the plain network, in bf16.
 _SAME = 0.02
-"""Largest distance of a loss from that of the plain network, in bf16."""
+# Least speed of several GPUs, over that many times one.
 _PARALLEL_GOALS = {"int8 recorded": 3.7 / 4, "entropy calibration": 3.5 / 4}
-"""Least speed of several GPUs, over that many times one."""
 _SYNCHRONIZED, _FROM_FILES = 0.8, 0.9
 _FILE_IMAGES = 32768  # a process and epoch
 
+# What was tried, what was seen, whether it is as it should be.
 Row = tuple[str, str, bool]
-"""What was tried, what was seen, whether it is as it should be."""
 
 
 def main() -> int:
@@ -134,7 +134,6 @@ def _trained(asked: argparse.Namespace) -> Iterator[Row]:
 
 
 def _train(name: str, asked: argparse.Namespace) -> None:
-    """Print what was seen of a network's training steps and whether that is good, as JSON."""
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
     model, x, y = _network(name), *_batch(asked.batch)
     qmodel = compress.quantize(model.eval(), x[:2], [x]).cpu()
@@ -172,7 +171,6 @@ def _train(name: str, asked: argparse.Namespace) -> None:
 
 
 def _network(name: str) -> nn.Module:
-    """Random weights, the same in every process, and nothing that draws numbers in a step."""
     torch.manual_seed(0)
     if name in NETWORKS:
         model = NETWORKS[name].make()
@@ -198,7 +196,6 @@ def _batch(size: int, rank: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def _processes(name: str, batch: int) -> tuple[str, bool]:
-    """Images a second of a process on each GPU, over one; recorded steps train as DistributedDataParallel does."""
     world = torch.cuda.device_count()
     rows = {n: _called("parallel", name, "--batch", str(batch), processes=n) for n in (1, world)}
     rates = {kind: {n: n * batch / row["ms"][kind] * 1e3 for n, row in rows.items()} for kind in rows[1]["ms"]}
@@ -212,7 +209,6 @@ def _processes(name: str, batch: int) -> tuple[str, bool]:
 
 
 def _parallel(name: str, asked: argparse.Namespace) -> None:
-    """Train in one of several processes; the first prints milliseconds of a step and how far apart weights are."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
@@ -245,7 +241,6 @@ def _parallel(name: str, asked: argparse.Namespace) -> None:
 
 
 def _calibration(model: nn.Module, x: Tensor) -> float:
-    """Milliseconds of a batch in each process when all together calibrate on 8,192 images."""
     activations = compress.ActivationSpec(calibrator="entropy")
     qmodel = compress.insert_quantizers(copy.deepcopy(model).eval(), x[:1], compress.QuantSpec(activations=activations))
     several = dist.get_world_size() > 1
@@ -256,7 +251,6 @@ def _calibration(model: nn.Module, x: Tensor) -> float:
 
 
 def _from_files(name: str, batch: int) -> tuple[str, bool]:
-    """Images a second of a recipe's loop from JPEG files that the GPUs decode, beside images in their memory."""
     world = torch.cuda.device_count()
     with TemporaryDirectory() as folder:
         write_jpegs(Path(folder), train=_FILE_IMAGES * world, val=batch * world)
@@ -282,7 +276,6 @@ def write_jpegs(folder: Path, *, distinct: int = 64, **images: int) -> None:
 
 
 def _files(folder: str, asked: argparse.Namespace) -> None:
-    """Train ResNet-50 in one of several processes; the first prints images a second from memory and from files."""
     processes = init_processes()
     model = torchvision.models.resnet50(num_classes=10).to(processes.device)
     spec = compress.DataSpec(name="folder", root=folder, image_size=224, decode="gpu", workers=8)
@@ -310,8 +303,8 @@ def _files(folder: str, asked: argparse.Namespace) -> None:
     processes.close()
 
 
+# The first and the last loss, milliseconds, the GPU's peak memory in bytes.
 Step = tuple[list[float], float, int]
-"""The first and the last loss, milliseconds, the GPU's peak memory in bytes."""
 
 
 def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, recorded: bool) -> Step:

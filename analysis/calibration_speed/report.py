@@ -8,12 +8,11 @@ from analysis.common.study import Row, listed, report_from_file
 from compress.files import write_text
 
 PLAIN = "plain forward"
+# Seconds `collect_s` and `compute_s`, or `total_s`; `others`: share of the processors that other processes used.
 Timing = dict[str, float]
-"""Seconds `collect_s` and `compute_s`, or `total_s`; `others`: share of the processors that other processes used."""
 
 
 def total(run: Timing) -> float:
-    """Return the time of the pass and of choosing amax together, or of the whole call."""
     return sum(value for name, value in run.items() if name.endswith("_s"))
 
 

@@ -36,13 +36,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def forward(model: nn.Module, batches: list[Tensor]) -> Callable[[], None]:
-    def work() -> None:
-        with torch.inference_mode():
-            for batch in batches:
-                model(batch)
-
-    return work
+@torch.inference_mode()
+def forward(model: nn.Module, batches: list[Tensor]) -> None:
+    for batch in batches:
+        model(batch)
 
 
 def weighted(model: nn.Module) -> list[nn.Module]:
@@ -67,7 +64,7 @@ def calibrated(
         for layer, calibrator in zip(weighted(model), calibrators, strict=True)
     ]
     try:
-        collect = seconds(forward(model, batches))
+        collect = seconds(partial(forward, model, batches))
     finally:
         for handle in handles:
             handle.remove()
@@ -79,7 +76,6 @@ def calibrated(
 
 
 def our_call(model: nn.Module, batches: list[Tensor], name: str) -> Timing:
-    """Time `compress.quantize` as a user calls it: trace, fold, place, insert, calibrate."""
     spec = QuantSpec(activations=ActivationSpec(calibrator=name))  # type: ignore[arg-type]
     return {"total_s": seconds(lambda: quantize(model, batches[0][:1], batches, spec=spec))}
 
@@ -87,7 +83,6 @@ def our_call(model: nn.Module, batches: list[Tensor], name: str) -> Timing:
 def pytorch_quantization_variants(
     model: nn.Module, batches: list[Tensor], chosen: dict[str, list[float]]
 ) -> dict[str, Variant]:
-    """Return its calibrators; its mse mode is left out because it needs a GPU."""
     from pytorch_quantization import calib  # optional: a peer that is measured where it is installed
 
     choices: dict[str, tuple[type, dict[str, Any]]] = {
@@ -109,11 +104,7 @@ def modelopt_variants(model: nn.Module, batches: list[Tensor]) -> dict[str, Vari
         config = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
         config["algorithm"] = algorithm
         network = copy.deepcopy(model)
-
-        def loop(module: nn.Module) -> None:
-            forward(module, batches)()
-
-        return {"total_s": seconds(lambda: mtq.quantize(network, config, loop))}
+        return {"total_s": seconds(lambda: mtq.quantize(network, config, partial(forward, batches=batches)))}
 
     return {"max": lambda: run("max"), "mse": lambda: run("mse")}
 
@@ -132,7 +123,6 @@ def nncf_variants(model: nn.Module, batches: list[Tensor]) -> dict[str, Variant]
 
 
 def available(tool: str, make: Callable[[], dict[str, Variant]], missing: dict[str, str]) -> dict[str, Variant]:
-    """Return the variants of a peer by title; if it is not installed, none, and the reason in `missing`."""
     try:
         return {f"{tool} {name}": run for name, run in make().items()}
     except ImportError as error:
@@ -154,7 +144,6 @@ class QuietMachine:
         self.discarded = 0
 
     def timed(self, variant: Variant) -> Timing:
-        """Run a variant on a quiet machine, repeat it if others disturbed it, and add their share as `others`."""
         while True:
             while self.patient() and self.others_during(lambda: time.sleep(2))[1] > self.limit:
                 pass
@@ -168,7 +157,6 @@ class QuietMachine:
 
     @staticmethod
     def others_during(work: Callable[[], Any]) -> tuple[Any, float]:
-        """Return the result of `work`, and the share of the processors that other processes used during it."""
         start, own = cpu_seconds(), time.process_time()
         result = work()
         (busy, total), own = cpu_seconds(), time.process_time() - own
@@ -176,7 +164,6 @@ class QuietMachine:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Return the busy and the total time of all processors since the system started, as Linux counts them."""
     user, nice, system, idle, wait, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
     busy = user + nice + system + sum(interrupts)
     ticks = os.sysconf("SC_CLK_TCK")
@@ -190,7 +177,7 @@ def measure(rounds: int, quiet: QuietMachine) -> Row:
     missing: dict[str, str] = {}
     ours: dict[str, list[float]] = {name: [] for name in CALIBRATORS}
     theirs: dict[str, list[float]] = {}
-    variants: dict[str, Variant] = {PLAIN: lambda: {"collect_s": seconds(forward(model, batches))}}
+    variants: dict[str, Variant] = {PLAIN: lambda: {"collect_s": seconds(partial(forward, model, batches))}}
     for name in CALIBRATORS:
         variants[f"compress {name}"] = partial(
             calibrated, model, batches, partial(make_calibrator, name), {}, ours[name]
@@ -231,7 +218,6 @@ def run_in_turn(variants: dict[str, Variant], rounds: int, quiet: QuietMachine) 
 
 
 def same(ours: list[float], theirs: list[float]) -> Row:
-    """Return how many tensors have the same amax within 1e-5, and the largest relative difference."""
     apart = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
     return {"tensors": len(apart), "same": sum(d < 1e-5 for d in apart), "largest_relative_difference": max(apart)}
 

@@ -139,7 +139,6 @@ class NativeLinear(nn.Linear, _Native):
 
 
 def torch_ops(model: nn.Module, x: Tensor) -> nn.Module:
-    """Give every convolution and linear layer torch's own operations; BatchNorm is not folded."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             twin: Any = {nn.Conv2d: NativeConv, nn.Linear: NativeLinear}.get(type(child))
@@ -159,7 +158,6 @@ def modelopt(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def pytorch_quantization(network: Network) -> nn.Module:
-    """Build the network with pytorch-quantization's layers in place of torch's."""
     from pytorch_quantization import nn as qnn  # optional: a peer that is measured where it is installed
     from pytorch_quantization import quant_modules
 
@@ -231,7 +229,6 @@ class TrainingStep:
         self._update()
 
     def recorded(self) -> Callable[[], None]:
-        """Record forward and backward pass as a CUDA graph, as `qat.cuda_graphs` does, and return the step with it."""
         spec: Any = TrainSpec(precision=self._precision)  # type: ignore[arg-type]
         scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
         passes = Passes(
@@ -267,7 +264,6 @@ def finish() -> None:
 
 
 def fast_arithmetic() -> None:
-    """Allow TF32 and cuDNN's search for the fastest algorithm, as training does."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
 
 

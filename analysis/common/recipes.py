@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import compress
-from analysis.common.study import command_line, gpu_software, listed
+from analysis.common.study import command_line, gpu_software, listed, table
 from compress.files import write_text
 from compress.records.files import RunData, read_run
 from compress.records.summary import summary_columns, summary_table
@@ -38,9 +38,7 @@ def run_all(runs: Iterable[RecipeRun], folder: Path) -> list[tuple[str, RunData]
 
 
 def write_table(title: str, runs: Sequence[tuple[str, RunData]], file: Path) -> str:
-    """Write a page with a row for each variant, engine and batch size of each run, and return it."""
     names = ["run", *summary_columns(runs[0][1].metrics)]
     lines = [f"# {title}", "", f"`{command_line()}`; {listed(gpu_software('onnxruntime', 'openvino'))}.", ""]
-    lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    lines += [f"| {' | '.join([label, *row.cells()])} |" for label, run in runs for row in summary_table(run.metrics)]
+    lines += table(names, ([label, *row.cells()] for label, run in runs for row in summary_table(run.metrics)))
     return write_text(file, "\n".join(lines) + "\n").read_text(encoding="utf-8")

@@ -67,7 +67,6 @@ def side_by_side(
 
 
 def _run(name: str, arguments: Sequence[str], timeout: float, end: float) -> Ended | None:
-    """Run one process; None if the time for all of them ended before it did."""
     start = time.monotonic()
     limit = min(timeout, end - start)
     if limit <= 0:

@@ -16,8 +16,8 @@ import numpy as np
 
 Row = dict[str, Any]
 
+# Options whose values are paths of one machine. They do not belong to what was measured.
 PATH_OPTIONS = frozenset({"--out", "--before", "--cache", "--peers", "--rows"})
-"""Options whose values are paths of one machine. They do not belong to what was measured."""
 
 
 class Feeds:
@@ -85,8 +85,6 @@ class BudgetSpentError(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `BudgetSpentError` in the main thread when the block has run for `seconds`."""
-
     def stop(*_: object) -> None:
         raise BudgetSpentError
 
@@ -99,12 +97,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def newest_rows(log: Path, key: str) -> dict[str, Row]:
-    """Return the newest row of each value of `key` in a file of one JSON object a line; nothing if it is not there."""
     return {row[key]: row for row in read_rows(log)}
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file of one JSON object a line; none if it is not there."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [json.loads(line) for line in lines]
 
@@ -116,12 +112,17 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def listed(row: Row) -> str:
-    """Return `key value, key value, ...` of a flat row."""
     return ", ".join(f"{key} {value}" for key, value in row.items())
 
 
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    columns = list(head)
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(map(str, cells))} |" for cells in rows]
+
+
 def report_from_file(description: str | None, write: Callable[[Path], object]) -> None:
-    """Parse the command line of a report, which names a JSON file, and write the report beside that file."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("file", type=Path, help="JSON file that the study wrote")
     write(parser.parse_args().file)

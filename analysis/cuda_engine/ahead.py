@@ -57,7 +57,6 @@ def prepared(
 
 
 def _compile(path: Path, batch: int, jobs: int, device: torch.device, end: float) -> tuple[int, int]:
-    """Compile the kernels of all candidates of a network until `end`; (their number, how many were late)."""
     layout = lay_out(make_plan(path, batch_size=batch))
     bindings = Bindings(device, {})
     ways = [candidates(step, layout, bindings) for step in layout.steps]

@@ -42,7 +42,6 @@ class Baseline:
         return self._state or {"fp16_failed": "not compiled in time"}
 
     def measured(self, seconds: float) -> dict[str, Any]:
-        """Measure alone, and end the process; {"fp16_ms": ..., ...}, or why it failed."""
         found = dict(self.compiled(seconds))
         if "fp16_failed" not in found:
             self._ours.send("go")

@@ -30,7 +30,8 @@ class Cost:
 
 def cost_of(step: Step, layout: Layout) -> Cost:
     weight = step.weight.numel() if isinstance(step, (Convolution, Linear)) else 0
-    written = (step.target,) if isinstance(step, Copy) else step.writes[:1] if _packs(step) else step.writes
+    packs = type(step).__name__ == "PackImage"
+    written = (step.target,) if isinstance(step, Copy) else step.writes[:1] if packs else step.writes
     return Cost(
         read_bytes=sum(_bytes(name, layout) for name in step.reads),
         written_bytes=sum(_bytes(name, layout) for name in written),
@@ -39,12 +40,7 @@ def cost_of(step: Step, layout: Layout) -> Cost:
     )
 
 
-def _packs(step: Step) -> bool:
-    return type(step).__name__ == "PackImage"
-
-
 def _bytes(name: str, layout: Layout) -> int:
-    """Bytes of a tensor; of one whose pixels overlap, those of its buffer."""
     place, tensor = layout.places.get(name), layout.plan.tensors.get(name)
     shape, dtype = (
         (place.shape, place.dtype) if place is not None else (tensor.shape, tensor.dtype) if tensor else ((), None)

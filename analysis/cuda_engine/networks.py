@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import compress
 
+# Side of the input of networks that are not fed 224 pixels.
 SIZES = {"tiny": 32, "vit_tiny_of_32": 32}
-"""Side of the input of networks that are not fed 224 pixels."""
 
 
 def image_size(name: str) -> int:
@@ -17,11 +17,6 @@ def image_size(name: str) -> int:
 
 
 def network(name: str) -> nn.Module:
-    """A network in evaluation mode, of random weights.
-
-    Args:
-        name: of torchvision or timm; `tiny` is a residual network of four convolutions.
-    """
     torch.manual_seed(0)
     if name == "tiny":
         return _Tiny().eval()
@@ -53,14 +48,12 @@ class _Tiny(nn.Module):
 
 
 def images(count: int, side: int, *, seed: int = 0) -> Tensor:
-    """Smooth random images, whose activations have ranges like those of pictures."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, 3, max(2, side // 8), max(2, side // 8), generator=generator)
     return torch.nn.functional.interpolate(coarse, size=(side, side), mode="bilinear") * 1.5
 
 
 def qdq_file(name: str, folder: Path) -> Path:
-    """The network quantized after training, as an ONNX file with an open batch; made once."""
     path = folder / f"{name}.onnx"
     if path.is_file():
         return path
@@ -71,7 +64,6 @@ def qdq_file(name: str, folder: Path) -> Path:
 
 
 def prepare(name: str, folder: str) -> str:
-    """Make a file in a process of its own; "" or the reason of a failure."""
     torch.set_num_threads(4)
     try:
         qdq_file(name, Path(folder))

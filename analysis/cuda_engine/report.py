@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import listed
+from analysis.common.study import listed, table
 from compress.files import write_json, write_text
 from compress.roofline_model.devices import TABLE, Device, table_device
 
 _LEAST_SHARE = 0.02
 _REACHED = 0.6
 _LAUNCH_MS = 0.01
+# Why a layer misses its roof, by the word in the table.
 REASONS = {
     "launch": "the layer takes less than 10 us, 2 of which are its launch and the rest the latency of a few loads",
     "cores": "a depthwise filter multiplies on ordinary cores, and computes an address and a condition for each pixel",
@@ -27,7 +28,6 @@ REASONS = {
     "loads": "memory is the nearer roof; programs wait for loads at the beginning of tiles, and few fit at a time",
     "products": "INT8 peak is the nearer roof; tensor cores wait for loads, and for the warps of a program to meet",
 }
-"""Why a layer misses its roof, by the word in the table."""
 _CANDIDATES = frozenset({"times_ms", "refused"})
 
 Row = Mapping[str, Any]
@@ -68,7 +68,7 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
         f"Baseline: fp16, channels_last, {report['baseline']}."
     )
     yield ""
-    yield from _table(
+    yield from table(
         (
             "network",
             "batch",
@@ -119,7 +119,6 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
 
 
 def device_of(gpu: str) -> Device:
-    """The device of the rooflines' table whose name is a word of a GPU's own name, such as NVIDIA H200."""
     known = {device.name for device in TABLE} | {"h100", "a100"}
     return table_device(next(word for word in gpu.lower().split() if word in known))
 
@@ -153,7 +152,6 @@ def _ratio(theirs: float | None, ours: float) -> str:
 
 
 def _groups(row: Row) -> list[list[Row]]:
-    """Layers of one kind together, where they take 2 % of the time or more; the longest first."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for layer in row["layers"]:
         key = (layer["kind"], layer["kernel"], str(layer["shape"]), str(layer["bytes"]))
@@ -176,7 +174,7 @@ def _causes(rows: Sequence[Row], device: Device) -> Iterator[str]:
         )
     yield "Share of the time of each network by what keeps its layers from the roof:"
     yield ""
-    yield from _table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)
+    yield from table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)
 
 
 def roofs(layer: Row, seconds: float, device: Device) -> tuple[float, float]:
@@ -210,7 +208,7 @@ def _layers(row: Row, device: Device) -> Iterator[str]:
         "bare fp16 ms",
         "kernel",
     )
-    yield from _table(head, lines)
+    yield from table(head, lines)
 
 
 def _layer(group: Sequence[Row], total: float, device: Device) -> Sequence[str]:
@@ -243,13 +241,6 @@ def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:
     if not layer["macs"]:
         return "strides"
     return "loads" if bandwidth > peak else "products"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from compress.engines.cuda.tuning import bare_ms, differences
 from compress.files import write_json
 
 Report = dict[str, Any]
+# Seconds of one network's part at most, and seconds that are left for each network that follows.
 _MOST_S, _LEAST_S = 75.0, 8.0
-"""Seconds of one network's part at most, and seconds that are left for each network that follows."""
 
 
 def main() -> None:
@@ -109,7 +109,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cold_build(name: str, batch: int, further: dict[str, str], arguments: argparse.Namespace) -> Report:
-    """Seconds of a build that finds no plan and no compiled kernel, as the first one on a machine does."""
     path = qdq_file(name, arguments.files)
     with TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
@@ -139,7 +138,6 @@ def _prepared(asked: Sequence[tuple[str, int]], arguments: argparse.Namespace) -
 
 @contextmanager
 def _part(report: Report, what: str, end: float, most: float = _MOST_S) -> Iterator[None]:
-    """Limit a part of the study in time; its failure is noted, and the next part follows."""
     try:
         with time_limit(min(most, end - time.monotonic())):
             yield

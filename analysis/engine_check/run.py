@@ -52,7 +52,6 @@ def ask(network: nn.Module, x: Tensor, target: Target, folder: Path) -> Answer:
 
 
 def lost_layers(file: Path, target: Target, int8: tuple[str, ...], batch_size: int) -> tuple[str, ...]:
-    """Return those of the layers `int8` of a file that the target's engine does not compute in 8 bits."""
     if target == "tensorrt":
         built = build_tensorrt(file, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))
         return lost_in_audit(compress.audit_engine(built.path, onnx=file), int8)

@@ -94,7 +94,6 @@ def _of_theory(field: EffectiveReceptiveField) -> str:
 
 
 def theory_side(field: EffectiveReceptiveField) -> float:
-    """Return the geometric mean of the theoretical sides without global operations; NaN = unknown."""
     known = [side for side in field.theoretical.local_size if side] if field.theoretical else []
     return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
 
@@ -110,7 +109,6 @@ def fields_of(
 
 
 def draw(name: str, rows: Rows, out: Path, how: str) -> None:
-    """Write the pictures, the numbers and the animation of one set; `how` describes images and weights."""
     used = sorted(fields[-1].metrics.size / theory_side(fields[-1]) for _, fields in rows)
     share = f"In the last layer the effective side is {100 * used[0]:.0f} to {100 * used[-1]:.0f} % of the theoretical"
     text = (

@@ -23,7 +23,6 @@ def plain_passes(model: nn.Module, images: Tensor, batch_size: int) -> None:
 
 
 def measure(model: nn.Module, images: Tensor, options: ErfOptions, *, rounds: int) -> list[str]:
-    """Time both in turn and return a line for each round; the first round warms up and does not count."""
     model.eval().requires_grad_(False)
     lines, ratios = [], []
     for turn in range(rounds + 1):

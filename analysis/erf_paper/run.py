@@ -50,7 +50,6 @@ def gaussian_size(sigma: float) -> float:
 
 
 def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
-    """Return the mean of several networks' fields, with maps scaled to a sum of 1."""
     heat, row = torch.stack([f.heat / f.heat.sum() for f in fields]).mean(0), fields[0].theoretical
     metrics = erf_metrics(heat, fields[0].centre, theoretical=row.local_size if row else None)
     return replace(fields[0], heat=heat, images=sum(f.images for f in fields), metrics=metrics)
@@ -206,10 +205,20 @@ def conv(inputs: int, outputs: int, *, gain: float = 2.0, stride: int = 1, dilat
     return layer
 
 
-def stack(depth: int, *, act: Callable[[], nn.Module] | None = nn.ReLU, gain: float = 2.0) -> nn.Sequential:
+def stack(
+    depth: int = 20,
+    *,
+    act: Callable[[], nn.Module] | None = nn.ReLU,
+    gain: float = 2.0,
+    dropout: bool = False,
+    stride: Callable[[int], int] = lambda layer: 1,
+    dilation: Callable[[int], int] = lambda layer: 1,
+) -> nn.Sequential:
     layers: list[nn.Module] = []
     for i in range(depth):
-        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, gain=gain), *([act()] if act else [])]
+        inputs = 1 if i == 0 else CHANNELS
+        layers.append(conv(inputs, CHANNELS, gain=gain, stride=stride(i), dilation=dilation(i)))
+        layers += [*([act()] if act else []), *([Dropout()] if dropout else [])]
     return nn.Sequential(*layers)
 
 
@@ -241,7 +250,6 @@ def numbers(field: EffectiveReceptiveField) -> Row:
 
 
 def growth(out: Path, runs: int) -> None:
-    """Draw size against depth for equal and random weights, linear and with activations, and the closed forms."""
     kinds: dict[str, Callable[[int], Callable[[], nn.Module]]] = {
         "equal weights": lambda n: lambda: uniform(n),
         "random, linear": lambda n: lambda: stack(n, act=None, gain=1.0),
@@ -285,20 +293,6 @@ def growth(out: Path, runs: int) -> None:
     write_json(out / "paper_growth.json", {"runs": runs, "channels": CHANNELS, "kinds": found})
 
 
-def dilated() -> nn.Module:
-    layers: list[nn.Module] = []
-    for i in range(20):
-        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, dilation=1 if i < 8 else 2 if i < 14 else 4), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def subsampled() -> nn.Module:
-    layers: list[nn.Module] = []
-    for i in range(20):
-        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, stride=2 if i in (6, 13) else 1), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
 def residual() -> nn.Module:
     blocks: list[nn.Module] = [conv(1, CHANNELS), nn.ReLU()]
     for i in range(10):
@@ -308,20 +302,13 @@ def residual() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def with_dropout() -> nn.Module:
-    layers: list[nn.Module] = []
-    for i in range(20):
-        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS), nn.ReLU(), Dropout()]
-    return nn.Sequential(*layers)
-
-
 def architecture(out: Path, runs: int) -> None:
     variants: dict[str, Callable[[], nn.Module]] = {
-        "plain": lambda: stack(20),
-        "dropout 0.5": with_dropout,
+        "plain": stack,
+        "dropout 0.5": lambda: stack(dropout=True),
         "skip connections": residual,
-        "dilation": dilated,
-        "subsampling": subsampled,
+        "dilation": lambda: stack(dilation=lambda i: 1 if i < 8 else 2 if i < 14 else 4),
+        "subsampling": lambda: stack(stride=lambda i: 2 if i in (6, 13) else 1),
     }
     fields = [measure(make, 161, runs, label=name) for name, make in variants.items()]
     text = (
@@ -351,7 +338,6 @@ def compass(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def training(out: Path, steps: int) -> None:
-    """Train a network whose central unit names the direction of a distant spot, and draw its field on the way."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for i in range(15):
@@ -367,7 +353,8 @@ def training(out: Path, steps: int) -> None:
     found = []
     for step in range(steps + 1):
         if step in looks:
-            found.append((step, accuracy(model, test_images, test_targets), field_of(model, test_images[:64])))
+            field = effective_receptive_field(model, test_images[:64], options=ErfOptions(batch_size=64))
+            found.append((step, accuracy(model, test_images, test_targets), field))
         if step < steps:
             images, targets = compass(64, generator)
             loss = F.cross_entropy(model.train()(images)[:, :, 1, 1], targets)
@@ -397,10 +384,6 @@ def accuracy(model: nn.Module, images: Tensor, targets: Tensor) -> float:
     with torch.no_grad():
         predicted = model.eval()(images)[:, :, 1, 1].argmax(1)
     return 100 * float((predicted == targets).float().mean())
-
-
-def field_of(model: nn.Module, images: Tensor) -> EffectiveReceptiveField:
-    return effective_receptive_field(model, images, options=ErfOptions(batch_size=64))
 
 
 def main() -> None:

@@ -59,7 +59,6 @@ def main() -> None:
 
 
 def on_device(subject: Subject) -> Subject:
-    """Return a network and its pictures on the GPU, if there is one, without TF32; the targets stay."""
     torch.backends.cudnn.allow_tf32 = False
     moved = subject.calibration.to(DEVICE), subject.images.to(DEVICE)
     return Subject(subject.model.to(DEVICE), *moved, subject.targets)

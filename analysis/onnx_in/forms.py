@@ -38,9 +38,7 @@ PACKAGES = (
     ("magika (text; tf2onnx)", "magika", "model.onnx"),
     ("silero-vad (sound; torch)", "silero_vad", "silero_vad_[ho]*.onnx"),
 )
-"""Origin, package and ONNX files of installed packages that ship some."""
 OPEN = {"rec_": (3, 48, 192), "common": (1, 64, 128), "silero": (576,)}
-"""Open sides after the first, by a part of the file's name."""
 TIMM = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small")
 
 
@@ -81,7 +79,6 @@ def forms() -> Iterator[Form]:
 
 
 def batches(path: Path, *, count: int = 4, images: int = 2, size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Return inputs of smooth random pictures for a file, by name; open sides are 64 pixels, or 48 by 192 for text."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -160,7 +157,6 @@ def _older(name: str, folded: bool, folder: Path) -> Path:
 
 
 def _nhwc(folder: Path) -> Path:
-    """A residual network as tf2onnx writes it: NHWC outside, NCHW around each convolution."""
     generator = np.random.default_rng(0)
     nodes: list[onnx.NodeProto] = []
     constants: list[onnx.TensorProto] = []

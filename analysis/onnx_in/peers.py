@@ -91,7 +91,6 @@ NETWORKS: dict[str, Callable[[Data], torch.nn.Module]] = {
 
 
 def quantized(network: str, folder: Path, data: Data, modelopt: str | None = None) -> tuple[dict[str, Path], list[Row]]:
-    """Return the files by name, and for each the seconds that it took; the methods run three times, in turn."""
     path = exported(NETWORKS[network](data).eval(), torch.zeros(1, 3, 224, 224), folder / "float.onnx")
     makers: dict[str, Callable[[], tuple[Path, float]]] = {
         FLOAT: partial(_timed, _plain_pass, path, data),
@@ -174,7 +173,6 @@ print("seconds", time.perf_counter() - start)
 
 
 def _modelopt(python: str, path: Path, data: Data) -> tuple[Path, float]:
-    """Quantize with the ModelOpt of another environment, whose ONNX Runtime may be another; imports are not counted."""
     out, pictures = path.with_name("modelopt.onnx"), path.with_name("pictures.npy")
     np.save(pictures, torch.cat(data).numpy())
     words = [python, "-c", _MODELOPT, str(path), str(pictures), str(out)]

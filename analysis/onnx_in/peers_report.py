@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.common.study import Row, listed, report_from_file
+from analysis.common.study import Row, listed, report_from_file, table
 from compress.files import write_text
 
 OURS = {"openvino": "compress, target openvino", "onnxruntime": "compress, target onnxruntime"}
-"""Engine, and our method whose file is made for it."""
 TITLES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
 FLOAT = "float"
+# Milliseconds by build of an engine, and by turn.
 Turns = list[list[float]]
-"""Milliseconds by build of an engine, and by turn."""
 
 
 def report(file: Path) -> Path:
@@ -24,6 +23,8 @@ def report(file: Path) -> Path:
 
 def markdown(document: Row) -> str:
     machine, rows = document["machine"], document["rows"]
+    plain = {row["network"]: row for row in rows if row["method"] == FLOAT}
+    builds = len(rows[0]["openvino"]["turns_ms"])
     text = (
         f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
         f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
@@ -31,12 +32,12 @@ def markdown(document: Row) -> str:
         "the best of three (ModelOpt: one; float: a plain pass over the same pictures), and in brackets over that "
         "pass; points are differences to the float file on "
         f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
-        f"as a ratio to the float file in f32, geometric mean over {_builds(rows)} builds of each engine."
+        f"as a ratio to the float file in f32, geometric mean over {builds} builds of each engine."
     )
     measured = ("top-1 %", "points", "agrees %", "SQNR dB", "time")
     columns = ["network", "method", "seconds", *(f"{title}: {c}" for title in TITLES.values() for c in measured)]
     title = "# Files quantized by compress, ONNX Runtime's quantizer, NNCF and ModelOpt"
-    lines = [title, "", text, "", *_table(columns, (_cells(row, _float_of(row, rows)) for row in rows))]
+    lines = [title, "", text, "", *table(columns, (_cells(row, plain[row["network"]]) for row in rows))]
     note = (
         "The file that compress makes for the engine minus that of the peer, on the same pictures, with 95 % intervals "
         "of the paired difference: an interval that holds 0 shows no difference. Seconds: of compress over the peer. "
@@ -45,21 +46,11 @@ def markdown(document: Row) -> str:
         f"than a pass over the pictures: the plain one takes {_floors(rows)} of the fastest peer's seconds."
     )
     columns = ["network", "engine", "peer", "top-1, points", "agreement, points", "SQNR, dB", "seconds", "time"]
-    lines += ["", "## compress against each peer", "", note, "", *_table(columns, _differences(rows))]
+    lines += ["", "## compress against each peer", "", note, "", *table(columns, _differences(rows))]
     return "\n".join(lines) + "\n"
 
 
-def _table(columns: list[str], rows: Iterator[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return lines + [f"| {' | '.join(cells)} |" for cells in rows]
-
-
-def _float_of(row: Row, rows: list[Row]) -> Row:
-    return next(one for one in rows if one["network"] == row["network"] and one["method"] == FLOAT)
-
-
 def _floors(rows: list[Row]) -> str:
-    """Return the seconds of a plain pass over those of the fastest peer, for each network."""
     found = []
     for plain in (row for row in rows if row["method"] == FLOAT):
         peers = [
@@ -71,7 +62,6 @@ def _floors(rows: list[Row]) -> str:
 
 
 def _labelled(row: Row) -> bool:
-    """Return True for a network whose weights are real, so that its top-1 means something."""
     return "random" not in row["network"]
 
 
@@ -89,7 +79,6 @@ def _cells(row: Row, reference: Row) -> list[str]:
 
 
 def _differences(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the cells of each pair of our file and a peer's."""
     for engine, method in OURS.items():
         for own in (row for row in rows if row["method"] == method):
             ours = own[engine]
@@ -127,12 +116,7 @@ def in_turn(ours: Turns, theirs: Turns) -> str:
 
 
 def _log_ratios(ours: Turns, theirs: Turns) -> NDArray[np.float64]:
-    """Return (builds,) logarithms of the median ratio of two times turn by turn."""
     return np.log([np.median(np.divide(mine, other)) for mine, other in zip(ours, theirs, strict=True)])
-
-
-def _builds(rows: list[Row]) -> int:
-    return len(rows[0]["openvino"]["turns_ms"])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from analysis.common.study import Row, listed, report_from_file
+from analysis.common.study import Row, listed, report_from_file, table
 from compress.files import write_text
 
 
@@ -22,11 +22,10 @@ def markdown(document: dict[str, Any]) -> str:
     counts = f"{len(quantized)} of {len(rows)} quantized, {refused} refused with a sentence, {failed} failed."
     columns = ("origin", "network", "opset", "target", "INT8 layers", "quantizers", "SQNR dB", "s")
     lines = ["# ONNX files that can be quantized", "", text, "", counts, ""]
-    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in sorted(quantized, key=lambda r: (r["origin"], r["name"], r["target"])):
-        cells = [row[key] for key in ("origin", "name", "opset", "target")]
-        cells += [f"{row['int8_layers']} of {row['layers']}", row["quantizers"], row["sqnr_db"], row["seconds"]]
-        lines += [f"| {' | '.join(map(str, cells))} |"]
+    keys = ("origin", "name", "opset", "target", "int8_layers", "quantizers", "sqnr_db", "seconds")
+    shown = (row | {"int8_layers": f"{row['int8_layers']} of {row['layers']}"} for row in quantized)
+    ordered = sorted(shown, key=lambda r: (r["origin"], r["name"], r["target"]))
+    lines += table(columns, ([row[key] for key in keys] for row in ordered))
     return "\n".join([*lines, "", *_refusals(rows)]) + "\n"
 
 

@@ -46,7 +46,6 @@ def _quantized(path: Path, data: list[dict[str, Any]], target: Any, folder: Path
 
 
 def _sqnr(before: Path, after: Path) -> float | None:
-    """Signal to noise of the first output, in dB, on pictures that were not calibrated with; None for integers."""
     (feed,) = batches(before, count=1, seed=1)
     results = []
     for path in (before, after):

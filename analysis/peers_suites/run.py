@@ -54,7 +54,6 @@ SUITES = (
     "Torch-Pruning/tests",
     "Torch-Pruning/reproduce/engine/models",
 )
-"""Folders with suites, the first part of each the name of its checkout."""
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.ClassDef, ast.FunctionDef, ast.Try)
 _GIVES = ("get_args", "get_example_inputs", "get_input", "example_input", "example_inputs")
 _ENDS = (Exception, SystemExit, pytest.skip.Exception)
@@ -82,11 +81,12 @@ _WEIGHTED = {
     "Attention",
     "LayerNormalization",
 }
+# Signal to noise of the quantized network to float, and of the engine to the quantized network.
 NEAR_DB, SAME_DB = 15.0, 25.0
-"""Signal to noise of the quantized network to float, and of the engine to the quantized network."""
 
 
 NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
+# What a person who read the model says of the reason for its refusal.
 READ = {
     "CustomFunctionalConv": "right: its only product is a fixed filter",
     "MultiBranchesConnectedModelWithConcat": "right: joins a constant of one image, so its batch is fixed",
@@ -101,7 +101,6 @@ READ = {
     "NonZeroLinearModel": "right: the sizes after nonzero depend on values",
     "test_quantize_pt2e.M 5": "right: adds a parameter of two rows",
 }
-"""What a person who read the model says of the reason for its refusal."""
 
 
 SAID = {
@@ -116,13 +115,11 @@ SAID = {
     "is bfloat16": "right: ONNX Runtime takes no such input",
     "NaN or Inf was collected": "wrong: a mask of -inf is no broken weight",
 }
-"""The same of reasons that many files have in common."""
 _PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}
 
 
 MOST_PARAMETERS = 100_000_000
 LIMIT_S = 300
-"""Longest time of a model for a target."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,6 @@ class Row:
 
     @property
     def column(self) -> str:
-        """The verdict, or that there was nothing to quantize and that this is right."""
         return NOTHING if self.reason.startswith(NO_PRODUCT) else self.verdict
 
 
@@ -190,7 +186,6 @@ def namespace_of(file: Path, root: Path, tree: ast.Module) -> dict[str, Any]:
 
 
 def _class_of(definition: ast.ClassDef, names: dict[str, Any]) -> type[nn.Module] | None:
-    """The class of a definition, which a function or another class may hold; None where it needs values of theirs."""
     own = dict(names)
     with contextlib.suppress(Exception):
         exec(compile(ast.Module([definition], []), names["__file__"], "exec"), own)
@@ -220,7 +215,6 @@ def _made(kind: type[nn.Module]) -> tuple[nn.Module, Inputs] | None:
 
 
 def _inputs(network: nn.Module, count: int) -> Iterator[Inputs]:
-    """Yield the inputs that the class itself offers, then `count` tensors of each shape."""
     for name in _GIVES:
         with contextlib.suppress(Exception):
             given = getattr(network, name)()
@@ -264,10 +258,6 @@ def judge_network(network: nn.Module, x: Inputs, target: Target, folder: Path) -
         named = {value.name: one.numpy() for value, one in zip(built.inputs, x, strict=True)}
         found = built.run(named)[built.outputs[0].name]
     near, same = sqnr(expected.numpy(), fake.numpy()), sqnr(fake.numpy(), found)
-    return _verdict(near, same)
-
-
-def _verdict(near: float, same: float) -> tuple[str, str]:
     said = f"{near:.0f} dB to float, engine {same:.0f} dB to the quantized network"
     return ("wrong" if same < min(SAME_DB, near) else "coarse" if near < NEAR_DB else "passed"), said
 
@@ -287,7 +277,6 @@ def reason_of(name: str, said: str, network: object, x: Any) -> str:
 
 
 def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
-    """Yield onnx's backend tests with a product or a convolution, each with its inputs."""
     for case in load_model_tests(kind="node"):
         if case.model is None or not case.data_sets:
             continue
@@ -298,7 +287,6 @@ def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
 
 
 def judge_file(file: Path, inputs: list[np.ndarray], target: Target, folder: Path) -> tuple[str, str]:
-    """Return verdict and text of an ONNX file whose inputs past the first become initializers, as weights are."""
     model = onnx.load(file)
     for value, array in zip(list(model.graph.input)[1:], inputs[1:], strict=False):
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
@@ -367,7 +355,6 @@ def _work(
 
 
 def page(rows: list[Row], command: str) -> str:
-    """The table of counts, and a row for each model that did not pass on all targets and has something to quantize."""
     lines = [
         "# Models of other tools' test suites",
         "",

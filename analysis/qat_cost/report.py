@@ -30,13 +30,11 @@ MODES = ("compiled", "regions", "graphs", "recorded", "eager", "calibration")
 
 
 def read_runs(file: Path) -> list[Row]:
-    """Return the runs in a file, each with its number, date, command, machine, cases, and what it did not measure."""
     runs: list[Row] = json.loads(file.read_text())["runs"]
     return runs
 
 
 def cases_of(runs: Sequence[Row]) -> list[tuple[int, Row]]:
-    """Return (number of the run, case) of all runs, by network, precision and mode, and then by run."""
     found = [(run["run"], case) for run in runs for case in [*run["cases"], *run.get("unfinished", [])]]
     places = {name: place for place, name in enumerate((*ORDER, *MODES))}
     return sorted(found, key=lambda x: (places[x[1]["network"]], x[1]["precision"], places[x[1]["mode"]], x[0]))
@@ -66,7 +64,6 @@ def _pass(row: Row) -> str:
 
 
 def overview(runs: Sequence[Row]) -> str:
-    """Return time and memory over float training's by network, variant and mode as Markdown, of the newest run each."""
     newest: dict[tuple[str, str], dict[str, str]] = {}
     dates = {run["run"]: run["recorded"] for run in runs}
     oldest_first = sorted(cases_of(runs), key=lambda found: dates[found[0]])

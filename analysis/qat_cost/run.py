@@ -19,7 +19,6 @@ from analysis.qat_cost.steps import Step, calibration, make_step, profiled, reco
 from compress.files import write_json
 
 Case = tuple[str, str, str, tuple[str, ...]]
-"""Network, precision, mode and variants."""
 PAIR = ("float", "fused")
 OTHERS = ["resnet18", "mobilenet_v2", "vgg16", "vit_s"]
 FAMILIES = ["resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s", "efficientnet_v2_s", "mobilenet_v3_large", "swin_t"]
@@ -45,7 +44,6 @@ CASES: tuple[Case, ...] = (
     ("tiny", "fp32", "compiled", PAIR),
     ("tiny", "fp32", "calibration", ("max", "entropy")),
 )
-"""Network, precision, mode and variants, in the order in which they are measured."""
 PEERS = dict.fromkeys(("resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s"), ("torch-ops", "modelopt"))
 LIBRARY = {"convnext_tiny": ("fused-cudnn",)}
 FAMILY_CASES: tuple[Case, ...] = (
@@ -56,9 +54,8 @@ FAMILY_CASES: tuple[Case, ...] = (
     ("tiny", "bf16", "recorded", FAMILY_VARIANTS),
     ("tiny", "bf16", "compiled", FAMILY_VARIANTS),
 )
-"""Those of `--families`."""
+# Seconds that a variant needs; with compilation, until one has been measured.
 NEEDED_S = {"eager": 8.0, "recorded": 8.0, "compiled": 45.0, "regions": 45.0, "graphs": 45.0, "calibration": 10.0}
-"""Seconds that a variant needs; with compilation, until one has been measured."""
 
 
 class Run:

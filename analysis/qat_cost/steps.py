@@ -44,7 +44,6 @@ class Step:
     peak_bytes: int | None = None
 
     def time(self, repeats: int) -> None:
-        """Take `repeats` steps after one that does not count; append their time and note the peak memory."""
         self.run()
         finish()
         resident = allocated()
@@ -77,13 +76,11 @@ def recorded(step: Step) -> Step:
 
 
 def reset_peak() -> None:
-    """Begin to look for the GPU's peak memory."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_above(resident: int, step: Step) -> int | None:
-    """Return the peak since `reset_peak` above the bytes that were allocated before, with the step's own."""
     return torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
 
 

@@ -20,14 +20,14 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "openvino", "onnxruntime")
+# Largest relative error of the network with its quantizers off.
 SAME = 1e-3
-"""Largest relative error of the network with its quantizers off."""
+# Least signal to noise of the quantized network. 8 bits leave 20 to 50 dB, and less where an operation amplifies
+# their error; a wrong sign, scale or axis leaves about none.
 LOWEST_DB = 5.0
-"""Least signal to noise of the quantized network. 8 bits leave 20 to 50 dB, and less where an operation amplifies their
-error; a wrong sign, scale or axis leaves about none."""
+# Least signal to noise of ONNX Runtime against fake quantization: where a sum lies between two integers, float32 may
+# round it to either.
 RUNTIME_DB = 20.0
-"""Least signal to noise of ONNX Runtime against fake quantization: where a sum lies between two integers, float32 may
-round it to either."""
 
 
 def inputs() -> Tensor:
@@ -94,7 +94,6 @@ def _failure_of_file(qmodel: fx.GraphModule, x: Tensor, expected: Tensor) -> str
 
 
 def shrunk(steps: tuple[Step, ...], target: Target, *, export: bool) -> tuple[Step, ...]:
-    """Take steps out of a network as long as what is left still fails."""
     i = 0
     while i < len(steps):
         fewer = steps[:i] + steps[i + 1 :]

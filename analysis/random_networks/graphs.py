@@ -71,7 +71,6 @@ class Graph:
         return self.const(self.random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]) or 1))
 
     def axes(self, kind: str, x: str, axes: list[int], since: int, **attributes: Any) -> str:
-        """An operation whose axes are an attribute before an opset, and an input from it on."""
         if self.opset >= since:
             return self.op(kind, x, self.const(axes, np.int64), **attributes)
         return self.op(kind, x, axes=axes, **attributes)
@@ -189,7 +188,6 @@ class Graph:
         self.pool.append(self._op_depthwise("x"))
 
     def model(self, count: int) -> onnx.ModelProto:
-        """A model of some `count` operations; every tensor that nothing reads is a result."""
         while len(self.nodes) < count:
             made = self.kinds[int(self.random.integers(len(self.kinds)))](self.pick())
             if self.random.random() < (0.1 if self.hostile else 0.4):

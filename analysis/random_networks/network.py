@@ -16,7 +16,6 @@ from analysis.random_networks.operations import CHANNELS, LAYERS, OTHERS, Op, co
 from analysis.random_networks.rarer import RARE_LAYERS, RARE_OTHERS
 
 TABLES: tuple[dict[str, Callable[[], Op]], ...] = (LAYERS | RARE_LAYERS, OTHERS | RARE_OTHERS)
-"""Operations with weights, and those without."""
 OPERATIONS = TABLES[0] | TABLES[1]
 
 

@@ -56,12 +56,10 @@ def norm(channels: int = 8) -> nn.BatchNorm2d:
 
 
 def tokens(x: Tensor) -> Tensor:
-    """(N, C, H, W) as (N, H W, C)."""
     return x.flatten(2).transpose(1, 2)
 
 
 def image(x: Tensor) -> Tensor:
-    """(N, 64, 8) as (N, 8, 8, 8): the inverse of `tokens`."""
     return x.transpose(1, 2).reshape(-1, CHANNELS, SIDE, SIDE)
 
 
@@ -168,7 +166,6 @@ LAYERS: dict[str, Callable[[], Op]] = {
     "gate": lambda: Op(_gate, a=conv(size=1), b=conv(size=1)),
     "changed in place": lambda: Op(_changed, a=conv()),
 }
-"""Operations with weights."""
 
 _PLAIN: dict[str, Run] = {
     "relu": lambda s, x, y: F.relu(x),
@@ -240,4 +237,3 @@ def plain(run: Run) -> Callable[[], Op]:
 
 
 OTHERS: dict[str, Callable[[], Op]] = {name: plain(run) for name, run in _PLAIN.items()}
-"""Operations without weights."""

@@ -143,7 +143,6 @@ RARE_LAYERS: dict[str, Callable[[], Op]] = {
     ),
     "sequential": lambda: Op(lambda s, x, y: s.m(x), m=nn.Sequential(conv(), norm(), nn.Hardtanh(0, 4), conv())),
 }
-"""Operations with weights."""
 
 _RARE: dict[str, Run] = {
     "addition of a product": lambda s, x, y: torch.add(x, y, alpha=2.0) / 2,
@@ -230,4 +229,3 @@ RARE_OTHERS: dict[str, Callable[[], Op]] = {
     **{name: plain(run) for name, run in _RARE.items()},
     **{name: _wrapped(module) for name, module in _MODULES.items()},
 }
-"""Operations without weights."""

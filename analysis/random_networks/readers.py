@@ -27,6 +27,7 @@ from compress.quantization.numerics import scale_from_amax
 from compress.quantization.sensitivity.compare import sqnr
 
 Depth = Literal["quantizers", "results", "engine"]
+# Operations that an older exporter's file spells with others, and a hook, which a file does not hold.
 OTHERWISE_WRITTEN = {
     "hook after": "a layer with hooks stays float and says so",
     "hook before": "the same",
@@ -42,14 +43,12 @@ OTHERWISE_WRITTEN = {
     "addcmul": "the same",
     "add method": "the same, for its alpha",
 }
-"""Operations that an older exporter's file spells with others, and a hook, which a file does not hold."""
 OPERATIONS_OF_A_GRAPH, OPSET = 25, 19
+# Largest relative difference of two scales: the two readers sum in another order.
 SCALES = 1e-3
-"""Largest relative difference of two scales: the two readers sum in another order."""
 
 
 def of_network(steps: tuple[Step, ...], target: Target, folder: Path, *, depth: Depth) -> str:
-    """Compare the readers on a network of torch and the file that torch's older exporter writes of it."""
     steps = tuple(step for step in steps if step.name not in OTHERWISE_WRITTEN)
     model, x, file = Network(steps).eval(), inputs(), folder / "float.onnx"
     with warnings.catch_warnings():
@@ -64,7 +63,6 @@ def of_network(steps: tuple[Step, ...], target: Target, folder: Path, *, depth: 
 
 
 def of_graph(seed: int, target: Target, folder: Path, *, depth: Depth) -> str:
-    """Compare the readers on a random graph, whose torch model is that of `from_onnx`."""
     graph, file = Graph(seed, OPSET), folder / "float.onnx"
     graph.weighted()
     file.write_bytes(graph.model(OPERATIONS_OF_A_GRAPH).SerializeToString())
@@ -116,7 +114,6 @@ def difference(model: nn.Module, file: Path, x: Tensor, target: Target, *, depth
 
 
 def ranges(placement: Any, calibration: Any) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Format and largest scale of all activations, and of all weights, sorted: names differ between readers."""
     parts = (
         [(site.name, site.format) for site in placement.activations],
         [(f"{site.path}.weight_quantizer", site.format) for site in placement.weights],
@@ -140,7 +137,6 @@ def _unlike(both: tuple[list[tuple[str, float]], list[tuple[str, float]]], what:
 
 
 def _short(part: list[tuple[str, float]], other: list[tuple[str, float]]) -> list[str]:
-    """Those of a part that the other does not have."""
     left = [(name, a) for name, a in part if not any(n == name and abs(a - b) <= SCALES * b for n, b in other)]
     return [f"{name.replace('QuantFormat', '')} {scale:.3g}" for name, scale in left] or [f"{len(part)} in all"]
 

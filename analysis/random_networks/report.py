@@ -12,7 +12,6 @@ NAME = "random_networks.json"
 
 
 def run_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sum up the rows of one file: its first line is about the machine, the others are one a network."""
     about = next(row for row in rows if "first_seed" in row)
     tried = {row["seed"]: row for row in rows if "seed" in row}
     failures = [
@@ -27,7 +26,6 @@ def run_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the page of the runs. `findings` is the text on their failures, written by hand."""
     runs, findings = results["runs"], results["findings"]
     keys = ("first_seed", "networks", "exported", "operations", "cpu_seconds")
     total, exported = (sum(run[key] for run in runs) for key in ("networks", "exported"))

@@ -17,11 +17,9 @@ from analysis.random_networks.check import TARGETS, failure_of, shrunk
 from analysis.random_networks.network import OPERATIONS, steps_of
 
 WAIT_S = 0.2
-"""Time between two looks at the processes."""
 
 
 def row_of(seed: int, export_every: int) -> dict[str, Any]:
-    """Try one network and return its row: seed, target, whether it was exported; of a failure, reason and steps too."""
     began, target = time.process_time(), TARGETS[seed % len(TARGETS)]
     export, steps = (seed // len(TARGETS)) % export_every == 0, steps_of(seed)
     row: dict[str, Any] = {"seed": seed, "target": target, "exported": export}
@@ -46,7 +44,6 @@ def try_all(path: Path, seeds: range, export_every: int, end: float) -> None:
 
 
 def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int) -> None:
-    """Share the seeds among processes; a network that ends its process gets a row too, and the others are tried."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([check.__name__])
 
@@ -72,7 +69,6 @@ def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int
 
 
 def main() -> None:
-    """Append rows to a file; the same command goes on where it stopped. `report` adds them to the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="number of networks (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first network; the others follow")

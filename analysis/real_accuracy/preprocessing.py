@@ -19,8 +19,8 @@ from compress.measure.machine import describe_machine
 
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 SIDE, NAME = 224, "preprocessing"
+# Random choices of four fifths of the pictures, for the deviation between them.
 DRAWS = 10_000
-"""Random choices of four fifths of the pictures, for the deviation between them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Form:
     std: tuple[float, ...] = (128.0,)
 
     def read(self, path: Path) -> Tensor:
-        """Return (3, 224, 224) float32."""
         with Image.open(path) as file:
             image = file.convert("RGB")
         size = [SIDE, SIDE] if self.short is None else [self.short]

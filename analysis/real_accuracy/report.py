@@ -6,14 +6,13 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.common.study import Row, listed, read_rows, report_from_file
+from analysis.common.study import Row, listed, read_rows, report_from_file, table
 from compress.files import write_text
 from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
 from compress.support.text import display
 
 KEYS = ("points", "agreement", "sqnr_db")
 FIRST = {"W8A8": "compress: default (mse)", "W4A8": "compress: nearest"}
-"""Method that others are put beside."""
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
 REACH = 4.0  # points of top-1 below float that the picture shows
 
@@ -43,16 +42,15 @@ def mean_table(rows: list[Row], bits: str, engine: str) -> list[str]:
     """
     first = {row["network"]: row for row in rows if shown_name(row["method"]) == FIRST[bits]}
     lines = ["", f"## {bits} on {display(engine)}, means over networks", ""]
-    lines.append(f"| method | networks | points | agreement % | SQNR dB | {FIRST[bits]} on the same |")
-    lines.append("|---|---|---|---|---|---|")
+    cells = []
     for title in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == title and row["network"] in first]
         if len(own) < 2:
             continue
         found, beside = (_means(some) for some in (own, [first[row["network"]] for row in own]))
-        cells = [shown_name(title), ", ".join(row["network"] for row in own), *found, " / ".join(beside)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cells.append([shown_name(title), ", ".join(row["network"] for row in own), *found, " / ".join(beside)])
+    head = ("method", "networks", "points", "agreement %", "SQNR dB", f"{FIRST[bits]} on the same")
+    return lines + table(head, cells)
 
 
 def _means(rows: list[Row]) -> list[str]:
@@ -93,15 +91,10 @@ def shown_name(title: str) -> str:
 
 
 def listed_names(names: list[str]) -> str:
-    """Return 'a, b and c'."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def picture(rows: list[Row]) -> Figure:
-    """Draw the difference to float of every row, with its interval, in a panel for each network.
-
-    A loss beyond the axis is a number at its edge.
-    """
     networks: dict[str, list[Row]] = {}
     for row in rows:
         networks.setdefault(row["network"], []).append(row)
@@ -122,13 +115,11 @@ def picture(rows: list[Row]) -> Figure:
 
 
 def _name(row: Row) -> str:
-    """Method, engine and bits; the method's own mention of the engine is left out."""
     method = row["method"].removesuffix(f", {row['engine']}")
     return f"{method} ({display(row['engine'])}, {row['bits']})"
 
 
 def _mark(axes: Axes, place: int, row: Row) -> None:
-    """Draw one row: a point and its interval, or its value where it lies beyond the axis."""
     found = row["figures"]["points"]
     colour = LIGHT["blue" if row["method"].startswith("compress") else "alarm"]
     if found["value"] < -REACH:

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()
     file = o.out / "rows.jsonl"
-    done = {_key(row) for row in read_rows(file)}
+    done: set[tuple[str, ...]] = {(row["network"], row["method"], row["engine"]) for row in read_rows(file)}
     for name in o.networks:
         subject = _subject(name, o)
         with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +74,7 @@ def _measure(
             print(f"{name}, {title}: not measured ({error})", flush=True)
             continue
         seconds = o.made_in if o.made else time.perf_counter() - start
+        gpu = o.made_on or ("" if o.device == "cpu" else torch.cuda.get_device_name())
         for engine in missing:
             if engine not in expected:
                 expected[engine] = logits_of(path, engine, subject.images, o.threads)
@@ -82,7 +83,7 @@ def _measure(
             except CompressError as error:
                 print(f"{name}, {title}, {engine}: not measured ({error})", flush=True)
                 continue
-            row |= {"seconds": round(seconds, 1), "gpu": o.made_on or _gpu(o.device), "note": made.note}
+            row |= {"seconds": round(seconds, 1), "gpu": gpu, "note": made.note}
             append_row(file, row)
             print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
 
@@ -113,14 +114,6 @@ def _row(
         "load": round(os.getloadavg()[0], 1),
         "software": software("torch", "openvino", "onnxruntime", *([method.version] if method.version else [])),
     }
-
-
-def _gpu(device: str) -> str:
-    return "" if device == "cpu" else torch.cuda.get_device_name()
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return row["network"], row["method"], row["engine"]
 
 
 if __name__ == "__main__":

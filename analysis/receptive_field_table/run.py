@@ -14,6 +14,7 @@ from compress.files import write_text
 from compress.receptive import ReceptiveField, ReceptiveFieldTable, receptive_field, unproductive_layers
 from tests.receptive.support import supports, torchvision_model, without_chance
 
+# torchvision name -> the module whose units are the last that lie on a grid.
 ENDS = {
     "alexnet": "features",
     **dict.fromkeys(("vgg11_bn", "vgg13_bn", "vgg16_bn", "vgg19_bn"), "features"),
@@ -32,7 +33,6 @@ ENDS = {
     **dict.fromkeys(("shufflenet_v2_x0_5", "shufflenet_v2_x1_0"), "conv5"),
     **dict.fromkeys(("squeezenet1_0", "squeezenet1_1"), "features"),
 }
-"""torchvision name -> the module whose units are the last that lie on a grid."""
 
 SMALL = ((96, 83), (130, 97))
 COLUMNS = (
@@ -51,7 +51,6 @@ COLUMNS = (
 
 
 def without_excitation(model: nn.Module) -> nn.Module:
-    """Return the model without squeeze-and-excite, which makes every field global."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "SqueezeExcitation":
@@ -60,7 +59,6 @@ def without_excitation(model: nn.Module) -> nn.Module:
 
 
 def check(name: str, path: str, size: int) -> str:
-    """Compare a size with the support of gradients on three images; return "" or the first difference."""
     length = (size // 32 + 4) * 32
     strip = torch.zeros(1, 3, length, 96 if name == "inception_v3" else 64)
     row = receptive_field(without_excitation(torchvision_model(name)), strip).row(path)

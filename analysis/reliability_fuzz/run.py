@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from analysis.common.study import table
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx
 from compress.errors import CompressError
@@ -29,7 +30,6 @@ from compress.records.files import METRICS
 from compress.training.checkpoint import load_model, save_model
 
 BATCH = 200
-"""Inputs between two looks at the clock."""
 
 
 def seeds(folder: Path) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
@@ -60,7 +60,6 @@ def _onnx() -> bytes:
 
 @st.composite
 def mutated(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return `content` after one to eight edits: a byte, a number, a cut, a repetition, or text from a list."""
     data = bytearray(content)
     words = [
         b"[" * 200,
@@ -91,7 +90,6 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def fuzz(path: Path, content: bytes, read: Callable[[Path], Any], *, seconds: float, first: int) -> Counter[str]:
-    """Read mutations of a file for some seconds; count what was read, what was refused, and every other exception."""
     found: Counter[str] = Counter()
 
     def attempt(data: bytes) -> None:
@@ -140,10 +138,9 @@ def main() -> None:
             )
     write_json(options.out / "fuzz.json", {"seed": options.seed, "seconds": options.seconds, "rows": rows})
     columns = ("file", "inputs", "read", "refused", "other exceptions")
-    lines = [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in rows]
     command = f"`python -m analysis.reliability_fuzz.run --seconds {options.seconds:g} --seed {options.seed}`"
-    head = ["# Mutated files", "", f"{command}, on a CPU.", "", f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
-    write_text(options.out / "fuzz.md", "\n".join([*head, *lines, ""]))
+    lines = table(columns, ([row[column] for column in columns] for row in rows))
+    write_text(options.out / "fuzz.md", "\n".join(["# Mutated files", "", f"{command}, on a CPU.", "", *lines, ""]))
 
 
 if __name__ == "__main__":

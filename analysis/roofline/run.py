@@ -23,7 +23,6 @@ HEADERS = ("network", "device", "precision", "flop/B", "ridge", "bytes/image", "
 
 
 def bounds(work: Workload, devices: Sequence[str]) -> list[list[str]]:
-    """Return a row for each device and precision of a fused network; a precision that a device lacks is named."""
     rows = []
     for name in devices:
         for precision in PRECISIONS:

@@ -17,13 +17,13 @@ from compress.plots.style import LIGHT, caption, plain_ticks, save_figure, style
 from compress.receptive import receptive_field
 from compress.receptive.effective import effective_receptive_fields, grids, photograph_crops
 from compress.roofline_model import find_device
-from compress.roofline_model.counting import Operation, Workload, convolution, count
+from compress.roofline_model.counting import Workload, convolution, count
 from compress.roofline_model.devices import Device, parse_precision
 from compress.roofline_model.model import Roofline, Row, roofline_of
 from compress.roofline_model.tables import quantity
 
+# torchvision name -> number of parts of a module's path that name a block.
 NETWORKS = {"resnet50": 2, "vgg16": 2, "mobilenet_v2": 2, "convnext_tiny": 3, "vit_b_16": 3}
-"""torchvision name -> number of parts of a module's path that name a block."""
 
 
 CHANNELS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -85,24 +85,23 @@ def network_blocks(
 
 
 def block_of(path: str, depth: int) -> str:
-    """`layer2.0` of `layer2.0.conv1` at depth 2."""
     return ".".join(path.split(".")[:depth])
 
 
 def convolution_rows(
     kernel: str, *, device: Device, precision: str, batch_size: int, size: int, channels: Sequence[int] = CHANNELS
 ) -> tuple[Row, ...]:
-    """Rows of a key of `KERNELS`, as many channels out as in."""
     side, depthwise = KERNELS[kernel]
     operations = tuple(
         convolution(channels=c, size=size, kernel=side, groups=c if depthwise else 1, batch_size=batch_size)
         for c in channels
     )
-    return roofline_of(_workload(operations, batch_size), device=device, precision=precision).rows
+    shapes = ((batch_size,),)
+    work = Workload(model="convolutions", input_shapes=shapes, batch_size=batch_size, fused=True, operations=operations)
+    return roofline_of(work, device=device, precision=precision).rows
 
 
 def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: int = 32, size: int = 28) -> Figure:
-    """The roof, and each kind's channels at their intensity."""
     bandwidth, ridge = device.bandwidth_bytes_per_s, device.ridge_point(precision)
     peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     with styled():
@@ -123,7 +122,16 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
             _label_channels(lines, x, place_)
         for axes in (roof, lines):
             axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0)
-        _name_roof(roof, peak, f"{precision}\n{quantity(peak, unit + '/s')}")
+        roof.annotate(
+            f"{precision}\n{quantity(peak, unit + '/s')}",
+            (1.0, peak),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
+            weight="bold",
+        )
         roof.annotate(
             f"{quantity(bandwidth, 'B/s')}",
             (3, 3 * bandwidth),
@@ -215,12 +223,6 @@ def _powers(top: int) -> list[int]:
     return [2**power for power in range(2, top.bit_length()) if 2**power < top]
 
 
-def _workload(operations: tuple[Operation, ...], batch_size: int) -> Workload:
-    return Workload(
-        model="convolutions", input_shapes=((batch_size,),), batch_size=batch_size, fused=True, operations=operations
-    )
-
-
 def _label_channels(axes: Axes, x: Sequence[float], level: int) -> None:
     groups: list[list[int]] = []
     for index, value in enumerate(x):
@@ -241,23 +243,9 @@ def _label_channels(axes: Axes, x: Sequence[float], level: int) -> None:
         )
 
 
-def _name_roof(axes: Axes, y: float, text: str) -> None:
-    axes.annotate(
-        text,
-        (1.0, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        fontsize=8,
-        va="center",
-        weight="bold",
-    )
-
-
 def blocks(
     network: str, depth: int, *, device: str, precision: str, batch_size: int, image: int, images: int
 ) -> tuple[Block, ...]:
-    """Return the blocks of a network with their bounds, theoretical fields, and effective fields of fresh weights."""
     torch.manual_seed(0)
     model, x = getattr(torchvision.models, network)(weights=None).eval(), torch.randn(1, 3, image, image)
     effective = effective_fields(model, photograph_crops(images, (image, image)), depth)
@@ -267,7 +255,6 @@ def blocks(
 
 
 def effective_fields(model: nn.Module, images: Tensor, depth: int) -> dict[str, float]:
-    """Return the side of the effective field, pixels, at the last tensor of each block whose units lie on a grid."""
     last = {}
     for row in grids(receptive_field(model, images[:1]), images[:1]):
         scope = max(row.scopes, key=len, default="")

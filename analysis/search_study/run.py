@@ -15,7 +15,6 @@ from compress.records.summary import summary_table
 
 
 def searched(recipe: str, shares: Sequence[float], overrides: Sequence[str], engine: str, out: Path) -> Iterator[str]:
-    """Yield a row for each network that a search within each share of the latency fine-tuned."""
     for share in shares:
         folder = out / f"search-{share}"
         made = search_run(load_recipe(recipe, overrides), folder, engine=engine, latency=share, resume=folder.is_dir())
@@ -25,7 +24,6 @@ def searched(recipe: str, shares: Sequence[float], overrides: Sequence[str], eng
 
 
 def uniform(recipe: str, shares: Sequence[float], overrides: Sequence[str], engine: str, out: Path) -> Iterator[str]:
-    """Yield a row for each variant on the engine after the same share of every layer's channels was removed."""
     runs = [
         RecipeRun(
             label=f"uniform-{share}",

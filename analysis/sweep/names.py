@@ -42,6 +42,5 @@ def names() -> list[str]:
 
 
 def mixed(first: list[str], second: list[str]) -> list[str]:
-    """Merge two lists, each spread evenly over the result."""
     places = [(i / len(part), name) for part in (first, second) for i, name in enumerate(part)]
     return [name for _, name in sorted(places, key=lambda place: place[0])]

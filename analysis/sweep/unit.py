@@ -30,7 +30,6 @@ TARGETS = ("openvino", "onnxruntime")
 
 
 def study(name: str) -> Row:
-    """Return the row of one model; an error is noted with the stage in which it happened."""
     row: Row = {"status": "ok", "cpu_s": {}}
     try:
         _study(name, row)
@@ -91,7 +90,6 @@ def _study(name: str, row: Row) -> None:
 
 
 def build(name: str) -> tuple[nn.Module, int]:
-    """Return the model in evaluation mode, and the smallest image size of those tried on which it runs."""
     error: Exception | None = None
     for options, size in choices(name):
         try:
@@ -177,7 +175,6 @@ def decibel(reference: Tensor, value: Tensor) -> float:
 
 
 def described(qmodel: fx.GraphModule) -> Row:
-    """Return the number of quantizers, and of operations that stay float by rule, with an example and its reason."""
     left: dict[str, Row] = {}
     placement = placement_of(qmodel)
     for row in placement.decisions:
@@ -193,7 +190,6 @@ def described(qmodel: fx.GraphModule) -> Row:
 
 
 def parity(file: Path, engine: str, images: Tensor, expected: Tensor) -> dict[str, float]:
-    """Compare the engine with fake quantization on the same images; the remainder is in float32."""
     precision = "f32" if engine == "openvino" else None
     with compress.build_engine(file, engine, threads=1, precision=precision) as built:
         result = next(iter(built.run({built.inputs[0].name: images.numpy()}).values()))
@@ -205,7 +201,6 @@ def parity(file: Path, engine: str, images: Tensor, expected: Tensor) -> dict[st
 
 
 def speed(model: nn.Module, image: Tensor, folder: Path, engine: str) -> Row:
-    """Return the latency of the INT8 file over that of the float file, in turn, batch 1, one thread."""
     reference = folder / "float.onnx"
     if not reference.is_file():
         if sum(p.numel() * p.element_size() for p in model.parameters()) >= 2**31:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+# Height and smallest width of a recognizer's input, in pixels.
 HEIGHT, WIDTH = 48, 320
-"""Height and smallest width of a recognizer's input, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ def _fonts(folder: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]
 
 
 def _drawn(text: str, font: tuple[Path, int], draw: random.Random) -> np.ndarray:
-    """The image of a line: ink on paper, a little turned, blurred, noisy and compressed."""
     face = ImageFont.truetype(str(font[0]), draw.randint(24, 44), index=font[1])
     left, top, right, bottom = face.getbbox(text)
     margin = draw.randint(4, 12)

@@ -6,7 +6,6 @@ import numpy as np
 
 
 def main() -> None:
-    """Quantize with NNCF's defaults; KIND is `none` or `transformer`."""
     import nncf
     import openvino
 

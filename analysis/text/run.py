@@ -126,7 +126,6 @@ def study(name: str, folder: Path, o: argparse.Namespace) -> list[Row]:
 
 
 def float_file(network: Network, folder: Path) -> Path:
-    """Return the network's own file, or the part of it before `cut`."""
     found = find_spec(network.package)
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError(f"the package {network.package} is not installed, nor in --packages")
@@ -186,7 +185,6 @@ def _onnxruntime(source: Path, data: Images, out: Path) -> Path:
 
 
 def opened(path: Path, engine: str) -> Run:
-    """Return the first output of a file on an engine, as a function of the input; one thread, f32."""
     if engine == "openvino":
         options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
         model = openvino.Core().compile_model(str(path), "CPU", options)
@@ -209,7 +207,6 @@ def text_task(network: Network, source: Path, o: argparse.Namespace) -> tuple[Im
 
 
 def _read(drawn: Sequence[Line], characters: Sequence[str], run: Run, expected: Judged | None) -> Judged:
-    """Character error and lines without an error, in percent; spaces do not count."""
     outputs = [run(line.image[None]) for line in drawn]
     texts = [line.text.replace(" ", "") for line in drawn]
     read = [decode(output[0], characters).replace(" ", "") for output in outputs]
@@ -231,7 +228,6 @@ def feature_task(o: argparse.Namespace) -> tuple[Images, Callable[..., Judged]]:
 
 
 def photograph(path: Path) -> np.ndarray:
-    """Return a photograph, (1, 3, 224, 224), with ImageNet's mean and deviation."""
     with Image.open(path) as image:
         small = functional.center_crop(functional.resize(image.convert("RGB"), [256], antialias=True), [224, 224])
     x = functional.pil_to_tensor(small).float() / 255
@@ -264,13 +260,11 @@ def sqnr(expected: Images, found: Images) -> float:
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """Return the mean and its 95 % interval (percentiles of a bootstrap over the lines)."""
     draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
     return [float(values.mean()), *map(float, np.percentile(values[draws].mean(1), [2.5, 97.5]))]
 
 
 def timed(runs: dict[str, Run], images: Images, rounds: int) -> dict[str, tuple[float, float]]:
-    """Return (median ms an image, times faster than float), the methods timed in turn."""
     found: dict[str, list[float]] = {method: [] for method in runs}
     for _ in range(rounds):
         for method, run in runs.items():
@@ -285,7 +279,6 @@ def timed(runs: dict[str, Run], images: Images, rounds: int) -> dict[str, tuple[
 
 
 def _spent() -> float:
-    """Seconds of the processor, of this process and of those that it started."""
     return sum(os.times()[:4])
 
 
