@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def tests_of(changed: str) -> list[str]:
-    """Return the tests of a changed file of the repository; none where it is no Python file or has gone."""
+    # Return the tests of a changed file of the repository; none where it is no Python file or has gone.
     path = Path(changed)
     if path.suffix != ".py" or not (ROOT / path).exists():
         return []

@@ -9,12 +9,12 @@ import onnxruntime
 from compress import WeightSpec
 from compress.support.process import sums_bytes_in_16_bits
 
+# On x86 without VNNI, OpenVINO's sums of products with weights of 8 bits saturate.
 WEIGHTS = WeightSpec(num_bits=7 if sums_bytes_in_16_bits() else 8)
-"""On x86 without VNNI, OpenVINO's sums of products with weights of 8 bits saturate."""
 
 
 def session_options() -> onnxruntime.SessionOptions:
-    """Options with which ONNX Runtime's sums do not saturate either, and that keep it quiet."""
+    # Options with which ONNX Runtime's sums do not saturate either, and that keep it quiet.
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level, options.intra_op_num_threads = 3, 1
@@ -22,7 +22,7 @@ def session_options() -> onnxruntime.SessionOptions:
 
 
 def open_session(model: Path | str | onnx.ModelProto, *, optimize: bool = True) -> onnxruntime.InferenceSession:
-    """Load a model; without `optimize` every node runs by itself, in the order of the file."""
+    # Load a model; without `optimize` every node runs by itself, in the order of the file.
     options = session_options()
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -31,6 +31,6 @@ def open_session(model: Path | str | onnx.ModelProto, *, optimize: bool = True) 
 
 
 def compute(model: Path | str | onnx.ModelProto, x: np.ndarray, *, optimize: bool = True) -> np.ndarray:
-    """Return the first result of a model with one input."""
+    # Return the first result of a model with one input.
     session = open_session(model, optimize=optimize)
     return session.run(None, {session.get_inputs()[0].name: x})[0]

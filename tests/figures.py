@@ -9,7 +9,7 @@ from compress.report import figures
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_figures():
-    """Figures are drawn, but neither laid out nor written, except in `with whole_figures():`."""
+    # Figures are drawn, but neither laid out nor written, except in `with whole_figures():`.
     quick = {
         "settle": lambda figure: figure,
         "to_png": lambda figure: b"",

@@ -15,7 +15,7 @@ CONTEXT.set_forkserver_preload(["torchvision", "compress.cli.run", "compress.sea
 
 
 def start(output, call, *arguments, **environment):
-    """Begin `call(*arguments)`, a function of a module; what it says is written to the file `output`."""
+    # Begin `call(*arguments)`, a function of a module; what it says is written to the file `output`.
     process = CONTEXT.Process(target=_run, args=(str(output), environment, call, arguments), daemon=True)
     process.start()
     return process
@@ -31,7 +31,7 @@ def _run(output, environment, call, arguments):
 
 
 def two_places():
-    """The environments of two processes that find each other, as torchrun makes them."""
+    # The environments of two processes that find each other, as torchrun makes them.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -40,7 +40,6 @@ def two_places():
 
 
 def finish(output, *processes):
-    """Wait until they have ended without a failure."""
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * len(processes), output.read_text()[-3000:]

@@ -7,7 +7,7 @@ import pytest
 
 
 def further(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """Mark the cases that are not among `kept`: another case holds the same mechanism."""
+    # Mark the cases that are not among `kept`: another case holds the same mechanism.
     kept = list(kept)
     return [case if case in kept else pytest.param(*_values(case), marks=pytest.mark.release) for case in cases]
 

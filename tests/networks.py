@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Named parts, and what they compute: a function of the network and of an image, or tokens."""
-
+    # Named parts, and what they compute: a function of the network and of an image, or tokens.
     def __init__(self, run: Callable[["Net", Tensor], Tensor], **parts: object) -> None:
         super().__init__()
         self.run = run
@@ -22,8 +21,7 @@ class Net(nn.Module):
 
 
 class Residual(nn.Module):
-    """A downsampling residual block as in ResNet: both branches of its add end in a convolution."""
-
+    # A downsampling residual block as in ResNet: both branches of its add end in a convolution.
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -43,8 +41,7 @@ class Residual(nn.Module):
 
 
 class TinyResNet(nn.Module):
-    """Stem, max pool, two residual blocks, global average pool, classifier: 16 by 16 pixels and more."""
-
+    # Stem, max pool, two residual blocks, global average pool, classifier: 16 by 16 pixels and more.
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
@@ -63,23 +60,22 @@ class TinyResNet(nn.Module):
 
 
 def tiny(num_classes: int = 10, width: int = 8) -> nn.Module:
-    """A network that trains on the digits in seconds."""
+    # A network that trains on the digits in seconds.
     return TinyResNet(num_classes, width)
 
 
 def halved(num_classes: int = 10) -> nn.Module:
-    """The same in float16, which cannot be quantized."""
+    # The same in float16, which cannot be quantized.
     return tiny(num_classes).half()
 
 
 def network() -> nn.Module:
-    """The same small residual network on every call."""
     torch.manual_seed(0)
     return with_statistics(TinyResNet())
 
 
 def with_statistics(model: nn.Module, seed: int = 0) -> nn.Module:
-    """`model` with BatchNorm statistics and affine parameters that are not those of a fresh layer."""
+    # `model` with BatchNorm statistics and affine parameters that are not those of a fresh layer.
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
@@ -92,7 +88,7 @@ def with_statistics(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def narrow(num_classes: int = 10) -> nn.Module:
-    """Two convolutions with BatchNorm and a classifier, which a test can search in seconds."""
+    # Two convolutions with BatchNorm and a classifier, which a test can search in seconds.
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, 2, 1, bias=False),
         nn.BatchNorm2d(16),
@@ -108,7 +104,7 @@ def narrow(num_classes: int = 10) -> nn.Module:
 
 @contextmanager
 def unchanged(*models: nn.Module) -> Iterator[None]:
-    """Assert that weights, statistics and other buffers are the same after the block, to the bit."""
+    # Assert that weights, statistics and other buffers are the same after the block, to the bit.
     before = [copy.deepcopy(model.state_dict()) for model in models]
     yield
     torch.testing.assert_close([model.state_dict() for model in models], before, rtol=0, atol=0, equal_nan=True)

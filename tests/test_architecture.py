@@ -1,9 +1,8 @@
-"""The structure of the package, read from its source: imports, sizes of files and functions, and a few house rules.
-
-An import inside a function needs a comment, on its line or on the line above, that begins with one of two words and
-says the reason: `# optional: ...` for a dependency that may be missing, `# lazy: ...` for one that most uses can do
-without. Modules of compress itself are imported lazily by the command line alone.
-"""
+# The structure of the package, read from its source: imports, sizes of files and functions, and a few house rules.
+#
+# An import inside a function needs a comment, on its line or on the line above, that begins with one of two words and
+# says the reason: `# optional: ...` for a dependency that may be missing, `# lazy: ...` for one that most uses can do
+# without. Modules of compress itself are imported lazily by the command line alone.
 
 import ast
 import graphlib
@@ -19,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
+# From the ground up; a part imports from lower layers only.
 LAYERS = [
     {"errors", "variants", "version"},
     {"support"},
@@ -44,37 +44,33 @@ LAYERS = [
     {"__init__"},
     {"__main__"},
 ]
-"""From the ground up; a part imports from lower layers only."""
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 LONGEST_FUNCTION = 60
+# Parts that may import parts of compress inside functions.
 LAZY = {"cli", "__init__"}
-"""Parts that may import parts of compress inside functions."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement.
-
-    Attributes:
-        modules: what it names; `from a import b` names a.b where that is a module, else a.
-        line: its number.
-        inside: True inside a function.
-        reason: True if a comment gives a reason for it.
-    """
-
+    # One import statement.
+    #
+    # Attributes:
+    # modules: what it names; `from a import b` names a.b where that is a module, else a.
+    # line: its number.
+    # inside: True inside a function.
+    # reason: True if a comment gives a reason for it.
     modules: tuple[str, ...]
     line: int
     inside: bool
     reason: str
 
 
+# Every module of the package by name.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-"""Every module of the package by name."""
 SOURCES = [path for folder in ("compress", "analysis", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
-"""Every file whose size is limited."""
 
 
 def part(module: str) -> str:
@@ -181,7 +177,7 @@ def test_every_package_says_what_it_is_for():
 
 
 def test_packages_ship(tmp_path):
-    """The wheel holds every module and data file of the package, and the recipes."""
+    # The wheel holds every module and data file of the package, and the recipes.
     for folder in ("compress", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -205,7 +201,7 @@ def test_nothing_prints_below_the_command_line():
 
 
 def test_user_input_is_not_asserted_on():
-    """Asserts narrow types for the type checker; none carries a message for a user."""
+    # Asserts narrow types for the type checker; none carries a message for a user.
     for path in FILES.values():
         for node in ast.walk(parsed(path)):
             assert not (isinstance(node, ast.Assert) and node.msg is not None), f"{path}:{node.lineno}"

@@ -1,7 +1,6 @@
-"""The course: notebooks are those of their sources, alike in both languages; a lesson and its answers run in turn.
-
-`COURSE=all` runs every lesson (`make course`); otherwise one a day is run.
-"""
+# The course: notebooks are those of their sources, alike in both languages; a lesson and its answers run in turn.
+#
+# `COURSE=all` runs every lesson (`make course`); otherwise one a day is run.
 
 import datetime
 import importlib.util
@@ -70,7 +69,7 @@ def test_links_lead_somewhere(source):
 
 
 def test_a_term_has_the_same_translation_everywhere():
-    """Each row of the glossary is used in its lesson; where a lesson uses the English word, it has the Chinese one."""
+    # Each row of the glossary is used in its lesson; where a lesson uses the English word, it has the Chinese one.
     rows = re.findall(r"^\| ([a-zA-Z].*?) \| (.*?) \| (\d+) \|$", (COURSE / "glossary.md").read_text("utf-8"), re.M)
     assert len(rows) >= 10 and len({english for english, _, _ in rows}) == len(rows)
     for source in SOURCES:

@@ -198,7 +198,7 @@ def test_matches_do_not_depend_on_how_many_images_are_matched_at_a_time(make, mo
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_the_host_reads_nothing_from_the_device(name):
-    """On the meta device there is nothing to read: a selection by a mask or a number of the host's fails."""
+    # On the meta device there is nothing to read: a selection by a mask or a number of the host's fails.
     head = DetectorHead(FAMILIES[name](), SIZE, 3)
     loss = batch_loss(FAMILIES[name]())
     outputs = {key: torch.empty(3, *shape, device="meta") for key, shape in head.shapes.items()}

@@ -1,4 +1,4 @@
-"""The documentation: it builds without a warning, every link resolves, and its Python runs as it stands."""
+# The documentation: it builds without a warning, every link resolves, and its Python runs as it stands.
 
 import contextlib
 import io
@@ -54,6 +54,7 @@ def test_the_page_of_the_library_says_which_names_are_experimental():
     assert named and named == compress._EXPERIMENTAL
 
 
+# Names whose example takes long or needs an extra: it is shown, and these tests run the function.
 ELSEWHERE = {
     "build_tensorrt": "tests/engines/tensorrt",
     "export_executorch": "tests/onnx_ptq/test_pt2e.py",
@@ -63,11 +64,10 @@ ELSEWHERE = {
     "SearchSpec": "tests/search/test_models.py",
     "Front": "tests/search/test_models.py",
 }
-"""Names whose example takes long or needs an extra: it is shown, and these tests run the function."""
 
 
 def test_every_public_name_has_an_example_that_runs():
-    """In its docstring: pytest runs these as doctests (`--doctest-modules`, conftest.py)."""
+    # In its docstring: pytest runs these as doctests (`--doctest-modules`, conftest.py).
     examples = {
         name: [line for line in (getattr(compress, name).__doc__ or "").splitlines() if line.strip().startswith(">>>")]
         for name in compress._HOMES
@@ -92,21 +92,21 @@ def test_every_public_name_has_an_example_that_runs():
     ids=lambda value: value.stem if isinstance(value, Path) else "",
 )
 def test_a_recipe_of_a_page_is_taken(page, block, tmp_path):
-    """Whole recipes and single sections alike: every key has a default."""
+    # Whole recipes and single sections alike: every key has a default.
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert all(getattr(recipe, key) is not None for key in yaml.safe_load(block) if key != "base")
 
 
 def test_fenced_blocks_are_python_recipes_or_commands():
-    """A block of another language would be run by no test."""
+    # A block of another language would be run by no test.
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
         assert set(re.findall(r"^```(\w+)", page.read_text(), flags=re.MULTILINE)) <= {"python", "yaml"}, page
 
 
 @pytest.mark.parametrize("page", further(PAGES, [p for p in PAGES if p.stem != "sparsity"]), ids=lambda path: path.stem)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
-    """In order, in one namespace and an empty folder."""
+    # In order, in one namespace and an empty folder.
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
@@ -114,7 +114,7 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_the_page_of_the_demo_is_of_its_metrics():
-    """A page of an older run beside newer figures would contradict the tables."""
+    # A page of an older run beside newer figures would contradict the tables.
     rows = json.loads((ROOT / "results" / "demo" / "metrics.json").read_text())
     page = (ROOT / "results" / "demo" / "report.html").read_text()
     times = [row["value"] for row in rows if row["name"] == "p50_ms" and row["value"] is not None]
@@ -134,13 +134,13 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def words(text):
-    """The text without its numbers, which depend on the machine."""
+    # The text without its numbers, which depend on the machine.
     return re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d+)?", "#", text)).strip()
 
 
 @pytest.mark.parametrize("path", further(NOTEBOOKS, NOTEBOOKS[:1]), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_outputs_are_todays(path, tmp_path, monkeypatch):
-    """In order, in one namespace and an empty folder, without a Jupyter server, which the tests do not need."""
+    # In order, in one namespace and an empty folder, without a Jupyter server, which the tests do not need.
     monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")
     plt.close("all")

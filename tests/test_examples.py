@@ -1,4 +1,4 @@
-"""The examples run as they stand, on a few pictures and with a small network; each leaves an INT8 file that runs."""
+# The examples run as they stand, on a few pictures and with a small network; each leaves an INT8 file that runs.
 
 import importlib
 import shutil
@@ -100,10 +100,9 @@ def test_every_example_is_run_by_a_test():
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The folder of both programs, built against the libraries of the Python packages.
-
-    ONNX Runtime's package has no headers: tests/cpp has the part of its interface that the program uses.
-    """
+    # The folder of both programs, built against the libraries of the Python packages.
+    #
+    # ONNX Runtime's package has no headers: tests/cpp has the part of its interface that the program uses.
     if not (shutil.which("cmake") and shutil.which("c++")):
         pytest.skip("cmake or a C++ compiler is missing")
     openvino = pytest.importorskip("openvino")

@@ -1,7 +1,6 @@
-"""Figures in the README and on overview pages are computed anew from the JSON files that the studies wrote.
-
-A study that is run again changes its own page by itself; the sentences that quote it elsewhere are written by hand.
-"""
+# Figures in the README and on overview pages are computed anew from the JSON files that the studies wrote.
+#
+# A study that is run again changes its own page by itself; the sentences that quote it elsewhere are written by hand.
 
 import json
 import re
@@ -191,11 +190,10 @@ PAIRS = [
     (ROOT / "README.md", ROOT / "README.zh-CN.md"),
     *((ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))),
 ]
-"""English pages and their Chinese ones."""
 
 
 def links(page):
-    """Return where the links lead, without those between the languages; a Chinese page counts as its English one."""
+    # Return where the links lead, without those between the languages; a Chinese page counts as its English one.
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\[(?:中文|English)\]\([^)]*\)", "", page.read_text())):
         name, _, anchor = link.partition("#")
         path = (page.parent / name).resolve()
@@ -218,7 +216,7 @@ def test_a_chinese_page_has_the_figures_commands_and_links_of_the_english_one(en
 
 
 def test_chinese_pages_use_the_words_of_the_glossary():
-    """Where an English page says a term, the Chinese page has its translation."""
+    # Where an English page says a term, the Chinese page has its translation.
     glossary = (ROOT / "docs" / "course" / "glossary.md").read_text()
     rows = re.findall(r"^\| ([a-zA-Z].*?) \| (.*?) \| \d+ \|$", glossary, flags=re.MULTILINE)
     for english, chinese in PAIRS:

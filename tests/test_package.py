@@ -45,7 +45,7 @@ def test_functions_are_not_replaced_by_packages():
     ],
 )
 def test_a_name_loads_no_more_than_it_needs(statement, absent):
-    """In a process of its own; interrupts must be handled as they were before."""
+    # In a process of its own; interrupts must be handled as they were before.
     lines = (
         "import signal, sys",
         "before = signal.getsignal(signal.SIGINT)",
@@ -73,7 +73,7 @@ def test_every_public_function_and_class_says_what_it_does():
 
 
 def test_every_hint_to_install_names_this_distribution():
-    """`compress` in the registry is another project: nobody may be sent there."""
+    # `compress` in the registry is another project: nobody may be sent there.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION and "compress" not in project["scripts"]
     texts = [*(ROOT / "compress").rglob("*.py"), *(ROOT / "compress").rglob("*.md"), ROOT / "README.md"]
@@ -84,7 +84,7 @@ def test_every_hint_to_install_names_this_distribution():
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from():
-    """No daemon is needed to see a file that is not there, an extra that is not declared, or another program's name."""
+    # No daemon is needed to see a file that is not there, an extra that is not declared, or another program's name.
     text = (ROOT / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE) for name in line.split()}

@@ -123,7 +123,7 @@ def test_broken_and_doubled(text, message, tmp_path):
 
 
 def test_two_of_four_needs_no_quotes(tmp_path):
-    """YAML 1.1 reads 2:4 as 124, to the base of 60."""
+    # YAML 1.1 reads 2:4 as 124, to the base of 60.
     (tmp_path / "r.yaml").write_text("sparsity: {pattern: 2:4}\n")
     recipe = load_recipe(tmp_path / "r.yaml")
     assert recipe.sparsity.pattern == "2:4"

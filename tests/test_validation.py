@@ -112,7 +112,7 @@ def test_a_dataclass_survives_the_way_through_its_tree():
 
 
 def test_on_and_off_of_yaml_are_words_where_words_are_asked_for():
-    """YAML 1.1 makes true and false of the unquoted words; a key that takes true or false keeps them."""
+    # YAML 1.1 makes true and false of the unquoted words; a key that takes true or false keeps them.
     recipe = parse_recipe({"qat": {"distill": True}, "data": {"augment": False}}, ["qat.fused=off"])
     assert (recipe.qat.fused, recipe.qat.distill, recipe.data.augment) == ("off", True, False)
     assert parse_recipe({}, ["qat.fused=on"]).qat.fused == "on"
@@ -121,7 +121,7 @@ def test_on_and_off_of_yaml_are_words_where_words_are_asked_for():
 
 
 def test_half_of_a_character_is_named():
-    """YAML's escapes can make one, and no file or process takes it."""
+    # YAML's escapes can make one, and no file or process takes it.
     with pytest.raises(RecipeError, match=r"it holds '\\ud800', half of a character"):
         parse_recipe({"model": {"name": "a\ud800b"}})
 

@@ -28,8 +28,8 @@ def layer(inputs, outputs):
     return conv, nn.BatchNorm2d(outputs), nn.ReLU()
 
 
+# The tests' images have their size and normalization already.
 UNCHANGED = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
-"""The tests' images have their size and normalization already."""
 
 
 def retinanet(num_classes=3):
@@ -47,8 +47,7 @@ def fcos(num_classes=3):
 
 
 class _Wide(nn.Module):
-    """The backbone in 32 channels, which the head of FCOS needs for its 32 groups."""
-
+    # The backbone in 32 channels, which the head of FCOS needs for its 32 groups.
     out_channels = 32
 
     def __init__(self):

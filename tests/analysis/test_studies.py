@@ -1,4 +1,4 @@
-"""Studies stay runnable: every module is imported, and every study has its page and its row in the index."""
+# Studies stay runnable: every module is imported, and every study has its page and its row in the index.
 
 import importlib
 import re
@@ -27,7 +27,7 @@ STUDIES = sorted(p.parent.name for p in ANALYSIS.glob("*/run.py"))
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_study_can_be_imported(module):
-    """A name that compress no longer has would otherwise show only when the study is run again."""
+    # A name that compress no longer has would otherwise show only when the study is run again.
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -131,8 +131,7 @@ def test_random_networks_keep_their_results(first):
 
 
 def test_the_check_sees_a_wrong_result(monkeypatch):
-    """A network that is quantized with a range a thousand times too small is a failure."""
-
+    # A network that is quantized with a range a thousand times too small is a failure.
     def coarse(*args, **options):
         qmodel = real(*args, **options)
         for _, quantizer in check.quantizers(qmodel):
@@ -156,7 +155,7 @@ def test_every_operation_is_drawn():
 
 @given(codes=st.lists(st.integers(1, 5), max_size=10), repeats=st.lists(st.integers(1, 3), min_size=10, max_size=10))
 def test_a_best_path_is_decoded(codes, repeats):
-    """Each code some times in a row and a blank after it, as a network may say it."""
+    # Each code some times in a row and a blank after it, as a network may say it.
     path = [part for code, count in zip(codes, repeats, strict=False) for part in [*[code] * count, 0]]
     assert decode(np.eye(6)[path].reshape(-1, 6), "abcde") == "".join("abcde"[code - 1] for code in codes)
 

@@ -1,4 +1,4 @@
-"""Findings, bytes, advice and roofline of engines, against given layers and manual counts."""
+# Findings, bytes, advice and roofline of engines, against given layers and manual counts.
 
 from dataclasses import replace
 from pathlib import Path

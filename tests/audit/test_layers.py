@@ -1,4 +1,4 @@
-"""Parsers of an engine's layers: recorded texts (see nvidia/README.md) and a real TensorRT-RTX build."""
+# Parsers of an engine's layers: recorded texts (see nvidia/README.md) and a real TensorRT-RTX build.
 
 import json
 from pathlib import Path
@@ -251,7 +251,7 @@ def test_files_beside_an_engine(tmp_path):
 
 
 def test_a_real_build(tmp_path):
-    """Shapes, types and macs of a network that TensorRT-RTX builds here: what the log says is what was exported."""
+    # Shapes, types and macs of a network that TensorRT-RTX builds here: what the log says is what was exported.
     from compress.engines.tensorrt.build import build_tensorrt
     from compress.engines.tensorrt.options import TensorRTOptions
 

@@ -1,5 +1,3 @@
-"""The audit of ONNX files, on files written down here."""
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -159,7 +157,7 @@ sparse (float[1,4,4,4] x, float[2,4] a)
 
 @pytest.mark.parametrize(("values", "violations"), [((1, 2, 0, 0), 0), ((1, 2, 3, 0), 3), ((0, 0, 0, 0), 0)])
 def test_the_pattern_is_looked_for_along_the_inputs_of_each_kind(tmp_path, values, violations):
-    """One group of four for each of the outputs."""
+    # One group of four for each of the outputs.
     rows = [values] * 3
     texts = {
         "CONV": [*values, 5, 6, 0, 0],
@@ -201,7 +199,7 @@ plain (float[2,4] a, float[4,3] b)
 
 
 def test_without_a_zero_point_integers_have_no_sign_and_only_matrices_have_a_pattern(tmp_path):
-    """As ONNX says of QuantizeLinear; a weight that is turned twice has its inputs on the first axis."""
+    # As ONNX says of QuantizeLinear; a weight that is turned twice has its inputs on the first axis.
     onnx.save(onnx.parser.parse_model(PLAIN), tmp_path / "m.onnx")
     types = {row.name: (row.input_type, row.weight_type) for row in audit_onnx(tmp_path / "m.onnx").rows}
     assert types["both"] == ("uint8", "float") and types["free"] == ("float", "float")
@@ -224,7 +222,7 @@ def test_types_that_the_checker_lets_pass_are_refused(tmp_path):
 
 
 def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
-    """A GRU of 4 inputs and 8 states: 3 * 8 * (4 + 8) weights."""
+    # A GRU of 4 inputs and 8 states: 3 * 8 * (4 + 8) weights.
     node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
     weights = [numpy_helper.from_array(np.ones((1, 24, n), np.float32), name) for n, name in ((4, "w"), (8, "r"))]
     ends = [helper.make_tensor_value_info(name, 1, [3, 1, 1, 8] if name == "y" else [3, 1, 4]) for name in ("x", "y")]
@@ -238,7 +236,7 @@ def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
-    """The engine's own graph is the oracle."""
+    # The engine's own graph is the oracle.
     model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 16)
     qmodel = quantize(model, x, [x], spec=QuantSpec(target="onnxruntime"))
     path = export_onnx(qmodel, x, tmp_path / "m.onnx", precision=precision)
@@ -250,7 +248,7 @@ def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
 
 
 def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
-    """Of a float file, its halves, and one with a quantized and a float product."""
+    # Of a float file, its halves, and one with a quantized and a float product.
     rng = np.random.default_rng(0)
     nodes = [helper.make_node("Conv", [a, "w"], [b], name=b) for a, b in (("x", "a"), ("a", "y"))]
     values = [helper.make_tensor_value_info(name, 1, [2, 4, 4, 4]) for name in "xy"]

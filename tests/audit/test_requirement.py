@@ -73,8 +73,8 @@ SMALL = (
     "shared by levels",
     "frozen norm",
 )
+# Blocks that TensorRT-RTX builds, each in seconds.
 BUILT = {"residual", "encoder"}
-"""Blocks that TensorRT-RTX builds, each in seconds."""
 
 
 CASES = [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT]
@@ -133,7 +133,7 @@ def test_a_convolution_whose_result_is_not_rounded_is_float_on_onnx_runtime(netw
 
 
 def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):
-    """In a file for OpenVINO the last convolution's result is not rounded; ONNX Runtime's own graph is the oracle."""
+    # In a file for OpenVINO the last convolution's result is not rounded; ONNX Runtime's own graph is the oracle.
     network, x = NETWORKS["chain"]()
     qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
     path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
@@ -187,7 +187,7 @@ def test_a_few_names_are_all_shown():
 
 
 def test_no_product_is_lost_whose_name_the_engine_does_not_keep(tmp_path):
-    """OpenVINO calls a product of attention by the last of the scales after it, which the file computes from sizes."""
+    # OpenVINO calls a product of attention by the last of the scales after it, which the file computes from sizes.
     torch.manual_seed(0)
     model, x = TOKENS["attention"]().eval(), torch.randn(2, 8, 32)
     torch.onnx.export(model, (x,), str(tmp_path / "float.onnx"), dynamo=False, opset_version=17)

@@ -1,4 +1,4 @@
-"""Rows of flattened tensors, in real TensorRT-RTX builds with an open and a fixed batch, and in given layers."""
+# Rows of flattened tensors, in real TensorRT-RTX builds with an open and a fixed batch, and in given layers.
 
 from dataclasses import replace
 
@@ -124,7 +124,7 @@ def test_views_and_products_keep_rows_and_moves_keep_elements():
 
 
 def test_a_part_of_a_tensor_has_its_rows_and_no_more_is_written_than_read():
-    """Queries, cut out of (windows, tokens, 3 * 32): the node that the kernel names leaves all three."""
+    # Queries, cut out of (windows, tokens, 3 * 32): the node that the kernel names leaves all three.
     shapes = {"qkv": (NodeOutput(dims=(16, 16, 96), users=frozenset({"split"}), result=False),)}
     whole = layer("fc", [("x", (-1, 256, 8))], [("f", (-1, 96))], ("qkv",), kind="gemm")
     cut = layer("__myl_AddReshTranMaxr_myl0_1", [("f", (-1, 32))], [("q", (-1, 16, 16))], ("qkv",))

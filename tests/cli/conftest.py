@@ -10,8 +10,7 @@ from tests.figures import whole_figures as whole_figures
 
 @pytest.fixture
 def compress(monkeypatch, capsys):
-    """The result of `python -m compress`, without a process."""
-
+    # The result of `python -m compress`, without a process.
     def call(*arguments, cwd=None):
         handler = signal.getsignal(signal.SIGINT)
         with monkeypatch.context() as patched:

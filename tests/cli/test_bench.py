@@ -1,4 +1,4 @@
-"""`bench` on a run folder and on files, some of which are damaged. No time is judged."""
+# `bench` on a run folder and on files, some of which are damaged. No time is judged.
 
 import json
 import re
@@ -240,7 +240,7 @@ def test_commands_are_printed_without_a_build(tmp_path):
 
 
 def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
-    """`build recipe` runs the recipe first; of a run that it had begun, it takes the rest."""
+    # `build recipe` runs the recipe first; of a run that it had begun, it takes the rest.
     recipe, asked = parse_recipe(TREE), []
 
     def stopped(recipe, command, folder, *, resume, progress):
@@ -258,7 +258,7 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
 
 
 def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeypatch):
-    """`build recipe --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
+    # `build recipe --set` begins a folder beside the user's run; the user's `--resume` must not end in that one.
     asked = []
     monkeypatch.chdir(tmp_path)
     for place in ("compress.cli.build.run", "compress.pipeline.run"):
@@ -304,7 +304,7 @@ def test_a_run_for_a_gpu_that_rtx_lacks_says_so_and_goes_on(tmp_path):
 
 @pytest.mark.parametrize("command", ["recipe", "explore"])
 def test_a_missing_builder_is_told_before_the_run_that_it_would_build(tmp_path, monkeypatch, command):
-    """A library that is not installed is one that Python cannot import."""
+    # A library that is not installed is one that Python cannot import.
     ran = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)

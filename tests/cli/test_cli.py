@@ -1,7 +1,7 @@
-"""The command line as a user meets it: exit status, what is on which stream, what is said.
-
-A help page, a refusal and an interrupt run in a process of their own; all other cases call the same `main` in this one,
-which saves the seconds that a process takes to import torch."""
+# The command line as a user meets it: exit status, what is on which stream, what is said.
+#
+# A help page, a refusal and an interrupt run in a process of their own; all other cases call the same `main` in this
+# one, which saves the seconds that a process takes to import torch.
 
 import io
 import json
@@ -45,7 +45,7 @@ def process(*arguments, cwd=None):
 
 
 def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
-    """In a process in which torch cannot be imported."""
+    # In a process in which torch cannot be imported.
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     seen = {}
@@ -203,7 +203,7 @@ def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
 
 
 def commands_in(text):
-    """(command, its arguments) of each `python -m compress` line or cell; words after two spaces or # explain it."""
+    # (command, its arguments) of each `python -m compress` line or cell; words after two spaces or # explain it.
     for line in re.findall(r"^(?:\| `)?python -m compress +([^`\n]*)", text, flags=re.MULTILINE):
         for one in re.split(r" \\?\| ", re.sub(r"\s+#\s.*", "", line)):
             name, _, rest = one.partition(" ")
@@ -211,7 +211,7 @@ def commands_in(text):
 
 
 def command_of(name, arguments):
-    """The command that words of a command line name, in a group where they do, with its full name and its arguments."""
+    # The command that words of a command line name, in a group where they do, with its full name and its arguments.
     command = get_command(app).commands[name]
     while hasattr(command, "commands"):
         command, name, arguments = command.commands[arguments[0]], f"{name} {arguments[0]}", arguments[1:]
@@ -241,7 +241,7 @@ def test_every_command_is_on_the_page_of_commands():
 
 @pytest.mark.parametrize("line", ["--help", "inspect --help", "build --help", "qat --recipe TYPO", "search -r TYPO"])
 def test_help_and_a_recipe_that_is_not_there_need_no_torch(line):
-    """The whole list and those of the groups; a command's own help imports what the command does."""
+    # The whole list and those of the groups; a command's own help imports what the command does.
     lines = (
         "import sys",
         "from compress.cli.app import app",
@@ -310,7 +310,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(compress, tmp_path):
 
 
 def test_the_console_script_finds_modules_beside_it(compress, monkeypatch, tmp_path):
-    """As `python -m` does: a script's own folder is first in sys.path, not the working one."""
+    # As `python -m` does: a script's own folder is first in sys.path, not the working one.
     (tmp_path / "beside_it.py").write_text("from torchvision.models import squeezenet1_1 as make")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
     (tmp_path / "r.yaml").write_text("{model: {name: 'beside_it:make'}, data: {name: shapes, image_size: 32}}")
@@ -319,7 +319,7 @@ def test_the_console_script_finds_modules_beside_it(compress, monkeypatch, tmp_p
 
 
 def test_progress_through_a_pipe_is_lines(compress, tmp_path):
-    """After the plan each epoch and each result has a line with the time of day."""
+    # After the plan each epoch and each result has a line with the time of day.
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "{model: {name: squeezenet1_1}, "
@@ -462,7 +462,7 @@ def test_a_file_is_replaced_only_with_force(tmp_path):
 
 
 def test_each_answer_is_checked(tmp_path, monkeypatch):
-    """On a terminal; a wrong answer is asked for again, with what is allowed."""
+    # On a terminal; a wrong answer is asked for again, with what is allowed.
     (tmp_path / "mine" / "train" / "ant").mkdir(parents=True)
     (tmp_path / "mine" / "val" / "ant").mkdir(parents=True)
     answers = ["clasification", "classification", "resnet18", "none.pth", "", "foldr", "folder"]
@@ -568,7 +568,7 @@ def test_sentences_of_a_wide_table_are_lines_below_it(shown):
 
 
 def test_numbers_that_do_not_fit_are_left_out_and_named(shown):
-    """The table of a run: engine, batch and variant were squeezed to nothing."""
+    # The table of a run: engine, batch and variant were squeezed to nothing.
     titles = ("engine", "batch", "variant", "top-1", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
     rows = [("openvino (bf16)", "1", "ptq", "98.66", "0.226", "2.55x", "0.31", "4400", "11.2 MB", "0.251")]
     console.print_table("run", titles, rows, numbers=titles[3:])

@@ -1,5 +1,3 @@
-"""`inspect engine` on recorded engines, as a user calls it."""
-
 import json
 from pathlib import Path
 
@@ -103,7 +101,7 @@ def test_a_file_is_mended_by_one_command(compress, folder):
 
 
 def test_the_diagnosis_is_of_the_file_that_a_run_writes(compress, folder):
-    """`smooth: auto` scales the channels of both, so the file is good and nothing is to be mended."""
+    # `smooth: auto` scales the channels of both, so the file is good and nothing is to be mended.
     (folder / "default.yaml").write_text(PER_TENSOR.replace("smooth: null, ", ""))
     told = compress(
         "inspect", "parity", *FILE[:4], "--recipe", "default.yaml", "--mend-sqnr", "30", "--json", cwd=folder
@@ -138,7 +136,7 @@ distance.unit, distance.direction = "mm", "lower"
 
 
 def test_a_file_is_mended_by_a_metric_of_the_users_own(compress, folder, monkeypatch):
-    """The distance to what the float file returns: none of the float network, so the goal is a distance."""
+    # The distance to what the float file returns: none of the float network, so the goal is a distance.
     x = np.stack([batch.numpy() for batch in batches()])
     wanted = np.stack([run(folder / "net.onnx", part) for part in x])
     np.savez(folder / "judged.npz", x=x, y=wanted)

@@ -114,7 +114,7 @@ def test_pictures_become_inputs_as_asked(folder):
 
 
 def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
-    """Against torchvision's transforms; a file that says nothing has ImageNet's numbers and its own size."""
+    # Against torchvision's transforms; a file that says nothing has ImageNet's numbers and its own size.
     said = Preprocessing(
         image_size=20, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), interpolation="bicubic", crop_ratio=0.8
     )
@@ -136,7 +136,7 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
 
 
 def test_hidden_files_are_no_pictures(folder):
-    """macOS writes a file `._NAME` beside each on disks of another kind; it is no picture."""
+    # macOS writes a file `._NAME` beside each on disks of another kind; it is no picture.
     (folder / "pictures" / "._0.png").write_bytes(b"attributes")
     assert len(ImageFolder(folder / "pictures", Preprocessing(image_size=8), limit=9, batch_size=1).paths) == 3
 

@@ -120,7 +120,6 @@ MASK = (1 << 64) - 1
 
 
 def splitmix64(state):
-    """The published generator in plain integers."""
     while True:
         state = (state + 0x9E3779B97F4A7C15) & MASK
         z = state

@@ -17,8 +17,7 @@ def pixels(seed, count):
 
 
 def python2_pickle(data, targets, key):
-    """Return a file as Python 2 wrote it: protocol 2, bytes as short texts, the array through numpy.core.multiarray."""
-
+    # Return a file as Python 2 wrote it: protocol 2, bytes as short texts, the array through numpy.core.multiarray.
     def text(raw):
         return (b"U" + bytes([len(raw)]) if len(raw) < 256 else b"T" + struct.pack("<I", len(raw))) + raw
 

@@ -265,7 +265,7 @@ def test_pixels_without_a_fixed_range_are_refused(root, pixels):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_images_stand_upright(tmp_path, orientation):
-    """EXIF 2.32, tag 274: where row 0 and column 0 of the stored pixels are in the scene."""
+    # EXIF 2.32, tag 274: where row 0 and column 0 of the stored pixels are in the scene.
     rows, columns = {
         1: ("top", "left"),
         2: ("top", "right"),
@@ -289,7 +289,6 @@ def test_images_stand_upright(tmp_path, orientation):
 
 @pytest.mark.parametrize("size", [(60, 90), (11, 170), (40, 40)])
 def test_evaluation_takes_the_whole_image_where_asked(root, size):
-    """Against Pillow."""
     first = load_data(spec(root)).val.files[0]
     write_image(first.with_suffix(".bmp"), seed=1, size=size)
     first.with_suffix(".bmp").rename(first)
@@ -424,7 +423,7 @@ def test_a_file_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
 
 
 def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
-    """Its limit is made small, so that the pictures need not be large; parts of them are cut out, too."""
+    # Its limit is made small, so that the pictures need not be large; parts of them are cut out, too.
     with open_image(io.BytesIO(encoded())) as file:
         image = file.convert("RGB")
     strip = Image.fromarray(np.random.default_rng(1).integers(0, 256, (700, 20, 3), dtype=np.uint8))
@@ -458,7 +457,7 @@ def test_it_is_the_count_of_the_loaded_data(values, made):
 
 @pytest.mark.parametrize(("name", "count"), [("cifar10", 10), ("cifar100", 100)])
 def test_cifar_need_not_be_here(name, count):
-    """The published counts of both data sets; tests of the reader compare them with files."""
+    # The published counts of both data sets; tests of the reader compare them with files.
     assert class_count(DataSpec(name=name, root="nowhere")) == count
 
 
@@ -475,7 +474,7 @@ def test_another_number_is_refused(values, made):
 
 
 def test_commands_see_the_recipes_classes(tmp_path, monkeypatch):
-    """The classifier of ResNet-18 has 512 weights for each of the ten digits."""
+    # The classifier of ResNet-18 has 512 weights for each of the ten digits.
     monkeypatch.chdir(tmp_path)
     arguments = ["--recipe", "resnet18", "--set", "data.image_size=32", "--json"]
 

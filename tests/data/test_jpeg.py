@@ -1,4 +1,4 @@
-"""JPEG files decoded by the device that uses them; here by the CPU's decoder in its place, against the usual path."""
+# JPEG files decoded by the device that uses them; here by the CPU's decoder in its place, against the usual path.
 
 import io
 import shutil

@@ -1,4 +1,4 @@
-"""OpenVINO and ONNX Runtime: the same results as ONNX's own reference evaluator, the same refusals."""
+# OpenVINO and ONNX Runtime: the same results as ONNX's own reference evaluator, the same refusals.
 
 import ctypes
 import subprocess
@@ -345,7 +345,7 @@ print("alive")
 
 
 def signal_stack():
-    """Return this thread's stack from sigaltstack(2) as bytes: pointer, flags and size."""
+    # Return this thread's stack from sigaltstack(2) as bytes: pointer, flags and size.
     stack = ctypes.create_string_buffer(24)
     ctypes.CDLL(None).sigaltstack(None, stack)
     return stack.raw

@@ -1,4 +1,4 @@
-"""The table of engines: what is listed, what is refused, and libraries that are missing or placeholders."""
+# The table of engines: what is listed, what is refused, and libraries that are missing or placeholders.
 
 import importlib
 import os

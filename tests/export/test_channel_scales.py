@@ -123,7 +123,7 @@ def test_another_place_is_refused(tmp_path):
 
 @pytest.mark.parametrize("place", ["weight", "output"])
 def test_fp8_in_a_half_precision_file(tmp_path, place):
-    """Weights and zero points stay FP8 though all other floats become float16; ONNX Runtime gets torch's numbers."""
+    # Weights and zero points stay FP8 though all other floats become float16; ONNX Runtime gets torch's numbers.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     x = torch.randn(4, 3, 9, 9)
@@ -206,8 +206,7 @@ def test_zero_points(case):
 
 
 def bottlenecks():
-    """Signed tensors that a convolution without padding reads: alone, beside a sum, and beside a concat."""
-
+    # Signed tensors that a convolution without padding reads: alone, beside a sum, and beside a concat.
     def run(net, x):
         x = net.stem(x)
         x = net.narrow(net.wide(x).clamp(0, 6)) + x
@@ -224,8 +223,7 @@ def bottlenecks():
 
 
 def reparametrized(stride):
-    """Two branches with a stride on one signed tensor, as a MobileOne or FastViT begins: one pads, one does not."""
-
+    # Two branches with a stride on one signed tensor, as a MobileOne or FastViT begins: one pads, one does not.
     def run(net, x):
         x = net.stem(x)
         return net.last(nn.functional.gelu(net.scale(x) + net.wide(x)))
@@ -309,7 +307,7 @@ def test_other_padding_stays(model):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_quantizer_is_placed_before_the_padding(tmp_path, target):
-    """So that the convolution reads it directly, in exported models and in quantized files alike."""
+    # So that the convolution reads it directly, in exported models and in quantized files alike.
     first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, 2)  # TensorFlow's padding of a convolution of stride 2
     model = Net(lambda net, x: net.second(F.pad(F.relu(net.first(x)), (0, 1, 0, 1))), first=first, second=second).eval()
     data = batches()

@@ -138,7 +138,7 @@ def test_batchnorm_kept_in_training_folds_at_export_and_what_a_rule_left_float_i
 
 
 def test_batchnorm_kept_after_groups_of_a_transposed_convolution_stays(tmp_path):
-    """Its groups share the scales of their outputs, so that no scale could take up BatchNorm's factors."""
+    # Its groups share the scales of their outputs, so that no scale could take up BatchNorm's factors.
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(6)
     for values in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
@@ -174,8 +174,7 @@ def test_a_folder_is_no_file_to_write(tmp_path):
 
 
 def test_attention_of_five_axes_exports(tmp_path):
-    """Attention within windows, as an axis before the heads: torch.onnx takes four axes (Twins has five)."""
-
+    # Attention within windows, as an axis before the heads: torch.onnx takes four axes (Twins has five).
     def windows(net, x):
         x = x.unflatten(2, (4, 4)).transpose(1, 2)
         return nn.functional.scaled_dot_product_attention(x, x.cos(), x.sin())
@@ -249,8 +248,7 @@ class Boxes:
 
 
 def detector(form):
-    """Returns a dict, a dataclass or a tuple, made by `form`."""
-
+    # Returns a dict, a dataclass or a tuple, made by `form`.
     def run(net, x):
         x = net.conv(x).relu().mean((2, 3))
         return net.form(logits=net.fc(x), boxes=net.box(x))
@@ -319,7 +317,7 @@ def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):
 
 
 def test_the_audit_follows_what_placement_follows(tmp_path):
-    """The quantizer is before a pixel shuffle, and the convolution after it computes in INT8."""
+    # The quantizer is before a pixel shuffle, and the convolution after it computes in INT8.
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), torch.randn(2, 12, 6, 6)
     audit = audit_onnx(export_onnx(quantize(model, x, [x]), x, tmp_path / "m.onnx"))
@@ -400,7 +398,7 @@ def test_sparse_variants_are_known_by_the_metadata():
 
 
 def model(nodes, inputs, constants):
-    """A model of open batches, of which every input has the name of its own batch."""
+    # A model of open batches, of which every input has the name of its own batch.
     values = [helper.make_tensor_value_info(k, TensorProto.FLOAT, [*shape]) for k, shape in inputs.items()]
     results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
     tensors = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]

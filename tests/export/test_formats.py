@@ -1,4 +1,4 @@
-"""FP8 and integers of 4, 6 and 8 bits up to ONNX; the oracles are ONNX's reference evaluator and torch's casts."""
+# FP8 and integers of 4, 6 and 8 bits up to ONNX; the oracles are ONNX's reference evaluator and torch's casts.
 
 import numpy as np
 import onnx
@@ -62,7 +62,7 @@ TYPES |= dict.fromkeys(("fp8", "fp8, unsigned target"), ("float8_e4m3fn", "float
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(what fake quantization returns, file) of a case, made once."""
+    # (what fake quantization returns, file) of a case, made once.
     kept, folder = {}, tmp_path_factory.mktemp("formats")
 
     def make(name):
@@ -135,7 +135,7 @@ def test_mixtures_are_refused(spec, words):
 
 
 def test_fp8_keeps_a_wide_range_that_eight_bits_lose():
-    """Values over four powers of ten: their relative error stays a sixteenth in FP8 and is whole in INT8."""
+    # Values over four powers of ten: their relative error stays a sixteenth in FP8 and is whole in INT8.
     x = torch.logspace(-2, 2, 400)
     error = {}
     for form in (QuantFormat(), E4M3):
@@ -190,7 +190,7 @@ def test_other_targets_and_precisions_keep_their_biases(tmp_path, target, precis
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_biases_of_channels_that_are_nearly_zero_come_out(tmp_path, target, precision):
-    """ONNX Runtime adds biases as INT32; beside weights of 1e-8 a bias of 1 came out as another number (6 dB)."""
+    # ONNX Runtime adds biases as INT32; beside weights of 1e-8 a bias of 1 came out as another number (6 dB).
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LiteRT files: their scales are the ONNX file's, and the engine computes what ONNX Runtime computes of that file."""
+# LiteRT files: their scales are the ONNX file's, and the engine computes what ONNX Runtime computes of that file.
 
 import sys
 
@@ -186,7 +186,7 @@ def test_what_is_written_computes_the_same_or_is_refused(tmp_path, function, ref
 
 
 def test_two_engines_compute_the_same_integers(tmp_path):
-    """ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers."""
+    # ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers.
     path, images = exported(residual(), tmp_path / "model.onnx")
     results = []
     for name in ("onnxruntime", "litert"):

@@ -1,4 +1,4 @@
-"""Detectors with non-maximum suppression in the file, against torchvision's own decoding of whole pictures."""
+# Detectors with non-maximum suppression in the file, against torchvision's own decoding of whole pictures.
 
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,8 @@ from tests.further import further
 from tests.tiny_detectors import FAMILIES, SIZE
 
 CLASSES = 3
+# Fewer than there are anchors, so that the choice of candidates counts.
 CANDIDATES = {"retinanet": 60, "fcos": 40, "ssd": 50}
-"""Fewer than there are anchors, so that the choice of candidates counts."""
 
 
 @cache
@@ -38,7 +38,7 @@ def detector(name):
 
 @cache
 def files(name):
-    """The files of a detector without and with suppression."""
+    # The files of a detector without and with suppression.
     made, network, pictures = detector(name)
     folder = Path(mkdtemp())
     plain = export_onnx(network, pictures, folder / "plain.onnx")
@@ -46,7 +46,7 @@ def files(name):
 
 
 def found(engine, pictures):
-    """The boxes that an engine returns, place by place."""
+    # The boxes that an engine returns, place by place.
     boxes, scores, labels = (torch.from_numpy(engine.run({"input": pictures.numpy()})[n]) for n in NMS_OUTPUTS)
     assert boxes.shape == (len(pictures), scores.shape[1], 4)
     return [

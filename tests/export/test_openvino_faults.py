@@ -1,4 +1,4 @@
-"""Files in a form that OpenVINO computes right: what ONNX Runtime computes of them, node by node, is the reference."""
+# Files in a form that OpenVINO computes right: what ONNX Runtime computes of them, node by node, is the reference.
 
 import numpy as np
 import onnx
@@ -20,7 +20,6 @@ from tests.networks import Net, with_statistics
 from tests.onnx_ptq.files import quantized_file, run
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
-"""OpenVINO's own names of layers."""
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -51,8 +50,7 @@ def products():
 
 
 def shared():
-    """Convolutions without a bias, and with one of zeros, quantized for the next one and read as they are beside it."""
-
+    # Convolutions without a bias, and with one of zeros, quantized for the next one and read as they are beside it.
     def run(net, x):
         x = net.a(x)
         y = net.b(x) + x[..., 1:-1, 1:-1].sigmoid()
@@ -70,8 +68,7 @@ def shared():
 
 
 def averages():
-    """An average less its own input (PoolFormer), and one beside a branch in a concat that is scaled (DenseNet)."""
-
+    # An average less its own input (PoolFormer), and one beside a branch in a concat that is scaled (DenseNet).
     def run(net, x):
         x = net.a(x)
         x = net.pool(x) - x
@@ -88,7 +85,7 @@ def averages():
 
 
 def pointwise():
-    """A convolution with a bias before a quantizer, and states of ones for each picture of an open batch."""
+    # A convolution with a bias before a quantizer, and states of ones for each picture of an open batch.
     net = Net(
         lambda net, x: net.b(net.a(x).relu()).mean((2, 3)) + x.new_ones(len(x), 8).cumsum(1),
         a=nn.Conv2d(3, 8, 3),
@@ -99,8 +96,7 @@ def pointwise():
 
 
 def largest():
-    """A product of the largest values of all places (PointNet), and a convolution of one of all channels (CBAM)."""
-
+    # A product of the largest values of all places (PointNet), and a convolution of one of all channels (CBAM).
     def run(net, x):
         x = net.a(x)
         return net.c(x.amax((2, 3))) + net.b(x.amin(1, keepdim=True)).sum((2, 3))
@@ -174,7 +170,7 @@ def up(dimensions, **settings):
 
 
 def joined_net(join, channels, last=nn.Conv2d):
-    """A convolution of what `join` makes of a tensor without a sign and one with it."""
+    # A convolution of what `join` makes of a tensor without a sign and one with it.
     return Net(
         lambda net, x: net.c(join(net.a(x).relu(), net.b(x), net.grid)),
         grid=nn.Parameter(torch.randn(1, 2, 8, 8)),
@@ -185,7 +181,6 @@ def joined_net(join, channels, last=nn.Conv2d):
 
 
 def layer_types(compiled):
-    """The types in which OpenVINO computes its layers."""
     infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
     return [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
 
@@ -219,7 +214,7 @@ IN_INT8 = {
 
 @pytest.mark.parametrize("case", IN_INT8)
 def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp_path):
-    """Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks."""
+    # Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks.
     model, dimensions, count = IN_INT8[case]
     x = torch.randn(2, 3, *[8] * dimensions)
     qmodel = compress.quantize(model.eval(), x, [x], spec=QuantSpec(target="openvino"))
@@ -244,7 +239,7 @@ ROWS = {
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("case", ROWS)
 def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way, tmp_path):
-    """Two linear layers and what stands between them: no kernel of both, which returns noise."""
+    # Two linear layers and what stands between them: no kernel of both, which returns noise.
     a, b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
     model, x, out = Net(lambda net, x: net.b(ROWS[case](net.a(x))), a=a, b=b), torch.randn(4, 32), tmp_path / "m.onnx"
     quantized_file(way, model.eval(), x, QuantSpec(target="openvino"), out)
@@ -263,7 +258,7 @@ GATHERS_X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)
 
 
 def windows_net():
-    """Overlapping windows of a convolution's result, as in HaloNet; no bias, so that its scales move on."""
+    # Overlapping windows of a convolution's result, as in HaloNet; no bias, so that its scales move on.
     torch.manual_seed(0)
 
     def run(net, x):
@@ -305,8 +300,7 @@ def repeated_pairs_branches():
 
 
 def shuffled():
-    """Three blocks of a ShuffleNetV2: each joins a part of the block before with a branch of the other part."""
-
+    # Three blocks of a ShuffleNetV2: each joins a part of the block before with a branch of the other part.
     def run(net, x):
         left, right = torch.relu(net.left(x)), torch.relu(net.right(x))
         for branch in net.branches:
@@ -335,8 +329,7 @@ def padded():
 
 
 def resized():
-    """A convolution whose result is also read for its shape, as sizes of an open batch are computed."""
-
+    # A convolution whose result is also read for its shape, as sizes of an open batch are computed.
     def run(net, x):
         x = torch.relu(net.stem(x))
         up = nn.functional.interpolate(net.low(x), size=x.shape[-2:])
@@ -352,8 +345,7 @@ def resized():
 
 
 def clipped():
-    """Linear layers and a product of two tensors, whose results are clipped and read by what has no form in 8 bits."""
-
+    # Linear layers and a product of two tensors, whose results are clipped and read by what has no form in 8 bits.
     def run(net, x):
         x = torch.relu(net.fc(net.norm(F.relu6(net.stem(x.flatten(1))))))
         x = net.rows((x * x.sigmoid()).reshape(-1, 8, 4))

@@ -1,4 +1,4 @@
-"""Operations that an exporter does not know are spelled as others; the oracle is ONNX's reference evaluator."""
+# Operations that an exporter does not know are spelled as others; the oracle is ONNX's reference evaluator.
 
 import numpy as np
 import onnx
@@ -37,7 +37,7 @@ def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
 @pytest.mark.parametrize("kind", [nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d])
 @pytest.mark.parametrize("size", [(3, 5), (11, 8), (None, 3)])
 def test_windows_of_several_sizes_are_slices(size, kind, tmp_path):
-    """A pooling of equal windows would compute something else."""
+    # A pooling of equal windows would compute something else.
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), kind(size)).eval(), torch.randn(3, 3, 8, 8)
     path = export_onnx(model, x[:2], tmp_path / "pool.onnx")
     assert "GatherND" not in {node.op_type for node in onnx.load(path).graph.node}  # which LiteRT does not have
@@ -47,8 +47,7 @@ def test_windows_of_several_sizes_are_slices(size, kind, tmp_path):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
-    """The function and the module, on inputs far below -18, where ONNX Runtime's sigmoid ends."""
-
+    # The function and the module, on inputs far below -18, where ONNX Runtime's sigmoid ends.
     def run(net, x):
         y = 40 * net.conv(x)
         return torch.cat([F.logsigmoid(y), net.module(y)], 1)

@@ -1,4 +1,4 @@
-"""Attention opened and functional layers as modules: the same function of the input, and the same names of weights."""
+# Attention opened and functional layers as modules: the same function of the input, and the same names of weights.
 
 import copy
 import pickle

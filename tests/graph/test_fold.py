@@ -60,8 +60,7 @@ def test_a_mask_stays_on_the_weight_that_it_is_folded_into():
 
 
 def test_no_parameter_is_left_without_a_reader():
-    """A BatchNorm that holds its activation, as timm's does: DistributedDataParallel waits for its gradients."""
-
+    # A BatchNorm that holds its activation, as timm's does: DistributedDataParallel waits for its gradients.
     class NormAct(nn.BatchNorm2d):
         def __init__(self, channels):
             super().__init__(channels)
@@ -85,7 +84,7 @@ class _Doubled(nn.Conv2d):
 
 
 def test_channels_on_another_axis_are_not_folded():
-    """Of tokens (N, L, C) BatchNorm1d normalizes the positions, and a linear layer's outputs are the last axis."""
+    # Of tokens (N, L, C) BatchNorm1d normalizes the positions, and a linear layer's outputs are the last axis.
     model, x = with_statistics(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).eval(), torch.randn(2, 6, 6)
     graph, paths = folded(model, x)
     assert paths == ()
@@ -146,7 +145,7 @@ def test_folded_parameters_are_trained_if_the_weight_was(trained, bias):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_folded_batchnorm_leaves_its_child_and_no_parameter(training):
-    """The child is what another node still calls, as timm's BatchNormAct2d has it."""
+    # The child is what another node still calls, as timm's BatchNormAct2d has it.
     norm = nn.BatchNorm2d(3)
     norm.act = nn.ReLU()
     model = with_statistics(calls(lambda m, x: m.norm.act(m.norm(m.conv(x))), norm))

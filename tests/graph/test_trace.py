@@ -1,5 +1,3 @@
-"""None"""
-
 import copy
 import functools
 import pickle
@@ -51,7 +49,6 @@ def test_graph_computes_what_the_model_does_and_carries_shapes():
 
 
 def copied(graph, ways):
-    """`graph` after each of `ways` in turn."""
     for way in ways.split():
         graph = {"copy": copy.deepcopy, "shallow": copy.copy, "pickle": lambda g: pickle.loads(pickle.dumps(g))}[way](
             graph
@@ -321,7 +318,7 @@ def test_a_refusal_names_the_line():
 
 
 def test_the_code_of_a_graph_needs_objects_alone():
-    """Torch 2.11 imports each global of the code by its name when a graph is pickled; a text has none."""
+    # Torch 2.11 imports each global of the code by its name when a graph is pickled; a text has none.
     graph = trace(TinyResNet(), torch.randn(2, 3, 16, 16))
     assert not [name for name, value in graph.graph.python_code("self").globals.items() if isinstance(value, str)]
 
@@ -384,8 +381,7 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
 
 
 class Net(nn.Module):
-    """Two convolutions and a classifier; `forward` is the test's."""
-
+    # Two convolutions and a classifier; `forward` is the test's.
     def __init__(self, forward):
         super().__init__()
         torch.manual_seed(0)
@@ -482,8 +478,7 @@ def test_a_graph_without_such_readers_stays_as_it_is():
 
 @dataclass
 class Output(OrderedDict):
-    """A result like transformers' ModelOutput: a dataclass that is a mapping of what is not None."""
-
+    # A result like transformers' ModelOutput: a dataclass that is a mapping of what is not None.
     loss: Tensor | None = None
     logits: Tensor | None = None
     maps: Tensor | None = None
@@ -504,7 +499,7 @@ def decorated(function):
 
 
 def holds(condition, message):
-    """A check in a helper, as in transformers: calls its condition if that is a function."""
+    # A check in a helper, as in transformers: calls its condition if that is a function.
     torch._check_with(ValueError, condition() if callable(condition) else condition, lambda: message)
 
 
@@ -774,8 +769,7 @@ def test_the_public_functions_take_vit(tmp_path):
 
 
 class Word(nn.Module):
-    """A layer whose name is a word of Python, beside one of the name that it would get."""
-
+    # A layer whose name is a word of Python, beside one of the name that it would get.
     def __init__(self):
         super().__init__()
         self.heads = nn.ModuleDict({"class": nn.Linear(3, 4), "class_": nn.Linear(4, 5)})

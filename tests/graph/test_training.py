@@ -1,4 +1,4 @@
-"""What a model does in training only is in its graph too: from one random state both compute the same in training."""
+# What a model does in training only is in its graph too: from one random state both compute the same in training.
 
 import copy
 import dataclasses
@@ -40,7 +40,7 @@ def noisy(s, x):
 
 
 def drop_path(s, x):
-    """As timm's DropPath does it, with an operation in place whose result nobody reads."""
+    # As timm's DropPath does it, with an operation in place whose result nobody reads.
     if not s.training:
         return x
     kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5)
@@ -146,7 +146,7 @@ def assigned(s, mean):
 
 @pytest.mark.parametrize("move", [in_place, assigned])
 def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is_said(move):
-    """Tracing in training mode wrote into the buffers that the graph shares with the model."""
+    # Tracing in training mode wrote into the buffers that the graph shares with the model.
     model = statistics(move)
     model.mean.fill_(0.5)
     qmodel = quantize(model, X, [X])
@@ -156,7 +156,7 @@ def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is
 
 
 def test_buffers_that_only_later_calls_read_count_as_well():
-    """The results of the first call in training are the same, so outputs alone do not show the loss."""
+    # The results of the first call in training are the same, so outputs alone do not show the loss.
     found = trace(statistics(lambda s, mean: in_place(s, 0 * mean)), X)
     assert "buffers that it updates" in report_of(found).training
 
@@ -283,8 +283,7 @@ def test_the_first_module_that_differs_is_named(path):
 
 
 class Chaotic(nn.Module):
-    """Each layer amplifies differences by about 1.5, so that float32 holds no digit of the result."""
-
+    # Each layer amplifies differences by about 1.5, so that float32 holds no digit of the result.
     def __init__(self, depth=50):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(depth))

@@ -1,4 +1,4 @@
-"""Every row of the table of traits against what torch computes, for every spelling of its kind."""
+# Every row of the table of traits against what torch computes, for every spelling of its kind.
 
 import inspect
 import math
@@ -22,8 +22,8 @@ from compress.graph.traits import MANY, TRAITS
 from compress.roofline_model.counting import workload
 from tests.networks import Net
 
+# Functions that are tried on positive numbers only.
 POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}
-"""Functions that are tried on positive numbers only."""
 
 BY_KIND = {  # arguments after the data
     "split": (2, 1),
@@ -117,8 +117,8 @@ MODULES = {
     InTraining: (nn.Dropout(),),
 }
 PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
+# Kinds whose rows claim nothing that the tests below look at, or that have a test of their own.
 UNTRIED = PARAMETRIC | {"masked_fill", "shape", "assert", "compare", "floordiv", "getattr"}
-"""Kinds whose rows claim nothing that the tests below look at, or that have a test of their own."""
 
 
 def shape_for(spelling: object) -> tuple[int, ...]:
@@ -252,8 +252,7 @@ def test_every_spelling_belongs_to_one_kind_and_every_kind_has_a_row():
 
 
 def test_kinds_that_shared_a_name_have_one_each():
-    """`log_softmax`, `log`, `min` and `sqrt` were the same kind as operations of another sign."""
-
+    # `log_softmax`, `log`, `min` and `sqrt` were the same kind as operations of another sign.
     def run(net, x):
         y = F.log_softmax(x.softmax(1), 1) + x.exp().log() + x.max() - x.min()
         return y + x.sqrt() + x.T.t().mT + x.square()
@@ -281,8 +280,8 @@ def test_functions_that_are_not_entered_have_kinds_by_name():
 ATTRIBUTES = {"DepthToSpace": {"blocksize": 2}, "SpaceToDepth": {"blocksize": 2}, "LRN": {"size": 3}}
 ATTRIBUTES |= {"MaxPool": {"kernel_shape": [2, 2]}, "AveragePool": {"kernel_shape": [2, 2]}, "Cast": {"to": 1}}
 NEED_MORE = {"Split", "Resize", "Concat", "Shape", "Clip", "Einsum"}
+# Operators that need one tensor and nothing else.
 ALONE = [name for name in ONNX_KINDS if onnx.defs.get_schema(name).min_input == 1 and name not in NEED_MORE]
-"""Operators that need one tensor and nothing else."""
 
 
 def run(name, x):
@@ -350,8 +349,7 @@ def test_unknown_is_not_zero():
 
 
 def test_numbers_computed_from_sizes_are_no_operations():
-    """timm's MobileViT rounds sizes up with math.ceil, which stays in the graph of a traced network."""
-
+    # timm's MobileViT rounds sizes up with math.ceil, which stays in the graph of a traced network.
     model = Net(lambda net, x: nn.functional.interpolate(x, size=(math.ceil(x.shape[2] / 2) * 2,) * 2))
     graph = trace(model, torch.randn(1, 3, 7, 7))
     assert graph.graph.find_nodes(op="call_function", target=math.ceil)

@@ -16,7 +16,7 @@ NOBODY = 65534
 
 @contextmanager
 def room_for(size):
-    """A disk on which no file can have more bytes."""
+    # A disk on which no file can have more bytes.
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:
@@ -27,7 +27,7 @@ def room_for(size):
 
 @contextmanager
 def read_only():
-    """A folder with the file `older` and the run `run`, in which nothing can be written."""
+    # A folder with the file `older` and the run `run`, in which nothing can be written.
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "folder"
         open_run(folder / "run", parse_recipe({}), "ptq", resume=False).release()
@@ -47,7 +47,7 @@ def read_only():
 
 @contextmanager
 def another_user():
-    """Be one while the block runs, because root may write everywhere; nothing changes for who is not root."""
+    # Be one while the block runs, because root may write everywhere; nothing changes for who is not root.
     if os.geteuid():
         yield
         return

@@ -1,7 +1,6 @@
-"""Hostile and damaged inputs, one of each kind that was ever found to be taken or to end in a traceback.
-
-Each is refused with its class of error, in a message that is one line or a list, and without much time or memory.
-"""
+# Hostile and damaged inputs, one of each kind that was ever found to be taken or to end in a traceback.
+#
+# Each is refused with its class of error, in a message that is one line or a list, and without much time or memory.
 
 import contextlib
 import io
@@ -397,7 +396,6 @@ LAYERS = {
     ),
 }
 MAY_BE_READ = {"dimensions are text", "names are null"}
-"""Odd values beside what is read."""
 
 
 @pytest.mark.parametrize("name", LAYERS)

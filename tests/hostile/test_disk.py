@@ -1,6 +1,6 @@
-"""A full disk, a folder that may not be written to, a device in the place of a file: older files stay, in one sentence.
-
-The disk is full for real: the system lets no file of this process grow beyond some number of bytes."""
+# A full disk, a folder that may not be written to, a device in the place of a file: older files stay, in one sentence.
+#
+# The disk is full for real: the system lets no file of this process grow beyond some number of bytes.
 
 import os
 import re
@@ -88,7 +88,7 @@ def weight_of(path):
 
 
 def test_a_model_is_never_beside_the_weights_of_another(tmp_path, monkeypatch):
-    """A death between the two renames leaves the older model with its own weights."""
+    # A death between the two renames leaves the older model with its own weights.
     path = tmp_path / "m.onnx"
     save_beside(path)
     renamed, replace = [], Path.replace
@@ -109,7 +109,7 @@ def test_a_model_is_never_beside_the_weights_of_another(tmp_path, monkeypatch):
 
 
 def test_a_pipe_or_a_device_is_no_file_to_write(tmp_path, monkeypatch):
-    """As root, a rename onto /dev/null or /dev/stdout would take it from the whole machine."""
+    # As root, a rename onto /dev/null or /dev/stdout would take it from the whole machine.
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(os, "open", None)  # so that nothing happens to this machine if it is tried
     for path in (tmp_path / "pipe", "/dev/null", "/dev/stdout", "/dev/./none"):

@@ -7,14 +7,13 @@ from compress.qat_fusion.chain import product
 
 
 def beside_float64(run, reference, made, generator):
-    """(the result, it and its gradients, those of the reference, where they are sure); zeros stand elsewhere.
-
-    Args:
-        run: takes what is `made`.
-        reference: takes the same in float64; (its result, which of it is sure): elsewhere no gradient comes in either.
-        made: tensors.
-        generator: of the gradient that comes in.
-    """
+    # (the result, it and its gradients, those of the reference, where they are sure); zeros stand elsewhere.
+    #
+    # Args:
+    # run: takes what is `made`.
+    # reference: takes the same in float64; (its result, which of it is sure): elsewhere no gradient comes in either.
+    # made: tensors.
+    # generator: of the gradient that comes in.
     leaves = [tensor.double().requires_grad_() for tensor in made]
     expected, sure = reference(*leaves)
     inputs = [tensor.clone().requires_grad_() for tensor in made]
@@ -25,7 +24,7 @@ def beside_float64(run, reference, made, generator):
 
 
 def assert_close_in_norm(one, other, precision, what):
-    """Assert that `other` is not zero, and that `one` is close to it."""
+    # Assert that `other` is not zero, and that `one` is close to it.
     assert other.abs().max() > 0.01
     difference = float(((one.double() - other).norm() / other.norm()).detach())
     assert difference < precision, (what, difference)
@@ -47,7 +46,7 @@ GPU_CASES = (
 
 
 def check_depthwise(case, dtype, device, compiled=False):
-    """Result and gradients of one convolution, as a layer of a fused network computes it."""
+    # Result and gradients of one convolution, as a layer of a fused network computes it.
     images, channels, height, width, taps, has_bias = case
     generator = torch.Generator().manual_seed(5)
     padding = tuple(count // 2 for count in taps)

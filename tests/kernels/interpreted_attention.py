@@ -72,7 +72,7 @@ GPU_WINDOWS = ((256, None, 49, 3, 32), (128, 64, 49, 6, 32), (12, 4, 64, 2, 64))
 
 
 def plain(q, k, v, amax, scaling, quant_format, added=0.0):
-    """(the attended values, which of their rows stand on no tie: a kernel may round a tie to either neighbour)."""
+    # (the attended values, which of their rows stand on no tie: a kernel may round a tie to either neighbour).
     weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling + added, dim=-1)
     scale = scale_from_amax(amax, quant_format)
     return torch.matmul(fake_quantize(weights, scale, quant_format), v), ~at_tie(weights / scale).any(-1, keepdim=True)
@@ -83,7 +83,7 @@ def at_tie(steps):
 
 
 def check(case, device, compiled=False):
-    """Result and gradients of one attention; the largest probabilities saturate."""
+    # Result and gradients of one attention; the largest probabilities saturate.
     lead, tokens, keys, width, value_width, quant_format, dtype, tiles = case
     scaling = 1.5 * width**-0.5
     generator = torch.Generator().manual_seed(tokens)
@@ -106,7 +106,7 @@ def largest(q, k, scaling):
 
 
 def check_packed(case, device, compiled=False):
-    """As `check`, with q, k and v side by side; the largest of them, the probabilities and the result saturate."""
+    # As `check`, with q, k and v side by side; the largest of them, the probabilities and the result saturate.
     batch, tokens, heads, width, parts_rounded, result_rounded, quant_format, dtype, tiles = case
     scaling = 1.5 * width**-0.5
     generator = torch.Generator().manual_seed(tokens)
@@ -142,7 +142,7 @@ def written(x, amax, dtype):
 
 
 def check_window(case, device, compiled=False):
-    """As `check_packed`, with a table of scores, and a mask where windows are shifted."""
+    # As `check_packed`, with a table of scores, and a mask where windows are shifted.
     count, masks, tokens, heads, width, quant_format, dtype = case
     if dtype == torch.float32:
         tokens, width = min(tokens, 32), min(width, 32)
@@ -175,7 +175,7 @@ def check_window(case, device, compiled=False):
 
 
 def compare(run, reference, made, generator):
-    """Result and gradients of a function against those in float64, except at ties."""
+    # Result and gradients of a function against those in float64, except at ties.
     dtype = made[0].dtype
     result, found, expected, sure = beside_float64(run, reference, made, generator)
     assert sure.double().mean() > 0.7
@@ -189,7 +189,7 @@ def compare(run, reference, made, generator):
 
 
 def check_network():
-    """A whole network: but for values at ties, the plain path; in half precision, but for its rounding."""
+    # A whole network: but for values at ties, the plain path; in half precision, but for its rounding.
     for make in (vit, swin):
         check_one_network(make)
 

@@ -21,10 +21,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check(shape, dtype, bounds, batch, quant_format, device):
-    """Result, gradients and running statistics; then the result once more, with the same bits.
-
-    A value in float32 within the kernel's precision of a bound of the activation is not compared either.
-    """
+    # Result, gradients and running statistics; then the result once more, with the same bits.
+    #
+    # A value in float32 within the kernel's precision of a bound of the activation is not compared either.
     generator = torch.Generator().manual_seed(3)
     scales, shifts = torch.rand(2, shape[1], 1, 1, generator=generator)
     x = (torch.randn(shape, generator=generator) * (scales + 0.1) + 5 * shifts).to(device, dtype)
@@ -62,7 +61,7 @@ def check(shape, dtype, bounds, batch, quant_format, device):
 
 
 def check_a_mean_far_from_zero(device):
-    """A mean of a thousand deviations costs no precision, and a channel without deviation is zero."""
+    # A mean of a thousand deviations costs no precision, and a channel without deviation is zero.
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(4, 8, 6, 6, generator=generator).to(device) * 0.01 + 10.0
     x[:, 3] = 7.0

@@ -43,10 +43,9 @@ def integers(*shape, low=-128, device):
 
 
 def assert_near(result, terms, amax, epilogue):
-    """Codes, bits and values are those of the sum of `terms`, but for what float32 cannot tell from a boundary.
-
-    Every operation rounds off 2^-24 of the terms' magnitudes at most.
-    """
+    # Codes, bits and values are those of the sum of `terms`, but for what float32 cannot tell from a boundary.
+    #
+    # Every operation rounds off 2^-24 of the terms' magnitudes at most.
     e, y = epilogue, sum(terms)
     scale = amax.double() / 127
     steps, precision = y / scale, 16 * 2.0**-24 * sum(term.abs() for term in terms) / scale

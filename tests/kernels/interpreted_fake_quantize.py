@@ -30,7 +30,7 @@ def same(one, other):
 
 
 def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
-    """One chain forward and backward; NaN and infinities included."""
+    # One chain forward and backward; NaN and infinities included.
     y = 4 * torch.randn((2, 16, 5, 3) if layout == "conv" else (3, 7, 24))
     y.view(-1)[:3] = torch.tensor([math.nan, math.inf, -math.inf])
     y = y.to(dtype).contiguous(memory_format=torch.channels_last if layout == "conv" else torch.contiguous_format)
@@ -55,7 +55,7 @@ def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
 
 
 def check_pool(window, size, dtype, bounds, has_bias, integers):
-    """A pooled chain against the chain and torch's pool, NaN included: few steps, so that windows hold equals."""
+    # A pooled chain against the chain and torch's pool, NaN included: few steps, so that windows hold equals.
     y = 4 * torch.randn(2, 24, *size)
     y.view(-1)[5] = math.nan
     y = y.to(dtype).contiguous(memory_format=torch.channels_last)
@@ -78,7 +78,7 @@ def composed(y, amax, epilogue, window, bias, dtype):
 
 
 def check_weights(dtype, out, even):
-    """A group of weights of several formats and layouts, one of them frozen and one unused, in one launch each way."""
+    # A group of weights of several formats and layouts, one of them frozen and one unused, in one launch each way.
     shapes = ((6, 5, 3, 3), (10, 7), (9, 1, 3, 3), (4, 4, 1, 1), (70, 64), (3, 2, 5), (5, 5))
     weights, found = [], []
     for i, shape in enumerate(shapes):

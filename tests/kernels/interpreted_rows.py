@@ -53,7 +53,7 @@ def sure(x, amax, quant_format):
 
 
 def check_activation(activation, shape, bias_dim, quant_format, dtype, device, compiled=False):
-    """Result and gradients of one activation; a third of the values saturates."""
+    # Result and gradients of one activation; a third of the values saturates.
     generator = torch.Generator().manual_seed(3)
     y = (4 * torch.randn(shape, generator=generator)).to(device, dtype)
     y = y.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else y
@@ -128,7 +128,7 @@ def maybe_compiled(run, compiled):
 
 
 def compare(run, reference, made, generator):
-    """Result and gradients of a function against those in float64, where they are sure."""
+    # Result and gradients of a function against those in float64, where they are sure.
     _, found, wanted, mask = beside_float64(run, reference, made, generator)
     assert mask.double().mean() > 0.4
     for one, other in zip(found, wanted, strict=True):

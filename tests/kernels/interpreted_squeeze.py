@@ -113,8 +113,7 @@ def check_response(activation, shape, quant_format, has_bias, dtype, device):
 
 
 class ResponseNet(nn.Module):
-    """A block of ConvNeXt V2 on (N, H, W, 8)."""
-
+    # A block of ConvNeXt V2 on (N, H, W, 8).
     def __init__(self):
         super().__init__()
         from timm.layers.grn import GlobalResponseNorm  # optional: tests run without timm
@@ -142,7 +141,7 @@ def check_response_network():
 
 
 def check_parts():
-    """Gradients where the gate, or the product, is no part of the loss; and of a second backward pass."""
+    # Gradients where the gate, or the product, is no part of the loss; and of a second backward pass.
     y = torch.randn(2, 16, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
     grid = IntegerGrid(torch.tensor(1.0), -127, 127)
 
@@ -202,7 +201,7 @@ def check_network(activation, gate):
 
 
 def check_other_layouts():
-    """Images with channels first take torch's operations, also where the layer's bias is apart from it."""
+    # Images with channels first take torch's operations, also where the layer's bias is apart from it.
     qmodel, x = quantized(squeeze_net)
     qmodel, x = qmodel.to(memory_format=torch.contiguous_format), x.contiguous()
     fused = compress.fuse_for_training(qmodel, kernels="triton")

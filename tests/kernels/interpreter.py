@@ -69,7 +69,7 @@ def _check(module, *outputs):
 
 
 def _patch_once():
-    """Let the interpreter change Triton's language once for a function, not in each call, a third of the time."""
+    # Let the interpreter change Triton's language once for a function, not in each call, a third of the time.
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "_LangPatchScope"):

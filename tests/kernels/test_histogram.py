@@ -1,4 +1,4 @@
-"""The CUDA kernels: what they compute, as C++ on this processor; that they compile; on a GPU, all of it."""
+# The CUDA kernels: what they compute, as C++ on this processor; that they compile; on a GPU, all of it.
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""Kernels against torch, numpy, Pillow and float64; those of Triton in its interpreter, or on a GPU."""
+# Kernels against torch, numpy, Pillow and float64; those of Triton in its interpreter, or on a GPU.
 
 import itertools
 import math
@@ -33,7 +33,7 @@ from tests.kernels.interpreter import interpreted
     seed=st.integers(0, 99),
 )
 def test_one_operation_is_torchs_own_chain(shape, last, unsigned, bounds, has, seed):
-    """Against torch's ReLU, ReLU6 and fake quantization; the scale is a power of two, as theirs multiplies by 1 / s."""
+    # Against torch's ReLU, ReLU6 and fake quantization; the scale is a power of two, as theirs multiplies by 1 / s.
     torch.manual_seed(seed)
     y = (4 * torch.randn(shape, dtype=torch.float32)).requires_grad_()
     values = y.contiguous(memory_format=torch.channels_last) if last and y.dim() == 4 else y

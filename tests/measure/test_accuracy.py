@@ -1,4 +1,4 @@
-"""Top-1 and top-5 against scikit-learn; batches of every shape; what is refused."""
+# Top-1 and top-5 against scikit-learn; batches of every shape; what is refused.
 
 import dataclasses
 import io
@@ -315,7 +315,7 @@ def test_half_precision_input():
 
 
 def test_preprocessing_by_hand():
-    """A picture of one colour stays one: (pixel / 255 - mean) / std."""
+    # A picture of one colour stays one: (pixel / 255 - mean) / std.
     image = Image.new("RGB", (12, 30), (255, 0, 51))
     made = preprocess([image], PREPROCESSING, "cpu")
     for channel, value in enumerate((1.0, 0.0, 0.2)):
@@ -376,7 +376,7 @@ def test_refusals(error, message, engines, pictures, more):
 
 
 def test_a_gpu_decodes_colour_jpeg_files_alone_and_sees_what_pillow_sees():
-    """Torchvision's decoder on the CPU stands in for nvJPEG; it is libjpeg-turbo, as Pillow's is."""
+    # Torchvision's decoder on the CPU stands in for nvJPEG; it is libjpeg-turbo, as Pillow's is.
     grey = io.BytesIO()
     Image.fromarray(pixels()[..., 0]).save(grey, "JPEG")
     files = [encoded("JPEG"), encoded("PNG"), grey.getvalue()]

@@ -91,7 +91,7 @@ def test_weights_by_type(tmp_path):
 
 @pytest.mark.parametrize("kind", [k for k in TensorProto.DataType.values() if k not in (0, TensorProto.STRING)])
 def test_every_type_has_the_size_that_onnx_stores(tmp_path, kind):
-    """An odd count, so that packed types end in half a byte."""
+    # An odd count, so that packed types end in half a byte.
     array = np.zeros(7, helper.tensor_dtype_to_np_dtype(kind))
     tensor = numpy_helper.from_array(array, "w")
     assert tensor.data_type == kind

@@ -1,4 +1,4 @@
-"""The order of runs, what is counted, and how figures follow from times. No time itself is judged."""
+# The order of runs, what is counted, and how figures follow from times. No time itself is judged.
 
 import gc
 import json
@@ -71,7 +71,7 @@ def test_one_round_is_always_measured():
 
 
 def test_figures_follow_from_the_times(monkeypatch):
-    """A clock that moves only while an engine runs, by known amounts."""
+    # A clock that moves only while an engine runs, by known amounts.
     durations = iter([9.0, 1.0, 2.0, 3.0, 4.0, 10.0, 9.0, 5.0, 6.0, 7.0])
     now = [0.0]
 
@@ -191,7 +191,7 @@ PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=60)
 
 @given(PAIRS)
 def test_a_paired_interval_is_that_of_the_sign_test(pairs):
-    """Its ends are the k-th ratios from either side, k the 2.5 % quantile of scipy's binomial; else the outermost."""
+    # Its ends are the k-th ratios from either side, k the 2.5 % quantile of scipy's binomial; else the outermost.
     turns, reference = zip(*pairs, strict=True)
     ratios = np.sort(np.array(turns) / np.array(reference))
     k = max(int(binom.ppf(0.025, len(ratios), 0.5)), 1)
@@ -208,7 +208,7 @@ def test_a_paired_interval_holds_the_median_and_turns_over_with_its_pairs(pairs)
 
 @pytest.mark.parametrize("count", [6, 10, 25])
 def test_a_paired_interval_holds_the_true_ratio_in_at_least_95_of_100_measurements(count):
-    """Bursts of load shift both times of a turn; the true ratio is 2. What is asked leaves 3 standard errors."""
+    # Bursts of load shift both times of a turn; the true ratio is 2. What is asked leaves 3 standard errors.
     generator, held, repeats = np.random.default_rng(0), 0, 2000
     for _ in range(repeats):
         load = generator.pareto(1.5, count) + 1
@@ -219,7 +219,7 @@ def test_a_paired_interval_holds_the_true_ratio_in_at_least_95_of_100_measuremen
 
 
 def counters(seconds, *, own=0.0, others=0.0, stolen=0.0):
-    """Readings at the start and the end of so many seconds; the start is none that is zero."""
+    # Readings at the start and the end of so many seconds; the start is none that is zero.
     before = CpuTime(wall=50.0, busy=1e4, own=300.0, stolen=7.0)
     return before, CpuTime(wall=50 + seconds, busy=1e4 + own + others, own=300 + own, stolen=7 + stolen)
 
@@ -292,8 +292,7 @@ def spin():
 
 @pytest.mark.skipif(cpu_time() is None, reason="the system has no such counters")
 def test_counters_hold_what_the_kernel_says_of_this_process_and_its_children():
-    """The oracle is getrusage; the counters of the machine move in steps of 10 ms."""
-
+    # The oracle is getrusage; the counters of the machine move in steps of 10 ms.
     def used():
         both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return sum(one.ru_utime + one.ru_stime for one in both)
@@ -310,7 +309,7 @@ def test_counters_hold_what_the_kernel_says_of_this_process_and_its_children():
 
 
 def test_latencies_carry_what_was_said_and_are_measured_again_within_a_bound(monkeypatch):
-    """The hypervisor keeps half of the time in the first two measurements, and nothing afterwards."""
+    # The hypervisor keeps half of the time in the first two measurements, and nothing afterwards.
     cores, reads, steal = os.cpu_count() or 1, [0], [0.0]
 
     def read():

@@ -235,7 +235,7 @@ class Sines(nn.Module):
 
 
 def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypatch):
-    """OpenVINO 2026.4 gives signed tensors after a concat 9 levels (targets.py), if it gets the file as it is."""
+    # OpenVINO 2026.4 gives signed tensors after a concat 9 levels (targets.py), if it gets the file as it is.
     monkeypatch.setattr("compress.engines.openvino.joins_signed", lambda model: False)
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
@@ -284,7 +284,7 @@ def test_a_good_file_has_no_warning(file_check_files):
 
 
 def test_an_engine_that_computes_something_else_is_said(file_check_files):
-    """With the bias in the convolution, OpenVINO uses that of one channel for all where the batch is open."""
+    # With the bias in the convolution, OpenVINO uses that of one channel for all where the batch is open.
     float_path, path = file_check_files
     proto = onnx.load(path)
     conv = next(node for node in proto.graph.node if node.name == "first")

@@ -39,8 +39,7 @@ def gated_net():
 
 
 def attention():
-    """Patches, one block of a transformer with torch's own attention, and a class token."""
-
+    # Patches, one block of a transformer with torch's own attention, and a class token.
     def run(net, x):
         x = net.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([net.token.expand(x.shape[0], -1, -1), x], 1)
@@ -105,7 +104,7 @@ def export(
 
 
 def quantized_file(source: str, model: nn.Module, x: torch.Tensor, spec: compress.QuantSpec, out: Path) -> Any:
-    """Write a quantized file of a torch model, or of the file that it is exported to; return what was quantized."""
+    # Write a quantized file of a torch model, or of the file that it is exported to; return what was quantized.
     if source == "torch":
         qmodel = compress.quantize(model, x, [x], spec=spec)
         compress.export_onnx(qmodel, x, out)
@@ -123,7 +122,7 @@ def run(path: Path, x: np.ndarray) -> np.ndarray:
 
 
 def sqnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Signal to noise of b against a, in dB."""
+    # Signal to noise of b against a, in dB.
     noise = np.square(a.astype(np.float64) - b).mean()
     return float(10 * np.log10(np.square(a.astype(np.float64)).mean() / max(noise, 1e-30)))
 

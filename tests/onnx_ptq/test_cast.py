@@ -1,4 +1,4 @@
-"""Files in half precision against float32 on ONNX Runtime, and what has to stay float32."""
+# Files in half precision against float32 on ONNX Runtime, and what has to stay float32.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def results(path, x, *, optimize=True):
 
 
 def sqnr(exact, got):
-    """Signal to noise in dB, of values of any size."""
+    # Signal to noise in dB, of values of any size.
     largest = np.abs(exact.astype(np.float64)).max()
     return files.sqnr(exact / largest, got / largest)
 
@@ -257,7 +257,6 @@ def test_refusals(tmp_path):
 
 
 def test_files_that_state_all_types(tmp_path):
-    """torch's newer exporter states those of weights too."""
     model = onnx.shape_inference.infer_shapes(Graph(3, 19).model(20))
     model.graph.value_info.extend(
         helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer

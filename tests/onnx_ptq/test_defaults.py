@@ -1,4 +1,4 @@
-"""What files and torch models get where images show that it helps: zero points, scales in gates, biases."""
+# What files and torch models get where images show that it helps: zero points, scales in gates, biases.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.onnx_ptq.files import batches, export, run, sqnr
 
 
 def affine(depthwise: bool = False):
-    """Factors and shifts around a hard-swish, as PP-OCR's recognizers have them."""
+    # Factors and shifts around a hard-swish, as PP-OCR's recognizers have them.
     groups = 16 if depthwise else 1
 
     def run(net, x):
@@ -84,7 +84,7 @@ def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
     ("target", "reader"), [("tensorrt", "file"), ("openvino", "file"), ("onnxruntime", "file"), ("openvino", "torch")]
 )
 def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
-    """With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer."""
+    # With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer.
     torch.manual_seed(0)
     model, x = affine(depthwise), torch.cat(batches(16))
     error = {}
@@ -95,7 +95,7 @@ def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
 
 
 def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
-    """ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each."""
+    # ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each.
     torch.manual_seed(0)
     model, x = Excited(), torch.cat(batches(8))
     options = {"target": "onnxruntime", "bias_correction": None}
@@ -106,7 +106,7 @@ def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
 
 @pytest.mark.parametrize(("transposed", "shape"), [(0, (4, 4)), (0, (4, 1)), (1, (4,))])
 def test_a_bias_of_each_row_and_a_transposed_input_stay(tmp_path, transposed, shape):
-    """Means over images are not of one row; numpy's product is the oracle."""
+    # Means over images are not of one row; numpy's product is the oracle.
     draw = np.random.default_rng(0).standard_normal
     x, weight, bias = (draw(size).astype(np.float32) for size in ((4, 4), (4, 4), shape))
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4]) for name in "xy"]

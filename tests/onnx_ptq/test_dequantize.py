@@ -1,4 +1,4 @@
-"""Files that ONNX Runtime's own tools quantized become float files again, which are compared on ONNX Runtime."""
+# Files that ONNX Runtime's own tools quantized become float files again, which are compared on ONNX Runtime.
 
 import numpy as np
 import onnx
@@ -40,7 +40,7 @@ def ops_of(path):
 @pytest.mark.parametrize("form", QuantFormat)
 @pytest.mark.parametrize("activations", ["QUInt8", "QInt8"])
 def test_static_files_are_float_again(exported, tmp_path, name, form, activations):
-    """Weights alone are rounded then; ReLUs that the tool left out are there again."""
+    # Weights alone are rounded then; ReLUs that the tool left out are there again.
     options = {"per_channel": True, "activation_type": QuantType[activations], "weight_type": QuantType.QInt8}
     quantize_static(exported[name], tmp_path / "q.onnx", Reader(), quant_format=form, **options)
     again = compress.dequantize_onnx(tmp_path / "q.onnx")
@@ -114,7 +114,6 @@ def test_a_library_that_is_none_is_named(exported, tmp_path):
 
 
 def test_a_weight_in_blocks_is_what_the_reference_says(tmp_path):
-    """Blocks along an axis, by onnx's own evaluator."""
     q, s = np.arange(-32, 32, dtype=np.int8).reshape(8, 8), np.linspace(0.1, 0.9, 16, dtype=np.float32).reshape(2, 8)
     nodes = [
         helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=0, block_size=4),

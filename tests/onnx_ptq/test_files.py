@@ -1,4 +1,4 @@
-"""Contents that a quantized file keeps of the float one, and its result against the reference evaluator."""
+# Contents that a quantized file keeps of the float one, and its result against the reference evaluator.
 
 from __future__ import annotations
 
@@ -176,8 +176,7 @@ def test_other_formats(tmp_path, spec):
 
 
 def nhwc_block():
-    """A residual block as tf2onnx writes it: NHWC around NCHW convolutions, and a mean over axes 1 and 2."""
-
+    # A residual block as tf2onnx writes it: NHWC around NCHW convolutions, and a mean over axes 1 and 2.
     def there(x, y):
         return helper.make_node("Transpose", [x], [y], perm=[0, 3, 1, 2])
 
@@ -308,7 +307,7 @@ def test_layers_after_a_custom_operator_stay_float(tmp_path):
 
 
 def test_weights_that_are_computed_of_constants(tmp_path):
-    """Identity, Transpose and Constant nodes before a weight are replaced by its integers."""
+    # Identity, Transpose and Constant nodes before a weight are replaced by its integers.
     wide = numpy_helper.from_array(weights(4, 3 * 8 * 8))
     nodes = [
         helper.make_node("Flatten", ["x"], ["f"]),
@@ -333,7 +332,7 @@ def test_weights_that_are_computed_of_constants(tmp_path):
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_nothing_unread_stays(target, tmp_path):
-    """Weights that are Constant nodes, folded with the scale and bias after them; one operator that nothing reads."""
+    # Weights that are Constant nodes, folded with the scale and bias after them; one operator that nothing reads.
     values = {"w": weights(8, 3, 3, 3), "scale": weights(8, 1, 1) + 2, "bias": weights(8, 1, 1)}
     nodes = [
         *(helper.make_node("Constant", [], [k], value=numpy_helper.from_array(v)) for k, v in values.items()),
@@ -429,7 +428,7 @@ def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
     ],
 )
 def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activation, known, opset):
-    """The lowest value of a known activation is its zero point; torch's values of the activation are the oracle."""
+    # The lowest value of a known activation is its zero point; torch's values of the activation are the oracle.
     torch.manual_seed(0)
     model, spec = (
         Net(

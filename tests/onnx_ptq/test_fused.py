@@ -1,4 +1,4 @@
-"""Files that ONNX Runtime's own optimizers wrote, against the files that they were made from."""
+# Files that ONNX Runtime's own optimizers wrote, against the files that they were made from.
 
 import numpy as np
 import onnx

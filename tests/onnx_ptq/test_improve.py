@@ -1,4 +1,4 @@
-"""Methods beyond calibration on files give what they give on the torch model that the file was exported from."""
+# Methods beyond calibration on files give what they give on the torch model that the file was exported from.
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX = ActivationSpec(calibrator="max")
 
 
 def unequal():
-    """Two convolutions whose channels have ranges from 0.01 to 100, which undo each other."""
+    # Two convolutions whose channels have ranges from 0.01 to 100, which undo each other.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.ReLU6(), nn.Conv2d(8, 4, 1))
     with torch.no_grad():
@@ -50,7 +50,7 @@ def plain():
 
 
 def outliers():
-    """Two channels of each norm are 100 times as large as the others."""
+    # Two channels of each norm are 100 times as large as the others.
     torch.manual_seed(0)
     model = attention().eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_file_gains_what_its_model_does(tmp_path, name):
 
 
 def test_what_makes_a_file_worse_is_taken_back(tmp_path):
-    """Most values before this ReLU6 exceed 6."""
+    # Most values before this ReLU6 exceed 6.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
     with torch.no_grad():
@@ -162,8 +162,7 @@ class Peaked(nn.Module):
 
 
 class Sink(nn.Module):
-    """Attention that goes to the first token, which has no value: the result is made of the small weights."""
-
+    # Attention that goes to the first token, which has no value: the result is made of the small weights.
     def __init__(self):
         super().__init__()
         self.out = nn.Linear(16, 16)
@@ -244,8 +243,8 @@ NETWORKS = {
     **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
 }
 SAME_CASES = [(name, target) for name in NETWORKS for target in TARGETS if name in OWN or target != "any"]
+# Networks whose file holds BatchNorm as it is.
 UNFOLDED = {"resnet", "DenseNet"}
-"""Networks whose file holds BatchNorm as it is."""
 
 
 def data_of(name):
@@ -321,7 +320,7 @@ LAYERS_ALIKE = [name for name in TABLES[0] if name not in readers.OTHERWISE_WRIT
 
 @pytest.mark.parametrize("first", further(range(0, len(LAYERS_ALIKE), 9), [0, 18]))
 def test_random_networks_are_the_same_through_both_readers(tmp_path, first):
-    """Quantizers, results and INT8 layers of a module and of its file: each layer between two convolutions."""
+    # Quantizers, results and INT8 layers of a module and of its file: each layer between two convolutions.
     differ = {}
     for i, name in enumerate(LAYERS_ALIKE[first : first + 9], first):
         steps, target = (Step("conv bn relu", 1), Step(name, 2), Step("conv", 3)), RANDOM_TARGETS[i % 3]

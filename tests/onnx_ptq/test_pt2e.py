@@ -1,4 +1,4 @@
-"""PT2E programs and ExecuTorch files: the integers of the ONNX file, and what XNNPACK computes of them."""
+# PT2E programs and ExecuTorch files: the integers of the ONNX file, and what XNNPACK computes of them.
 
 import numpy as np
 import onnx
@@ -18,8 +18,7 @@ PAIRS = ("quantize_per_tensor", "dequantize_per_tensor")
 
 
 class Block(nn.Module):
-    """A residual block, a pool, a padding and a split that move integers, a transposed convolution, a head."""
-
+    # A residual block, a pool, a padding and a split that move integers, a transposed convolution, a head.
     def __init__(self):
         super().__init__()
         self.stem, self.a, self.b = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(4, 8, 1)
@@ -32,8 +31,7 @@ class Block(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Attention over patches, whose class token is chosen before the head."""
-
+    # Attention over patches, whose class token is chosen before the head.
     def __init__(self):
         super().__init__()
         self.patches, self.token = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 1, 16))
@@ -47,7 +45,6 @@ class Tokens(nn.Module):
 
 @pytest.fixture(scope="module", params=further([Block, Tokens], [Block]))
 def network(request, tmp_path_factory):
-    """The quantized network, its ONNX file and images."""
     torch.manual_seed(0)
     images = torch.randn(4, 3, 16, 16)
     spec = compress.QuantSpec(target="litert")
@@ -102,7 +99,7 @@ def test_a_command_writes_what_executorch_runs_in_int8(network):
 
 
 def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
-    """XNNPACK's delegate computes a layer wrong that has integer weights and a float input."""
+    # XNNPACK's delegate computes a layer wrong that has integer weights and a float input.
     pytest.importorskip("executorch", reason="the extra executorch is not installed")
     torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 8)

@@ -30,7 +30,7 @@ def huge():
 
 
 def stated():
-    """A constant whose size is only stated: 4 TB."""
+    # A constant whose size is only stated: 4 TB.
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"]),
         helper.make_node("ConstantOfShape", ["size"], ["c"]),
@@ -91,7 +91,7 @@ CASES = {
 
 
 def doubling():
-    """Forty functions, each of which calls the next twice: a convolution and 2**40 operations."""
+    # Forty functions, each of which calls the next twice: a convolution and 2**40 operations.
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
     last = helper.make_node("Relu", ["a"], ["b"])
     bodies = [
@@ -112,7 +112,7 @@ def short():
 
 
 def refused(tmp_path, content, match, **options):
-    """Quantize must fail with `match` on one line, and leave the folder as it was."""
+    # Quantize must fail with `match` on one line, and leave the folder as it was.
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
     (tmp_path / "secret.data").write_bytes(b"\0" * 4096)
@@ -159,7 +159,7 @@ def test_bad_data(tmp_path, data, kind, match):
 
 
 def test_bfloat16_batches_calibrate_and_an_input_of_bfloat16_is_named(tmp_path):
-    """NumPy has no such type: the arrays are those of ml_dtypes."""
+    # NumPy has no such type: the arrays are those of ml_dtypes.
     onnx.save(conv(), tmp_path / "x.onnx")
     batch, files = DATA[0].bfloat16(), []
     array = batch.float().numpy().astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))

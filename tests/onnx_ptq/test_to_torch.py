@@ -1,4 +1,4 @@
-"""ONNX files as torch networks: the torch model that a file was exported from is the oracle."""
+# ONNX files as torch networks: the torch model that a file was exported from is the oracle.
 
 import numpy as np
 import onnx
@@ -96,7 +96,7 @@ def test_refusals_name_the_operator(tmp_path, node, words):
 
 @pytest.mark.parametrize("dtype", ["double", "float16", "bfloat16"])
 def test_casts_of_inputs_and_to_half_and_back(tmp_path, dtype):
-    """The network takes the types of the file, and rounds where it does."""
+    # The network takes the types of the file, and rounds where it does.
     other = TensorProto.DataType.Value(dtype.upper())
     types = (TensorProto.FLOAT, other) if dtype == "bfloat16" else (other, TensorProto.FLOAT)
     casts = [helper.make_node("Cast", ["x"], ["a"], to=types[1]), helper.make_node("Cast", ["a"], ["b"], to=1)]
@@ -172,7 +172,7 @@ def test_a_trained_network_of_another_file_or_specification_is_refused(tmp_path)
 
 
 def blocked(plain, block):
-    """Write (N, C, H, W) in blocks, value by value as the layout is defined; beyond the channels there is NaN."""
+    # Write (N, C, H, W) in blocks, value by value as the layout is defined; beyond the channels there is NaN.
     images, channels, height, width = plain.shape
     groups = -(-channels // block)
     memory = np.full((images, groups, height, width, block), np.nan, np.float32)
@@ -222,8 +222,7 @@ def test_a_value_that_is_no_number_is_found():
 
 
 def wide_net():
-    """Convolutions of 24 and 32 channels: of a block and a half, and of whole blocks; a sum, and a pool."""
-
+    # Convolutions of 24 and 32 channels: of a block and a half, and of whole blocks; a sum, and a pool.
     def run(net, x):
         x = nn.functional.relu6(net.stem(x))
         x = net.again(x) + x

@@ -22,12 +22,12 @@ from tests.fresh import CONTEXT
 
 Kind = Literal["fails", "cut", "dies", "full"]
 KINDS: tuple[Kind, ...] = ("fails", "cut", "dies", "full")
+# Exit statuses of a run: it died at the fault, it ended with an error that says why, or with a traceback.
 DIED, REFUSED, BROKEN = 9, 2, 1
-"""Exit statuses of a run: it died at the fault, it ended with an error that says why, or with a traceback."""
 
 WEIGHTS = "*.safetensors"
+# The one operation at which some kinds of faults happen; the others happen at any.
 _AT = {"cut": "fsync", "full": "create"}
-"""The one operation at which some kinds of faults happen; the others happen at any."""
 
 
 def happens(kind: Kind, operation: str) -> bool:
@@ -35,14 +35,12 @@ def happens(kind: Kind, operation: str) -> bool:
 
 
 class Point(NamedTuple):
-    """A file operation of a run.
-
-    Attributes:
-        file: that is written.
-        operation: `create`, `fsync` or `rename`.
-        steps: of the run that were finished before it; several files are written anew after each step.
-    """
-
+    # A file operation of a run.
+    #
+    # Attributes:
+    # file: that is written.
+    # operation: `create`, `fsync` or `rename`.
+    # steps: of the run that were finished before it; several files are written anew after each step.
     file: str
     operation: str
     steps: int
@@ -52,15 +50,14 @@ class Point(NamedTuple):
 def faults(
     out: Path, kind: Kind, chosen: Callable[[Point], bool], die: Callable[[], None] = lambda: os._exit(DIED)
 ) -> Iterator[list[Point]]:
-    """Make the chosen operations on files in `out` go wrong while the block runs; yields the operations so far.
-
-    Args:
-        out: folder of the run.
-        kind: what goes wrong; a file is cut short where it is synchronized, and from the making of a file on the disk
-            is `full`: nothing can be written to any file while the block runs.
-        chosen: whether an operation goes wrong.
-        die: what the death of the process is.
-    """
+    # Make the chosen operations on files in `out` go wrong while the block runs; yields the operations so far.
+    #
+    # Args:
+    # out: folder of the run.
+    # kind: what goes wrong; a file is cut short where it is synchronized, and from the making of a file on the disk is
+    # `full`: nothing can be written to any file while the block runs.
+    # chosen: whether an operation goes wrong.
+    # die: what the death of the process is.
     seen: list[Point] = []
     room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -120,10 +117,9 @@ def operations(recipe: Recipe, command: str, out: Path) -> list[Point]:
 
 
 def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, point: Point) -> int:
-    """Run in a process of its own with one fault, and return the exit status.
-
-    The process is forked from one that has imported everything and computed nothing (see `tests.fresh`).
-    """
+    # Run in a process of its own with one fault, and return the exit status.
+    #
+    # The process is forked from one that has imported everything and computed nothing (see `tests.fresh`).
     child = CONTEXT.Process(target=_disturb, args=(recipe, command, out, kind, point, torch.get_num_threads()))
     child.start()
     child.join()

@@ -1,4 +1,4 @@
-"""The run folder: who is let in, what may change on a resume, and damaged or changed contents."""
+# The run folder: who is let in, what may change on a resume, and damaged or changed contents.
 
 import dataclasses
 import errno
@@ -266,8 +266,7 @@ def test_what_only_a_late_step_would_refuse_is_refused_at_once(tmp_path, change,
 
 
 def unwritable(num_classes):
-    """What torch.fx traces and quantizes, and no exporter writes: a special function without an ONNX operator."""
-
+    # What torch.fx traces and quantizes, and no exporter writes: a special function without an ONNX operator.
     def run(net, x):
         x = torch.special.bessel_j0(net.conv(x))
         return net.fc(net.more(x).mean((2, 3)))
@@ -297,7 +296,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The folder in which a recipe with relative paths was run."""
+    # The folder in which a recipe with relative paths was run.
     home = tmp_path_factory.mktemp("at") / "home"
     write_images(home / "images", ("dark", "light"), 3)
     (home / "start").mkdir()
@@ -450,7 +449,7 @@ def test_it_goes_on_and_its_weights_stay_what_they_were(folder):
 
 
 def test_its_weights_compute_what_its_file_does(folder):
-    """The file that ONNX's reference evaluator runs is the fixture's own; the weights are loaded and exported today."""
+    # The file that ONNX's reference evaluator runs is the fixture's own; the weights are loaded and exported today.
     assert [variant.value for variant in variants_in(folder)] == ["float", "ptq"]
     x = np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32)
     (expected,) = ReferenceEvaluator(str(folder / "ptq.onnx")).run(None, {"input": x})

@@ -1,4 +1,4 @@
-"""A run of the task `own`: depth, whose error in metres is that of the engine's file."""
+# A run of the task `own`: depth, whose error in metres is that of the engine's file.
 
 import json
 
@@ -120,7 +120,7 @@ def test_files_have_the_nodes_and_names_of_the_users_file(finished, name):
 
 
 def test_the_trained_weights_are_in_the_file(finished):
-    """The integers of each convolution, by the scales beside them, are the weights that training left, to a step."""
+    # The integers of each convolution, by the scales beside them, are the weights that training left, to a step.
     graph = onnx.load(finished / "run" / "qat.onnx").graph
     constants = {c.name: onnx.numpy_helper.to_array(c) for c in graph.initializer}
     made = {node.output[0]: node for node in graph.node}

@@ -1,4 +1,4 @@
-"""`predict` on runs of segmentation and of detection: its text and its picture are those of the run's file."""
+# `predict` on runs of segmentation and of detection: its text and its picture are those of the run's file.
 
 import json
 
@@ -28,7 +28,7 @@ def segmenter(num_classes=2):
 
 
 def detector(num_classes=2):
-    """Scores near a half, so that an untrained network has boxes to show."""
+    # Scores near a half, so that an untrained network has boxes to show.
     torch.manual_seed(0)
     model = retinanet(num_classes)
     nn.init.zeros_(model.head.classification_head.cls_logits.bias)

@@ -1,4 +1,4 @@
-"""`prune` on a small network: zeros in the files, masks held through QAT, and a stop in the middle."""
+# `prune` on a small network: zeros in the files, masks held through QAT, and a stop in the middle.
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def finished(finished_run):
 
 
 def constant(path, layer):
-    """The weight of a layer in a file, integers where it is quantized; read without our own code."""
+    # The weight of a layer in a file, integers where it is quantized; read without our own code.
     model = onnx.load(path)
     arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     producers = {n.output[0]: n for n in model.graph.node}
@@ -80,7 +80,7 @@ def test_two_of_four_in_the_files(variant, layer, finished):
 
 
 def test_no_phase_sees_images_in_an_order_that_another_has_seen(finished_run):
-    """Two epochs of the baseline, one of fine-tuning, one of QAT: each shuffles and augments by a number of its own."""
+    # Two epochs of the baseline, one of fine-tuning, one of QAT: each shuffles and augments by a number of its own.
     assert finished_run[1] == [0, 1, 2, 3]
 
 
@@ -104,10 +104,9 @@ def test_qat_trained_with_the_zeros_held(finished):
 
 
 def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
-    """A timed search does not find the same permutation twice, so the second half must not search again.
-
-    Measurements are kept: only the networks after the masks are made again.
-    """
+    # A timed search does not find the same permutation twice, so the second half must not search again.
+    #
+    # Measurements are kept: only the networks after the masks are made again.
     out = tmp_path / "again"
     shutil.copytree(finished, out)
     state = json.loads((out / "state.json").read_text())
@@ -166,7 +165,7 @@ def test_audit_finds_a_broken_pattern(finished, tmp_path):
 
 
 def test_without_fine_tuning_batchnorm_is_recalibrated(finished, tmp_path):
-    """From the same float network: masks alone, and masks with the statistics measured again."""
+    # From the same float network: masks alone, and masks with the statistics measured again.
     out = tmp_path / "r"
     tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None, **UNTIMED}
     tree["sparsity"] = {"pattern": "2:4", "kernels": "any"}

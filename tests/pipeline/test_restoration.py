@@ -1,4 +1,4 @@
-"""Restoration: what is degraded and how, figures by formulas of their own, a run up to its enlarged images."""
+# Restoration: what is degraded and how, figures by formulas of their own, a run up to its enlarged images.
 
 import json
 
@@ -22,7 +22,7 @@ SIZE, SCALE = 16, 2
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """Smooth images of sines, 40 x 44 pixels; every fourth is for evaluation."""
+    # Smooth images of sines, 40 x 44 pixels; every fourth is for evaluation.
     folder, generator = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
     y, x = np.mgrid[:40, :44] / 10
     for i in range(16):
@@ -73,7 +73,7 @@ def test_an_image_smaller_than_the_truth_is_named(photographs):
 
 
 def structural_similarity(a, b):
-    """SSIM (Wang et al., 2004) of (H, W, C) from 0 to 1, where the whole window of 11 is inside."""
+    # SSIM (Wang et al., 2004) of (H, W, C) from 0 to 1, where the whole window of 11 is inside.
     blur = lambda image: gaussian_filter(image, (1.5, 1.5, 0), truncate=3.5, mode="reflect")  # noqa: E731
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b

@@ -1,4 +1,4 @@
-"""Ctrl-C at many moments and `--resume`: the run ends with the weights and the notes of one that nothing stopped."""
+# Ctrl-C at many moments and `--resume`: the run ends with the weights and the notes of one that nothing stopped.
 
 import itertools
 import json
@@ -18,8 +18,8 @@ from tests.images import write_images
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 from tests.training.toy import Stop
 
+# Task, and how far it comes before Ctrl-C is pressed.
 MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("top-1: torch", 1)]
-"""Task, and how far it comes before Ctrl-C is pressed."""
 
 
 def network(num_classes=10):
@@ -100,7 +100,7 @@ def whole(tmp_path_factory):
 
 
 def clock_goes_back(folder, monkeypatch):
-    """Let what is there be of the year 2100, and each look at the clock be an hour before the last one."""
+    # Let what is there be of the year 2100, and each look at the clock be an hour before the last one.
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (2**32, 2**32))
     hours = itertools.count(1)

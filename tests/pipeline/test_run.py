@@ -1,4 +1,4 @@
-"""A whole run on a small network and the real digits: what it leaves, how it resumes, what it refuses."""
+# A whole run on a small network and the real digits: what it leaves, how it resumes, what it refuses.
 
 import dataclasses
 import json
@@ -253,7 +253,7 @@ def command_line(command, recipe, out, *options):
 
 
 def test_kill_9_and_resume_end_with_the_same_weights(finished, tmp_path):
-    """Killed in the float training; test_resume.py stops a run at later moments, and compares all that follows."""
+    # Killed in the float training; test_resume.py stops a run at later moments, and compares all that follows.
     out, recipe = tmp_path / "killed", tmp_path / "tiny.yaml"
     recipe.write_text(with_engines().to_yaml())
     process = start(tmp_path / "said", command_line, "train", recipe, out, CUDA_VISIBLE_DEVICES="")
@@ -293,7 +293,7 @@ def test_weights_for_other_classes_are_refused_where_nothing_trains_their_classi
 
 
 def test_an_untrained_network_and_its_pair_are_told_in_the_report(tmp_path):
-    """18 images bound a change no closer than one in six: the oracle is the exact binomial interval."""
+    # 18 images bound a change no closer than one in six: the oracle is the exact binomial interval.
     tree = {
         "model": {"name": "squeezenet1_1"},
         "data": {"image_size": 32, "batch_size": 16, "val_images": 18},
@@ -318,7 +318,7 @@ def test_an_untrained_network_and_its_pair_are_told_in_the_report(tmp_path):
 
 
 def test_a_float_network_is_taken_over_from_a_finished_run(finished, tmp_path):
-    """Another quantization of the same training: no epoch is trained again, and another training is refused."""
+    # Another quantization of the same training: no epoch is trained again, and another training is refused.
     untimed = {"quantization": {**TREE["quantization"], "calibration_images": 64}, "bench": {"engines": []}}
     changed = parse_recipe({**TREE, **untimed})
     folder = run(changed, "ptq", tmp_path / "again", device="cpu", start=finished)

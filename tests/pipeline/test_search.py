@@ -1,4 +1,4 @@
-"""The command `search` from a recipe to a chosen network, its report, and the refusal of what cannot be done."""
+# The command `search` from a recipe to a chosen network, its report, and the refusal of what cannot be done.
 
 import json
 

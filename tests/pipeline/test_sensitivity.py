@@ -137,7 +137,7 @@ def test_refusals(recipe, options, message, tmp_path):
 
 
 def test_command_line(measured, folder, capsys):
-    """On the finished run: one JSON document, and nothing is measured again."""
+    # On the finished run: one JSON document, and nothing is measured again.
     options = ["sensitivity", "--recipe", str(folder / "recipe.yaml"), "--json", "--out", str(folder), "--resume"]
     options += ["--images", "96", "--device", "cpu"]
     with pytest.raises(SystemExit) as done:
@@ -185,7 +185,7 @@ def test_a_run_keeps_what_it_improved(tmp_path):
 
 
 def clipped(num_classes=10):
-    """Most activations before its ReLU6 exceed 6, so that ReLU in its place is another network."""
+    # Most activations before its ReLU6 exceed 6, so that ReLU in its place is another network.
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
     )

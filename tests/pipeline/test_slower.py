@@ -1,4 +1,4 @@
-"""Layers of a network that `bench` has found slower than float: a real engine times them, and times decide no test."""
+# Layers of a network that `bench` has found slower than float: a real engine times them, and times decide no test.
 
 import itertools
 import os

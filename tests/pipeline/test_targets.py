@@ -1,4 +1,4 @@
-"""A run for several targets: one file each, every engine measured with the file that was made for it."""
+# A run for several targets: one file each, every engine measured with the file that was made for it.
 
 import json
 import shutil
@@ -42,8 +42,7 @@ TREE = {
 
 
 class CtrlC(NoProgress):
-    """A user who stops the run when it calibrates for the second time: after training, for the further targets."""
-
+    # A user who stops the run when it calibrates for the second time: after training, for the further targets.
     def __init__(self):
         self.left = 2
 
@@ -224,7 +223,7 @@ def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
     ],
 )
 def test_triton_runs_a_file_in_the_engine_that_it_is_made_for(tmp_path, target, head):
-    """What a file is made for is the first target of its run; a float file suits each engine."""
+    # What a file is made for is the first target of its run; a float file suits each engine.
     folder = Path(shutil.copytree(Path(__file__).parent / "formats" / "run-1", tmp_path / "run"))
     recipe = (folder / "recipe.yaml").read_text()
     assert recipe.count("target: openvino") == 1

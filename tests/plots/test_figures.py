@@ -163,8 +163,7 @@ def test_the_style_leaves_no_trace():
 
 
 def contrast(a: str, b: str) -> float:
-    """WCAG 2.1 contrast ratio of two #rrggbb colours."""
-
+    # WCAG 2.1 contrast ratio of two #rrggbb colours.
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
@@ -192,7 +191,7 @@ def test_well_known_variants_keep_their_colour():
 @settings(max_examples=25)
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=9))
 def test_a_label_is_nearest_to_its_own_point(cells):
-    """Where there is room; on crowded figures a thin line leads from the label to its point."""
+    # Where there is room; on crowded figures a thin line leads from the label to its point.
     points = [(120.0 * x, 60.0 * y) for x, y in sorted(cells)]
     boxes = place_labels(points, [(50, 12)] * len(points), bounds=(-150, -80, 700, 400))
     for i, (x0, y0, x1, y1) in enumerate(boxes):
@@ -226,7 +225,7 @@ def test_a_residual_block_shows_what_is_quantized(qmodel):
 
 
 def test_the_residual_add_is_in_the_kernel_of_its_layer_where_the_target_fuses_it():
-    """TensorRT: conv + add + ReLU are one kernel, as the identity alone is quantized."""
+    # TensorRT: conv + add + ReLU are one kernel, as the identity alone is quantized.
     qmodel = insert_quantizers(TinyResNet(), torch.randn(2, 3, 16, 16), QuantSpec(target="tensorrt"))
     graph = block_graph(qmodel, "block2")
     boxes, edges = graph.boxes, graph.edges
@@ -244,7 +243,7 @@ def test_a_png_is_drawn(qmodel):
 
 
 def test_the_typical_block_is_the_smallest_in_which_branches_join(qmodel):
-    """The second block has a layer more, in its shortcut."""
+    # The second block has a layer more, in its shortcut.
     assert typical_block(qmodel) == block_graph(qmodel, "block1")
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     graph = typical_block(insert_quantizers(plain, torch.randn(2, 3, 8, 8)))
@@ -256,7 +255,7 @@ def test_the_typical_block_is_the_smallest_in_which_branches_join(qmodel):
 
 @pytest.mark.parametrize("form", [WIDE, NARROW], ids=lambda form: form.name)
 def test_text_on_coloured_boxes_is_dark_on_every_screen(qmodel, form):
-    """On dark pages the ink is bright, and so are the colours of the boxes."""
+    # On dark pages the ink is bright, and so are the colours of the boxes.
     figure = draw_block(block_graph(qmodel, "block1"), form)
     assert figure.get_figwidth() >= form.width
     svg = to_inline_svg(figure, key="k", label="a block")

@@ -17,8 +17,7 @@ from tests.networks import Net
 
 
 def small_network():
-    """One layer of each family, so that every colour occurs."""
-
+    # One layer of each family, so that every colour occurs.
     def run(net, x):
         x = net.pool(net.point(torch.relu(net.depthwise(net.stem(x))))).flatten(2).transpose(1, 2)
         return net.head(net.attention(x, x, x, need_weights=False)[0].mean(1))

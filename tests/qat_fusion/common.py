@@ -13,8 +13,7 @@ TARGETS = ("tensorrt", "openvino", "onnxruntime")
 
 
 def mixed():
-    """ReLU6, a depthwise convolution, an in-place add, a tensor with two readers, a linear layer on (N, L, C)."""
-
+    # ReLU6, a depthwise convolution, an in-place add, a tensor with two readers, a linear layer on (N, L, C).
     def run(net, x):
         x = F.relu6(net.depthwise(F.relu6(net.expand(x))))
         y = net.project(x)
@@ -44,7 +43,7 @@ def convolutions(count, inputs=3):
 
 
 def quantized(make=network, target="tensorrt", clip=0.6, size=12, channels=3, count=4, **spec):
-    """A calibrated network whose ranges are too small, so that values saturate."""
+    # A calibrated network whose ranges are too small, so that values saturate.
     torch.manual_seed(2)
     x = 2 * torch.randn(count, channels, size, size)
     qmodel = compress.quantize(make(), x, [x], spec=compress.QuantSpec(target=target, **spec))
@@ -75,7 +74,7 @@ def assert_same(one, other, rtol=0.0, atol=0.0):
 
 
 def fused_as_plain(qmodel, x, rtol=0.0, atol=0.0, **options):
-    """The fused graph, after a look that its results and gradients are those of the plain path."""
+    # The fused graph, after a look that its results and gradients are those of the plain path.
     fused = compress.fuse_for_training(qmodel, **options)
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol, atol)
     return fused

@@ -13,8 +13,7 @@ from tests.qat_fusion.common import assert_same, gradients
 
 
 class Block(nn.Module):
-    """Two or three convolutions and what came in, which passes a convolution where its shape changes."""
-
+    # Two or three convolutions and what came in, which passes a convolution where its shape changes.
     def __init__(self, inputs, outputs, stride, narrow=0):
         super().__init__()
         kinds = ((inputs, narrow, 1, 1), (narrow, narrow, 3, stride), (narrow, outputs, 1, 1)) if narrow else None
@@ -60,7 +59,7 @@ def close(one, other):
 
 
 def check_network():
-    """Eager, in every state that a quantizer can be in, and copied."""
+    # Eager, in every state that a quantizer can be in, and copied.
     qmodel, x = made()
     before = {name: value.clone() for name, value in qmodel.state_dict().items()}
     fused = compress.fuse_for_training(qmodel, kernels="triton", forward="int8")
@@ -85,7 +84,7 @@ def check_network():
 
 
 def check_compiled():
-    """One graph without breaks; where no GPU is, that of floats."""
+    # One graph without breaks; where no GPU is, that of floats.
     qmodel, x = made()
     fused = compress.fuse_for_training(qmodel, kernels="torch", forward="int8")
     torch.compiler.reset()

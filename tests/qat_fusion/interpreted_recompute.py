@@ -36,8 +36,7 @@ def block(dropout=0.0, inplace=False):
 
 
 class Dense(nn.Module):
-    """Two layers of DenseNet: batch norms after concatenations, which no convolution takes in."""
-
+    # Two layers of DenseNet: batch norms after concatenations, which no convolution takes in.
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
@@ -53,7 +52,7 @@ class Dense(nn.Module):
 
 
 def made(make=block, **options):
-    """A calibrated network whose ranges are too small, so that values saturate; and its input."""
+    # A calibrated network whose ranges are too small, so that values saturate; and its input.
     torch.manual_seed(1)
     model = make(**options).to(memory_format=torch.channels_last)
     x = (2 * torch.randn(3, 3, 6, 6)).contiguous(memory_format=torch.channels_last)
@@ -72,7 +71,7 @@ def seeded(run):
 
 
 def check_gradients(make=block, **options):
-    """Those of the plain path; and bit for bit those without recipes."""
+    # Those of the plain path; and bit for bit those without recipes.
     _, qmodel, x = made(make, **options)
     fused = compress.fuse_for_training(qmodel, kernels="triton").train()
     found = gradients(seeded(fused), qmodel, x)
@@ -111,7 +110,7 @@ def check_bytes(make, channels, share):
 
 
 def check_batch_norms(training):
-    """Running statistics are those of the plain path, in training and where they are frozen."""
+    # Running statistics are those of the plain path, in training and where they are frozen.
     _, qmodel, x = made(Dense)
     plain = copy.deepcopy(qmodel)
     fused = compress.fuse_for_training(qmodel, kernels="triton")

@@ -33,8 +33,7 @@ def swin():
 
 
 def attention(score, twice=False):
-    """One head on (N, tokens, 8), with a softmax whose input is made by `score`."""
-
+    # One head on (N, tokens, 8), with a softmax whose input is made by `score`.
     def run(net, x):
         q, k, v = net.qkv(x.flatten(2).transpose(1, 2)).chunk(3, -1)
         weights = net.score(q, k.transpose(-2, -1)).softmax(-1)
@@ -45,8 +44,7 @@ def attention(score, twice=False):
 
 
 def heads(change):
-    """Two heads on (N, tokens, 8), with queries, keys and values that `change` makes of a linear layer's."""
-
+    # Two heads on (N, tokens, 8), with queries, keys and values that `change` makes of a linear layer's.
     def run(net, x):
         x = x.flatten(2).transpose(1, 2)
         n, tokens, _ = x.shape
@@ -205,7 +203,7 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_on_a_gpu_a_vision_transformer_has_the_gradients_of_the_plain_path(dtype, compiled):
-    """In half precision it is as near to the plain path in float32 as the plain path in half precision is."""
+    # In half precision it is as near to the plain path in float32 as the plain path in half precision is.
     from tests.kernels.interpreted_attention import in_half
 
     def angle(found):
@@ -228,8 +226,7 @@ def quantized_rows(model, channels=8):
 
 
 def between(make, **parts):
-    """Two layers on (N, tokens, 8), and what `make` puts between them; or that, and what goes around the second."""
-
+    # Two layers on (N, tokens, 8), and what `make` puts between them; or that, and what goes around the second.
     def run(net, x):
         made = make(net, net.one(x.flatten(2).transpose(1, 2)))
         if isinstance(made, tuple):
@@ -266,7 +263,7 @@ def test_a_layer_and_its_activation_are_one_operation(make, name):
 
 
 def test_activations_with_other_readers_or_of_another_kind_keep_theirs():
-    """A layer's result with two consumers; an activation without a kernel of its own."""
+    # A layer's result with two consumers; an activation without a kernel of its own.
     qmodel, x = between(lambda self, y: (F.gelu(y), y))
     assert "one" not in chain_of(compress.fuse_for_training(qmodel), "gelu").nodes
     qmodel, x = between(lambda self, y: F.mish(y))
@@ -275,7 +272,7 @@ def test_activations_with_other_readers_or_of_another_kind_keep_theirs():
 
 
 def test_convolutions_and_int8_forward():
-    """An activation that the INT8 kernel does not compute stays out of it, and its values are codes for the next."""
+    # An activation that the INT8 kernel does not compute stays out of it, and its values are codes for the next.
     torch.manual_seed(1)
     layers = [nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1)]
     qmodel, x = quantized_rows(nn.Sequential(*layers), channels=16)
@@ -294,7 +291,7 @@ def test_quantizers_that_do_not_round():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_of_a_vision_transformer(target):
-    """Each with the sum before it, which goes on around it; the last norm's sum is read by it alone."""
+    # Each with the sum before it, which goes on around it; the last norm's sum is read by it alone.
     qmodel, x = quantized(vit(), target)
     fused = fused_as_plain(qmodel.double(), x.double(), rtol=1e-09, atol=1e-09)
     found = norms(fused)

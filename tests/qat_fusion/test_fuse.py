@@ -51,7 +51,7 @@ def test_gradients_in_float32_and_in_channels_last(batchnorm):
 
 
 def test_autocast():
-    """In bfloat16 the plain path rounds after the bias and after the add as well; a step of a quantizer is 0.8 %."""
+    # In bfloat16 the plain path rounds after the bias and after the add as well; a step of a quantizer is 0.8 %.
     qmodel, x = quantized()
     one = gradients(compress.fuse_for_training(qmodel), qmodel, x, autocast=True)
     other = gradients(qmodel, qmodel, x, autocast=True)
@@ -81,7 +81,7 @@ def after(make):
     ],
 )
 def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
-    """The tensors that the compiler's partition keeps for backward, as torch itself reports them."""
+    # The tensors that the compiler's partition keeps for backward, as torch itself reports them.
     seen = set()
 
     def look(graph, example):
@@ -113,7 +113,7 @@ def test_gradient_checkpointing_and_deep_copies():
 
 
 def test_data_parallel(tmp_path):
-    """One process of a group: gradients are reduced in buckets, and the ranges are not parameters."""
+    # One process of a group: gradients are reduced in buckets, and the ranges are not parameters.
     qmodel, x = quantized()
     expected = gradients(qmodel, qmodel, x)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -160,7 +160,7 @@ def test_an_activation_costs_its_quantized_tensor_and_one_bit():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_training(precision):
-    """20 steps with momentum: the same losses, ranges and weights, but for rounding."""
+    # 20 steps with momentum: the same losses, ranges and weights, but for rounding.
     torch.manual_seed(0)
     start, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
     runs = []
@@ -179,7 +179,7 @@ def test_the_same_training(precision):
 
 
 def test_the_same_curve_over_200_steps():
-    """Three seeds, momentum, ranges too small: apart by far less than the curves of two seeds, or what is learned."""
+    # Three seeds, momentum, ranges too small: apart by far less than the curves of two seeds, or what is learned.
     curves = {}
     for seed in range(3):
         torch.manual_seed(seed)
@@ -275,7 +275,7 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, kernels, compiled):
 
 
 def test_a_tied_weight_is_fused_and_the_model_stays_whole():
-    """A weight that is a layer's, and transposed another's: a module of the graph is part of another's path."""
+    # A weight that is a layer's, and transposed another's: a module of the graph is part of another's path.
     torch.manual_seed(0)
     x = torch.randn(4, 8)
     model = Net(
@@ -321,8 +321,7 @@ def test_a_learned_range_before_which_a_smooth_activation_stays_on_the_plain_pat
 
 
 def pools():
-    """Pools that end a chain, as module and as function, and pools that cannot."""
-
+    # Pools that end a chain, as module and as function, and pools that cannot.
     def run(net, x):
         x = net.pool(torch.relu(net.layers[0](x)))
         x = F.max_pool2d(F.relu6(net.layers[1](x)), 2, ceil_mode=True)

@@ -23,7 +23,7 @@ def test_where_triton_does_not_run_the_chains_are_the_fused_ones(target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_read_off_values_of_any_type(dtype):
-    """Every integer comes back, although 8 bits of a fraction hold 127 steps only just."""
+    # Every integer comes back, although 8 bits of a fraction hold 127 steps only just.
     codes = torch.arange(-128, 128, dtype=torch.int8)
     for amax in (0.013, 1.0, 5.3, 40.7):
         values = (codes * (torch.tensor(amax) / 127)).to(dtype)

@@ -145,19 +145,18 @@ def test_the_compiler_meets_each_kind_once():
 
 # Training through the fused graph, eager or compiled, is training on the plain one, for every measured family.
 
+# `test_fuse` trains a residual network with BatchNorm and ReLU in the same way, for 200 steps.
 ALL = {**FAMILIES, "MobileNetV2": lambda: zoo.MobileNetV2(4, 0.25, [[1, 8, 1, 1], [4, 8, 2, 2]], dropout=0.0)}
-"""`test_fuse` trains a residual network with BatchNorm and ReLU in the same way, for 200 steps."""
 
+# Compiled too: other tests compile convolutions, BatchNorm and ConvNeXt's kernels.
 COMPILED = ("ViT", "Swin", "MobileNetV3")
-"""Compiled too: other tests compile convolutions, BatchNorm and ConvNeXt's kernels."""
 
 
 @pytest.mark.parametrize("family", further(ALL, set(ALL) - {"Swin", "MobileNetV3"}))
 def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
-    """Scales of exported activations are the ranges, those of weights follow from the weights.
-
-    Trained in float64, where no value is so near to a tie that a sum in another order rounds to the other side.
-    """
+    # Scales of exported activations are the ranges, those of weights follow from the weights.
+    #
+    # Trained in float64, where no value is so near to a tie that a sum in another order rounds to the other side.
     torch.manual_seed(0)
     x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
     x += y[:, None, None, None] * torch.linspace(-0.5, 0.5, 16)

@@ -131,7 +131,7 @@ def test_a_global_response_norm_and_its_layer_are_one_operation():
 
 @pytest.mark.parametrize(("target", "smooth", "blocks"), [("openvino", None, 1), ("onnxruntime", "auto", 0)])
 def test_other_targets(target, smooth, blocks):
-    """A result of SiLU that is quantized for both of its consumers has a zero point, which no kernel computes."""
+    # A result of SiLU that is quantized for both of its consumers has a zero point, which no kernel computes.
     qmodel, x = made(target=target, smooth=smooth)
     fused = fused_as_plain(qmodel.double(), x.double(), rtol=1e-10, atol=1e-10)
     assert any("zero point" in chain.reason for chain in fused.report.chains)
@@ -161,7 +161,7 @@ def test_compiled():
 
 
 def test_only_the_layers_result_is_kept(monkeypatch):
-    """Bytes of an image in bf16, counted by hand; product, activation and masks would be 512, 512 and 64 more."""
+    # Bytes of an image in bf16, counted by hand; product, activation and masks would be 512, 512 and 64 more.
     pytest.importorskip("triton")
     qmodel, x = made()
     qmodel = qmodel.to(torch.bfloat16, memory_format=torch.channels_last).eval()

@@ -24,8 +24,7 @@ PER_TENSOR = QuantDescriptor(num_bits=8)
 
 
 class Net(nn.Module):
-    """As their users build them: quantized layers, a quantizer on the identity branch, quantized pools."""
-
+    # As their users build them: quantized layers, a quantizer on the identity branch, quantized pools.
     def __init__(self, weight: QuantDescriptor = QuantDescriptor(num_bits=8, axis=(0,))) -> None:  # noqa: B008
         super().__init__()
         self.stem = theirs.QuantConv2d(3, 8, 3, padding=1, bias=False, quant_desc_weight=weight)
@@ -141,7 +140,7 @@ def test_ranges_measured_at_each_call_learned_ones_and_dead_channels():
 
 
 def test_a_torchvision_model_made_under_their_patch_of_torch():
-    """As their users make them: torch.nn holds their layers while the model is built, and while it is taken over."""
+    # As their users make them: torch.nn holds their layers while the model is built, and while it is taken over.
     quant_modules.initialize()
     try:
         model = torchvision.models.resnet18(num_classes=10)
@@ -158,7 +157,6 @@ def test_a_torchvision_model_made_under_their_patch_of_torch():
 
 
 def test_importing_compress_under_their_patch_is_refused():
-    """It would be built on their layers."""
     lines = [
         "from pytorch_quantization import quant_modules; quant_modules.initialize()",
         "import compress, torch; m = torch.nn.Sequential(torch.nn.Linear(6, 4))",

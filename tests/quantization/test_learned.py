@@ -1,4 +1,4 @@
-"""Learned scales: gradients against autograd of LSQ's definition, and a module that copies, loads and trains."""
+# Learned scales: gradients against autograd of LSQ's definition, and a module that copies, loads and trains.
 
 import copy
 import math
@@ -39,7 +39,7 @@ SPEC = QuantSpec(
 
 
 def definition(v, s, low, high):
-    """LSQ's equations 1 to 3 for autograd: straight through the rounding, nowhere else."""
+    # LSQ's equations 1 to 3 for autograd: straight through the rounding, nowhere else.
     clipped = (v / s).clamp(low, high)
     rounded = clipped + (clipped.round() - clipped).detach()
     return rounded * s
@@ -194,7 +194,7 @@ def test_refusals():
 
 
 def test_ranges_get_their_gradients_through_ddp(learned, tmp_path):
-    """A group of one process: the same gradients as without, for ranges of a tensor and of channels."""
+    # A group of one process: the same gradients as without, for ranges of a tensor and of channels.
     learned(X).square().mean().backward()
     expected = {name: p.grad.clone() for name, p in learned.named_parameters()}
     learned.zero_grad()
@@ -215,7 +215,7 @@ OFFSETS_SPEC = QuantSpec(target="any", activations=ActivationSpec(num_bits=4))
 
 
 def offsets_definition(v, s, beta, high):
-    """LSQ+'s equations 2 and 3 for autograd: straight through the rounding, nowhere else."""
+    # LSQ+'s equations 2 and 3 for autograd: straight through the rounding, nowhere else.
     clipped = ((v - beta) / s).clamp(0, high)
     return (clipped + (clipped.round() - clipped).detach()) * s + beta
 
@@ -394,7 +394,7 @@ def test_damping_pulls_weights_to_their_integer():
 
 
 def test_two_bits_learn():
-    """Two classes of images, told apart by a trained network of 2 bits: the loss falls to a half and stays finite."""
+    # Two classes of images, told apart by a trained network of 2 bits: the loss falls to a half and stays finite.
     torch.manual_seed(0)
     model = network().eval()
     qmodel = compress.quantize(model, X[:2], [X], spec=spec())

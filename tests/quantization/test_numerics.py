@@ -1,4 +1,4 @@
-"""The oracles are torch's own fake_quantize operators, ONNX's reference evaluator and ONNX Runtime."""
+# The oracles are torch's own fake_quantize operators, ONNX's reference evaluator and ONNX Runtime.
 
 import copy
 import pickle
@@ -85,7 +85,7 @@ def test_per_channel_integers_as_onnx():
 
 @given(st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=30), st.sampled_from([0.5, 1.0, 2.0, 0.25]))
 def test_gradient_as_torchs_operator(values, scale):
-    """A power of two as scale: torch multiplies by its inverse, and then both are exact."""
+    # A power of two as scale: torch multiplies by its inverse, and then both are exact.
     mine, theirs = (torch.tensor(values, requires_grad=True) for _ in range(2))
     out = fake_quantize(mine, torch.tensor(scale), INT8)
     reference = torch.fake_quantize_per_tensor_affine(theirs, scale, 0, -128, 127)
@@ -144,7 +144,7 @@ def test_fp8_reaches_as_far_as_the_type_of_torch():
 
 
 def test_fp8_is_what_torch_makes_of_it():
-    """Torch's own cast is the oracle; it has no value beyond 448, where ours saturates."""
+    # Torch's own cast is the oracle; it has no value beyond 448, where ours saturates.
     quant_format, scale = QuantFormat(kind="e4m3"), torch.tensor(0.25)
     x = torch.cat([torch.linspace(-200, 200, 501), torch.tensor([1e-4, 0.0, -0.0123])])
     expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -176,7 +176,7 @@ def test_types_of_what_is_quantized():
 
 @given(amax=st.floats(2**-6, 1024, width=32), lowest=st.floats(-4, -(2**-8), width=32), bits=st.integers(2, 8))
 def test_a_range_with_a_lowest_value_is_used_whole(amax, lowest, bits):
-    """Both ends are within a step, 0.0 is exact, gradients are torch's, and the steps are never wider than without."""
+    # Both ends are within a step, 0.0 is exact, gradients are torch's, and the steps are never wider than without.
     form = QuantFormat(num_bits=bits, offset=True, lowest=lowest)
     scale = scale_from_amax(torch.tensor(amax), form)
     torch.testing.assert_close(amax_from_scale(scale, form), torch.tensor(amax))
@@ -264,7 +264,7 @@ def network():
 
 
 def test_quantizers_are_inserted_on_the_device_of_the_model():
-    """`meta` represents any device that is not the CPU; nothing can be computed there, so placement is done before."""
+    # `meta` represents any device that is not the CPU; nothing can be computed there, so placement is done before.
     graph = canonical_graph(network(), torch.zeros(1, 3, 8, 8))
     placement = place(read_fx(graph), compress.QuantSpec())
     apply_placement(graph.to("meta"), placement)

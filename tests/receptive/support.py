@@ -13,12 +13,12 @@ from torch import nn
 SMOOTH = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Dropout)
 
 
+# The first and the last pixel of one axis.
 Support = tuple[int, int]
-"""The first and the last pixel of one axis."""
 
 
 def torchvision_model(name: str, *, head: bool = False) -> nn.Module:
-    """Return an untrained torchvision classifier, quickly: without initialization and without large heads."""
+    # Return an untrained torchvision classifier, quickly: without initialization and without large heads.
     options: dict[str, Any] = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
     if name.startswith("regnet"):  # computes its widths with tensors
         return torchvision.models.get_model(name, weights=None)
@@ -36,11 +36,10 @@ def torchvision_model(name: str, *, head: bool = False) -> nn.Module:
 
 
 def without_chance(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Return the model in float64 such that no gradient can vanish by chance.
-
-    All weights are positive, every activation and norm is the identity, and batch norms are at their start. The
-    dependencies between units do not change.
-    """
+    # Return the model in float64 such that no gradient can vanish by chance.
+    #
+    # All weights are positive, every activation and norm is the identity, and batch norms are at their start. The
+    # dependencies between units do not change.
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval()
     for module in model.modules():
@@ -57,8 +56,7 @@ def without_chance(model: nn.Module, *, seed: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def average_pools() -> Iterator[None]:
-    """Replace max pools, which depend on their whole window only over many images, by averages over the window."""
-
+    # Replace max pools, which depend on their whole window only over many images, by averages over the window.
     def pool(
         x: torch.Tensor,
         kernel_size: Any,
@@ -78,7 +76,7 @@ def average_pools() -> Iterator[None]:
 def supports(
     model: nn.Module, image: torch.Tensor, path: str, units: Sequence[tuple[int, ...]]
 ) -> list[tuple[Support | None, ...]]:
-    """Return ((first row, last), (first column, last)) of the gradient of each unit (row, column) of a module."""
+    # Return ((first row, last), (first column, last)) of the gradient of each unit (row, column) of a module.
     seen: dict[str, torch.Tensor] = {}
 
     def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -94,11 +92,10 @@ def supports(
 
 
 def support(output: torch.Tensor, image: torch.Tensor, index: Any, *, least: float = 0.0) -> tuple[Support | None, ...]:
-    """Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None.
-
-    A share up to `least` of the largest gradient counts as zero: a resize whose position is whole in exact arithmetic
-    gives the next pixel a weight of 1e-15.
-    """
+    # Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None.
+    #
+    # A share up to `least` of the largest gradient counts as zero: a resize whose position is whole in exact arithmetic
+    # gives the next pixel a weight of 1e-15.
     if not output[index].requires_grad:
         return (None,) * (image.ndim - 2)
     (gradient,) = torch.autograd.grad(output[index].sum(), image, retain_graph=True, allow_unused=True)

@@ -1,5 +1,3 @@
-"""Effective fields against closed forms, plain autograd and hooks; bad input."""
-
 import copy
 import math
 import statistics
@@ -30,7 +28,7 @@ def uniform_network(layers, kernel, *, relu=False):
 
 @pytest.mark.parametrize(("kernel", "layers"), [(3, 5), (3, 10), (3, 20), (3, 40), (5, 5), (5, 20), (7, 5), (7, 10)])
 def test_uniform_networks_have_the_closed_form(kernel, layers):
-    """Luo et al., section 2.2: the map is the box convolved with itself, its variance n (k^2 - 1) / 12."""
+    # Luo et al., section 2.2: the map is the box convolved with itself, its variance n (k^2 - 1) / 12.
     side = layers * (kernel - 1) + 1
     field = effective_receptive_field(uniform_network(layers, kernel), torch.rand(1, 1, side, side))
     profile = uniform_profile(layers, kernel)
@@ -105,7 +103,7 @@ def test_graph_and_batches_equal_plain_autograd(small, path, batch_size):
 
 
 def test_several_layers_at_once_equal_one_at_a_time(small):
-    """Operations that overwrite their input must not change the result of an earlier layer."""
+    # Operations that overwrite their input must not change the result of an earlier layer.
     images = torch.rand(3, 3, 12, 12, dtype=torch.float64)
     names = ["a", "b", "norm", "act", "block.0", "block"]
     together = effective_receptive_fields(small, images, layers=names, options=ONES)
@@ -140,7 +138,7 @@ def test_averages(small, average):
 
 
 def test_random_upstream_is_repeatable_and_measures_the_norm(small):
-    """With many draws the mean magnitude tends to sqrt(2 / pi) of the root of the summed squares over channels."""
+    # With many draws the mean magnitude tends to sqrt(2 / pi) of the root of the summed squares over channels.
     image = torch.rand(1, 3, 8, 8, dtype=torch.float64)
     options = ErfOptions(batch_size=50)
     field = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
@@ -181,7 +179,7 @@ def test_transformers_and_convnext_without_editing(model, layer, grid):
 
 
 def test_tokens_are_found_behind_the_class_token():
-    """The gradient of a token of a patch embedding covers its own patch."""
+    # The gradient of a token of a patch embedding covers its own patch.
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3).eval()
     field = effective_receptive_field(
@@ -193,8 +191,7 @@ def test_tokens_are_found_behind_the_class_token():
 
 
 def loops():
-    """A model that torch.fx cannot trace, and that returns a dict."""
-
+    # A model that torch.fx cannot trace, and that returns a dict.
     def run(net, x):
         for step in net.steps:
             x = step(x)

@@ -1,5 +1,3 @@
-"""Sizes against closed forms and brute force."""
-
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""Random small networks: every unit's interval against the support of its gradient, unit by unit."""
+# Random small networks: every unit's interval against the support of its gradient, unit by unit.
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,7 @@ def test_every_unit_sees_what_its_gradient_reaches(stack, length):
 
 @given(st.lists(layers, min_size=1, max_size=4))
 def test_size_without_borders_is_that_of_a_long_image(stack):
-    """If a window exists, a unit in the middle of a long image depends on exactly that window."""
+    # If a window exists, a unit in the middle of a long image depends on exactly that window.
     model = positive(nn.Sequential(*stack))
     image = torch.rand(1, CHANNELS, 400, dtype=torch.float64, requires_grad=True)
     if not runs(model, image):

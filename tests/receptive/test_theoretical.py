@@ -1,4 +1,4 @@
-"""Rows of the table beyond sizes: global, unknown, misaligned and lost fields, and bad input."""
+# Rows of the table beyond sizes: global, unknown, misaligned and lost fields, and bad input.
 
 import json
 from fractions import Fraction
@@ -91,7 +91,7 @@ def test_vision_transformer_is_local_before_attention_and_global_after():
 
 
 def test_shifted_windows_equal_the_support_of_the_gradient():
-    """Masked positions have weight e^-100, so that only gradients far above it count."""
+    # Masked positions have weight e^-100, so that only gradients far above it count.
     torch.manual_seed(0)
     model = torchvision.models.SwinTransformer([2, 2], 8, [4, 4], [2, 2], [4, 4], num_classes=3).eval()
     image = torch.rand(1, 3, 40, 32)  # 10 x 8 units: padded to whole windows in one axis
@@ -153,7 +153,7 @@ def test_an_unknown_function_that_returns_a_tuple():
 
 
 def skewed():
-    """Two branches of one size whose centres differ by half a pixel."""
+    # Two branches of one size whose centres differ by half a pixel.
     return Net(
         lambda net, x: net.conv(x) + net.pool(x), conv=nn.Conv2d(3, 3, 3, stride=2, padding=1), pool=nn.AvgPool2d(2, 2)
     )
@@ -168,7 +168,7 @@ def test_branches_with_different_centres_are_said_to_be_misaligned():
 
 
 def unequal():
-    """Two branches of one size whose strides differ: 9 -> 3 by stride 3 and by stride 4 with padding."""
+    # Two branches of one size whose strides differ: 9 -> 3 by stride 3 and by stride 4 with padding.
     return Net(
         lambda net, x: net.left(x) + net.right(x),
         left=nn.Conv1d(1, 1, 3, stride=3, bias=False),
@@ -283,7 +283,7 @@ def test_records_are_json():
 
 
 def test_unproductive_layers_of_a_plain_network():
-    """Sizes 3, 5, 7, 9: at 6 pixels the fourth convolution is the first whose input (7) is larger than the image."""
+    # Sizes 3, 5, 7, 9: at 6 pixels the fourth convolution is the first whose input (7) is larger than the image.
     model = nn.Sequential(*[nn.Conv2d(1 if i == 0 else 2, 2, 3, padding=1, bias=False) for i in range(5)])
     found = unproductive_layers(table(model, 1, 1, 6, 6))
     assert [layer.path for layer in found.layers] == ["3", "4"]
@@ -465,7 +465,7 @@ def test_intervals_equal_the_support_of_the_gradient(name, path, size):
 
 @pytest.mark.parametrize(("name", "path", "length"), [("resnet18", "layer4", 480), ("mobilenet_v2", "features", 512)])
 def test_unclipped_size_equals_the_support_in_a_long_image(name, path, length):
-    """A strip longer than the field: the size without borders is reached, not only clipped intervals."""
+    # A strip longer than the field: the size without borders is reached, not only clipped intervals.
     row = receptive_field(torchvision_model(name), torch.zeros(1, 3, length, 32)).row(path)
     unit = (row.units[0] // 2, 0)
     model = without_chance(torchvision_model(name))

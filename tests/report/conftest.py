@@ -12,7 +12,7 @@ HOSTILE = '</svg><script>alert("x")</script>|`a`*b*_c_[d](http://evil.example/)$
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory) -> Path:
-    """A whole run folder without a report. Not to be written into."""
+    # A whole run folder without a report. Not to be written into.
     return write_sample(tmp_path_factory.mktemp("run") / "resnet50")
 
 

@@ -184,7 +184,7 @@ def sample_placement() -> list[dict[str, Any]]:
 
 
 def sample_block() -> dict[str, Any]:
-    """A bottleneck without a shortcut layer, as TensorRT takes it."""
+    # A bottleneck without a shortcut layer, as TensorRT takes it.
     outside, pill = {"detail": "", "kind": "outside"}, {"title": "int8", "detail": "scale 0.031", "kind": "quantizer"}
     pill = pill | {"integers": True}
     layer = {"detail": "conv, weight int8 per channel", "kind": "int8"}

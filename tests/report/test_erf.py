@@ -116,7 +116,7 @@ def test_every_figure_is_drawn(model, images):
 
 
 def test_a_panel_names_its_network(model, images):
-    """Networks side by side, as in the frames of the animations; no title touches another."""
+    # Networks side by side, as in the frames of the animations; no title touches another.
     field = effective_receptive_field(model, images, layer="0.0")
     figure = draw_gallery([("", [field, field])], columns_of=["first net", "second net"])
     assert [axes.get_title(loc="left").split("\n")[0] for axes in figure.axes[:2]] == ["first net", "second net"]

@@ -141,7 +141,7 @@ def test_markup_in_names_is_text(hostile):
 
 
 def test_text_in_figures_is_as_given(hostile):
-    """Our own rewriting of colours, ids and numbers in the SVG must not touch what is written there."""
+    # Our own rewriting of colours, ids and numbers in the SVG must not touch what is written there.
     source = (hostile / "report.html").read_text(encoding="utf-8")
     figures = re.findall(r"<svg.*?</svg>", source, flags=re.DOTALL)
     shown = "".join(Page(figure).text for figure in figures)
@@ -335,7 +335,7 @@ def test_files_that_a_report_leaves(sample, run_folder):
 
 
 def test_equal_input_gives_equal_files(tmp_path):
-    """Also from another process, whose sets and dictionaries are in another order."""
+    # Also from another process, whose sets and dictionaries are in another order.
     contents = []
     for name in ("here", "there"):
         folder = tmp_path / name / "run"

@@ -46,7 +46,7 @@ def test_tables_hold_the_rows_of_summary_table(sample, text):
 
 
 def test_every_table_is_one_for_a_markdown_reader(text):
-    """No line that starts as a table row is left over as a paragraph, and every row is as long as its head."""
+    # No line that starts as a table row is left over as a paragraph, and every row is as long as its head.
     page = rendered(text)
     lines = [line for line in text.split("\n") if line.startswith("| ")]
     assert len(page.tags("tr")) == len(lines) - len(page.tags("table"))  # less the rules under the heads

@@ -7,8 +7,7 @@ from tests.networks import Net
 
 
 def residual(channels=4):
-    """conv-bn-relu, conv-bn, and a residual addition with a ReLU after it, on 4 channels."""
-
+    # conv-bn-relu, conv-bn, and a residual addition with a ReLU after it, on 4 channels.
     def run(net, x):
         y = torch.relu(net.bn1(net.conv1(x)))
         y = net.bn2(net.conv2(y))
@@ -24,8 +23,7 @@ def residual(channels=4):
 
 
 def squeeze_excite():
-    """Squeeze-and-excite, whose second convolution must not be fused with the product with the map."""
-
+    # Squeeze-and-excite, whose second convolution must not be fused with the product with the map.
     def run(net, x):
         x = net.conv(x)
         return x * torch.sigmoid(net.fc(net.pool(x)))
@@ -34,7 +32,7 @@ def squeeze_excite():
 
 
 def pre_activation():
-    """BatchNorm and ReLU before the convolution, and a concat, as in DenseNet."""
+    # BatchNorm and ReLU before the convolution, and a concat, as in DenseNet.
     return Net(
         lambda net, x: torch.cat([x, net.conv(torch.relu(net.norm(x)))], 1),
         norm=nn.BatchNorm2d(4),
@@ -43,20 +41,16 @@ def pre_activation():
 
 
 class Opaque(nn.Module):
-    """A layer whose Python code depends on values: it is a leaf for fx, and its cost is unknown."""
-
+    # A layer whose Python code depends on values: it is a leaf for fx, and its cost is unknown.
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x
 
 
 def with_opaque():
-    """An opaque layer after a convolution."""
     return Net(lambda net, x: net.odd(net.conv(x)), conv=nn.Conv2d(3, 4, 3), odd=Opaque())
 
 
 def block_net(width=16, heads=2):
-    """A transformer block: LayerNorm, attention, residual, MLP, residual."""
-
     def run(net, x):
         y = net.norm1(x)
         x = x + net.attention(y, y, y, need_weights=False)[0]

@@ -1,4 +1,4 @@
-"""macs and bytes against closed forms and against torch's own flop counter, which observes execution."""
+# macs and bytes against closed forms and against torch's own flop counter, which observes execution.
 
 from operator import attrgetter
 
@@ -97,7 +97,7 @@ def test_views_cost_nothing_and_are_looked_through():
 
 
 def zeroed(name):
-    """Return a torchvision network without random weights, which take seconds and do not affect costs."""
+    # Return a torchvision network without random weights, which take seconds and do not affect costs.
     with torch.device("meta"):
         model = getattr(torchvision.models, name)()
     model.to_empty(device="cpu")
@@ -108,7 +108,7 @@ def zeroed(name):
 
 
 def resnet50_by_hand():
-    """Compare with the sum over the paper's table (He et al., arXiv 1512.03385), with the stride in the 3x3."""
+    # Compare with the sum over the paper's table (He et al., arXiv 1512.03385), with the stride in the 3x3.
     total = 112**2 * 64 * 3 * 49
     width_in, size = 64, 56
     for planes, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -121,7 +121,7 @@ def resnet50_by_hand():
 
 
 def vgg16_by_hand():
-    """Compare with the sum over table 1, column D, of arXiv 1409.1556."""
+    # Compare with the sum over table 1, column D, of arXiv 1409.1556.
     total, channels, size = 0, 3, 224
     for width, layers_ in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(layers_):
@@ -237,8 +237,7 @@ def test_quantized_network_costs_what_the_float_one_does():
 
 
 def test_a_channel_shuffle_costs_the_same_in_every_spelling():
-    """In torchvision it is a view, a transpose and a view, which cost nothing."""
-
+    # In torchvision it is a view, a transpose and a view, which cost nothing.
     spelled = Net(lambda net, x: x.view(2, 2, 4, 5, 5).transpose(1, 2).reshape(2, 8, 5, 5))
     x = torch.randn(2, 8, 5, 5)
     assert torch.equal(spelled(x), nn.ChannelShuffle(2)(x))

@@ -1,4 +1,4 @@
-"""Devices against the figures of the makers' data sheets, typed in a second time."""
+# Devices against the figures of the makers' data sheets, typed in a second time.
 
 import json
 

@@ -1,4 +1,4 @@
-"""The latency model and the start of a search, against known coefficients and brute force."""
+# The latency model and the start of a search, against known coefficients and brute force.
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ COSTS = Costs(STRUCTURE)
 
 
 def known_time(costs):
-    """Constants of an invented engine: INT8 has half the time for a mac, and each layer has a call."""
+    # Constants of an invented engine: INT8 has half the time for a mac, and each layer has a call.
     speed = {"float": 2e-6, "int8": 1e-6}
     return 0.01 + sum(0.002 + speed[c.format] * c.macs + 5e-7 * (c.read + c.written) for c in costs)
 
@@ -50,7 +50,7 @@ def networks(count, seed):
 
 
 def test_costs_are_those_of_the_smaller_network():
-    """conv1 takes 3 channels, 16 by 16 pixels, 3 by 3 weights; block1.conv1 8 by 8 pixels after the pool."""
+    # conv1 takes 3 channels, 16 by 16 pixels, 3 by 3 weights; block1.conv1 8 by 8 pixels after the pool.
     rows = {c.path: c for c in COSTS.of({"width conv1": "4", "width block1.conv1": "6", "format block1": "int8"})}
     assert (rows["conv1"].macs, rows["conv1"].written) == (256 * 4 * 3 * 9, 256 * 4)
     assert (rows["block1.conv1"].macs, rows["block1.conv1"].format) == (64 * 6 * 4 * 9, "int8")
@@ -68,7 +68,7 @@ def test_a_latency_model_finds_the_time_of_networks_it_has_not_seen():
 
 
 def test_networks_that_a_model_takes_for_the_best_correct_it():
-    """The best by a model are those whose time it takes for too short; with their times it errs less on the next."""
+    # The best by a model are those whose time it takes for too short; with their times it errs less on the next.
     generator = torch.Generator().manual_seed(0)
     slower = {c.path: 1 + float(torch.rand(1, generator=generator)) for c in COSTS.of({})}
     time = lambda chosen: sum(slower[c.path] * known_time((c,)) for c in COSTS.of(chosen))  # noqa: E731
@@ -97,7 +97,7 @@ def test_channels_that_fill_no_block_cost_as_much_as_the_block(width, block, com
 
 
 def test_a_model_knows_that_widths_in_between_win_no_time():
-    """An engine that computes four channels at a time."""
+    # An engine that computes four channels at a time.
     time = lambda chosen: known_time([c.padded(4) for c in COSTS.of(chosen)])  # noqa: E731
     model = fit([Sample(costs=COSTS.of(c), time=time(c)) for c in networks(24, 0)], block=4)
     predict = lambda width: model.predict(COSTS.of({"width block1.conv1": width}))  # noqa: E731
@@ -116,7 +116,7 @@ def test_a_candidate_is_predicted_without_its_own_time():
 
 
 def test_the_interval_of_a_rank_correlation():
-    """That of no correlation is tanh(1.96 / sqrt(n - 3)); few pairs say little, even in perfect order."""
+    # That of no correlation is tanh(1.96 / sqrt(n - 3)); few pairs say little, even in perfect order.
     assert rank_interval(0.0, 28) == pytest.approx((-math.tanh(1.96 / 5), math.tanh(1.96 / 5)))
     low, high = check(range(1, 7), range(1, 7)).interval
     assert low < 0.5 and high == 1.0
@@ -188,7 +188,7 @@ def test_the_start_is_the_best_of_all_where_times_add_up(data):
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.8), (7, 0.5), (9, 0.6), (10, 0.5)])
 def test_a_start_leaves_no_time_in_which_a_better_choice_would_fit(seed, share):
-    """The work of a layer is a product of two widths, so that times do not add up."""
+    # The work of a layer is a product of two widths, so that times do not add up.
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: sorted(torch.rand(count, generator=generator).tolist())  # noqa: E731
     errors = {e: dict(zip(c, draw(len(c)), strict=True)) for e, c in NETWORKS.elements.items()}
@@ -218,7 +218,7 @@ ERRORS = {e: {c: float((4 - int(c)) ** 2) for c in choices} for e, choices in SP
 
 @pytest.mark.parametrize("latency", [0.9, 0.6, 0.45])
 def test_networks_become_smaller_until_one_keeps_the_bound(tmp_path, latency):
-    """Every network takes 1.4 times as long as its prediction; the smallest takes 0.35."""
+    # Every network takes 1.4 times as long as its prediction; the smallest takes 0.35.
     study = open_study(str(tmp_path / "trials.log"), "search", seed=0, population=4)
 
     def slower(configuration):
@@ -242,7 +242,7 @@ def test_the_fastest_network_is_tried_where_the_model_finds_none(tmp_path):
 
 
 def test_a_model_is_corrected_until_a_network_that_it_asks_for_keeps_the_bound():
-    """The smaller a network is, the more it takes beyond what the model expects, which saw nothing but large ones."""
+    # The smaller a network is, the more it takes beyond what the model expects, which saw nothing but large ones.
     whole = known_time(COSTS.of({}))
 
     def time(configuration):
@@ -433,7 +433,7 @@ FRONT = SimpleNamespace(points=POINTS, front=pareto(POINTS), failed={})
 
 
 def fine_tuned(bound, results):
-    """Go on as the command does, with (ratio, drop) of each network in the place of a training."""
+    # Go on as the command does, with (ratio, drop) of each network in the place of a training.
     waiting, made = order(FRONT, bound), []
     while waiting:
         now = waiting.pop(0)
@@ -446,7 +446,7 @@ def fine_tuned(bound, results):
 
 
 def test_the_best_uniform_choice_is_fine_tuned_beside_the_best_point_and_accuracy_decides():
-    """Their errors before fine-tuning are 0.39 and 0.47, of two uniform ones that are as good the faster one's."""
+    # Their errors before fine-tuning are 0.39 and 0.47, of two uniform ones that are as good the faster one's.
     bound, results = Bound(latency=0.4), {"start 1 (0.40)": (0.38, 0.22), "width 0.5, int8": (0.25, 0.0)}
     tried, taken = fine_tuned(bound, results)
     assert tried == ["start 1 (0.40)", "width 0.5, int8"]

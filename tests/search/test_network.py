@@ -1,4 +1,4 @@
-"""A configuration applied to a network, against the network itself with the same channels set to zero."""
+# A configuration applied to a network, against the network itself with the same channels set to zero.
 
 import copy
 
@@ -24,7 +24,7 @@ WIDTHS = {element: choices for element, choices in SPACE.elements.items() if ele
 
 
 def zeroed(removed):
-    """The whole network with the scale and shift of removed channels at zero, which ReLU and pools keep."""
+    # The whole network with the scale and shift of removed channels at zero, which ReLU and pools keep.
     model = copy.deepcopy(STRUCTURE.graph)
     with torch.no_grad():
         for axis in STRUCTURE.axes:
@@ -96,7 +96,7 @@ def test_a_resnet_without_a_block_is_reconstructed():
 
 
 def test_blocks_and_groups_of_mobilenet_v2():
-    """17 inverted residuals, 10 of them with a sum (Sandler et al., arXiv 1801.04381, table 2)."""
+    # 17 inverted residuals, 10 of them with a sum (Sandler et al., arXiv 1801.04381, table 2).
     model = torchvision.models.mobilenet_v2(num_classes=10).eval()
     found = analyse(model, torch.randn(2, 3, 32, 32))
     assert len(found.blocks) == 10
@@ -110,8 +110,7 @@ def test_blocks_and_groups_of_mobilenet_v2():
 
 
 def test_a_norm_that_calls_a_function_is_followed_as_a_module_of_its_name():
-    """As timm's BatchNormAct2d, with an assertion about shapes that would keep the block."""
-
+    # As timm's BatchNormAct2d, with an assertion about shapes that would keep the block.
     class NormAct(nn.BatchNorm2d):
         def forward(self, x):
             torch._assert(x.ndim == 4, "four dimensions")

@@ -60,7 +60,7 @@ def shuffled(net, x):
 
 
 def half_activated(net, x):
-    """One half of a tensor passes another activation, so the halves may not mix though one layer reads both."""
+    # One half of a tensor passes another activation, so the halves may not mix though one layer reads both.
     x = net.a(x)
     return net.c(torch.cat([x[:, :16] * 2, torch.tanh(x[:, 16:])], 1))
 
@@ -168,8 +168,7 @@ def test_structures(name, groups, searched):
 
 
 def counting(pick):
-    """Reads channels by number, which no permutation may hide: fx sees the numbers, a leaf does not show them."""
-
+    # Reads channels by number, which no permutation may hide: fx sees the numbers, a leaf does not show them.
     def run(net, x):
         x = net.pick(net.a(x))
         return net.fc(net.c(x - x[:, 3:4]).mean((2, 3)))
@@ -247,7 +246,6 @@ def test_progress_is_advanced_at_every_group():
 
 
 def kept(matrix, n, m, order):
-    """By sorting every group in numpy."""
     groups = np.sort(np.abs(matrix.double().numpy())[:, order].reshape(len(matrix), -1, m), axis=-1)
     return groups[..., m - n :].sum()
 
@@ -280,7 +278,7 @@ def test_two_stripes_end_at_the_best_of_all_orders(n, m):
 
 
 def test_planted_order_is_found():
-    """Columns shuffled so that 2:4 loses half of everything; a lossless order exists and must come back."""
+    # Columns shuffled so that 2:4 loses half of everything; a lossless order exists and must come back.
     generator = torch.Generator().manual_seed(0)
     planted = torch.zeros(64, 32)
     for row in range(64):
@@ -295,7 +293,7 @@ def test_planted_order_is_found():
 
 
 def test_apexs_own_matrix_is_ordered_at_least_as_well_as_by_apex():
-    """The matrix of apex's table (64 columns, 128 rows, seed 1): its best, three stripes at a time, closes 36.6 %."""
+    # The matrix of apex's table (64 columns, 128 rows, seed 1): its best, three stripes at a time, closes 36.6 %.
     np.random.seed(1)
     matrix = torch.from_numpy(np.random.rand(128, 64)).float()
     tries = [search_permutation(matrix, 2, 4, seconds=600, rounds=3000, seed=seed) for seed in range(2)]
@@ -335,7 +333,7 @@ def vision(name, **kwargs):
 
 
 def with_small_classifier(make, features):
-    """The network with a classifier of 64 instead of 4,096 channels, which is most of its time."""
+    # The network with a classifier of 64 instead of 4,096 channels, which is most of its time.
     torch.manual_seed(0)
     with torch.device("meta"):
         model = make()

@@ -73,7 +73,7 @@ def test_linear_layers_take_any_leading_axes():
 
 
 def test_columns_masked_first_leave_the_least_squares_weights():
-    """If all masked columns come before all kept ones, the walk is exact: it must meet numpy's own solution."""
+    # If all masked columns come before all kept ones, the walk is exact: it must meet numpy's own solution.
     inputs = correlated(200, 8)
     weight = torch.randn(5, 8, dtype=torch.float64)
     weight[:, :4] *= 1e-3  # surely masked by 4:8
@@ -84,7 +84,7 @@ def test_columns_masked_first_leave_the_least_squares_weights():
 
 
 def test_a_masked_first_column_leaves_the_least_squares_weight():
-    """1:2 on one pair, whichever the walk chooses: masking column 0 must cost what numpy's best fit costs."""
+    # 1:2 on one pair, whichever the walk chooses: masking column 0 must cost what numpy's best fit costs.
     fits = 0
     for seed in range(20):
         inputs, weight = correlated(50, 2, seed), torch.randn(1, 2, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_output_error_is_well_below_that_of_magnitude_masks(pattern):
 
 
 def test_independent_inputs_reduce_to_scaled_magnitudes():
-    """With a diagonal Hessian nothing can be made up for: |w| times the input's size decides, weights stay."""
+    # With a diagonal Hessian nothing can be made up for: |w| times the input's size decides, weights stay.
     weight, scale = torch.randn(6, 16, dtype=torch.float64), torch.rand(16, dtype=torch.float64) + 0.5
     pruned, mask = prune_by_hessian(weight, torch.diag(scale**2), NM24, damping=1e-12)
     assert torch.equal(mask, nm_mask(weight, 2, 4, scores=(weight * scale).abs()))
@@ -190,7 +190,6 @@ pytest.importorskip("torch_pruning")
 
 
 def macs_of(model, x):
-    """By torch's own flop counter."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(x)
     return counter.get_total_flops() // 2
@@ -244,7 +243,7 @@ def branches():
 
 
 def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
-    """Channels of zeros are the weakest, so the network before pruning is the oracle."""
+    # Channels of zeros are the weakest, so the network before pruning is the oracle.
     torch.manual_seed(0)
     model, x = branches().eval(), batch()
     with torch.no_grad():

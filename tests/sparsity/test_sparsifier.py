@@ -72,7 +72,7 @@ def test_hessian_masks_update_the_weights_and_need_batches():
 
 
 def leaky():
-    """A layer that the forward pass leaves out, and one that fx cannot trace past."""
+    # A layer that the forward pass leaves out, and one that fx cannot trace past.
     return Net(lambda net, x: net.net(x) if x.sum() < 1e9 else net.net(x * 2), net=small(), spare=nn.Conv2d(16, 16, 1))
 
 
@@ -183,7 +183,7 @@ OPTIMIZERS = {
 
 
 def train(model, optimizer, *, steps=50, schedule=None, total=None, first=1):
-    """A plain loop over fresh noise; returns the densities after every step."""
+    # A plain loop over fresh noise; returns the densities after every step.
     generator = torch.Generator().manual_seed(first)
     densities = []
     for step in range(first, first + steps):
@@ -282,7 +282,7 @@ def test_gradual_unstructured_ends_at_its_share():
 
 
 def test_sr_ste_step_is_the_papers():
-    """w - lr (dL/d(masked w) + decay (1 - mask) w), equation 9, written out for plain SGD, up to lr^2 decay."""
+    # w - lr (dL/d(masked w) + decay (1 - mask) w), equation 9, written out for plain SGD, up to lr^2 decay.
     spec = SparsitySpec(schedule="sr-ste", sr_ste_decay=0.1, end=1.0)
     model, reference = small(), small()
     sparsify(model, spec)
@@ -361,7 +361,7 @@ def test_autocast_and_loss_scaling(schedule):
 
 
 def test_compiled_models_train_as_eager_ones():
-    """Masks change at every step, and the straight-through gradient ends in the middle."""
+    # Masks change at every step, and the straight-through gradient ends in the middle.
     spec = SparsitySpec(schedule="sr-ste", end=0.6)
     eager = sparse(spec).train()
     model = copy.deepcopy(eager)
@@ -415,7 +415,7 @@ def test_the_first_logits_prefer_the_mask_by_what_they_share_with_it():
 @settings(max_examples=15)
 @given(st.integers(0, 1000), st.sampled_from([(2, 4), (1, 4), (1, 2), (3, 5)]), st.floats(0.5, 4), st.floats(1, 20))
 def test_the_update_is_adam_on_the_papers_loss(seed, kind, temperature, scale):
-    """MaskLLM's loss of the soft mask, written out with autograd, and torch's Adam on its gradient."""
+    # MaskLLM's loss of the soft mask, written out with autograd, and torch's Adam on its gradient.
     torch.manual_seed(seed)
     masks, groups = patterns(*kind), 5
     logits = nn.Parameter(torch.randn(groups, len(masks)) * 0.1)
@@ -452,7 +452,7 @@ def test_the_update_is_adam_on_the_papers_loss(seed, kind, temperature, scale):
 
 
 def test_a_choice_that_magnitudes_cannot_see_is_learned():
-    """Inputs whose weights are small carry the target; those of large weights are zero."""
+    # Inputs whose weights are small carry the target; those of large weights are zero.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8, bias=False))
     planted = torch.zeros(8, 16, dtype=torch.bool)

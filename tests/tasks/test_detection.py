@@ -126,7 +126,7 @@ def test_what_a_decode_returns_is_checked(returned):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_boxes_are_drawn_in_the_colour_of_their_class(channels):
-    """A small picture is enlarged, so that the name on its colour can be read; it stays within the picture."""
+    # A small picture is enlarged, so that the name on its colour can be read; it stays within the picture.
     images = torch.zeros(2, channels, 64, 96, dtype=torch.uint8)
     rows = [
         {"boxes": torch.tensor([[8.0, 28, 90, 60]]), "labels": torch.tensor([1]), "scores": torch.tensor([score])}

@@ -1,4 +1,4 @@
-"""Contributions of images: the metric of the whole split is the task's own, and intervals are those of theory."""
+# Contributions of images: the metric of the whole split is the task's own, and intervals are those of theory.
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ def doubled(outputs, targets, weights):
 @pytest.mark.parametrize("name", list(TASKS))
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_resample_has_the_value_of_the_tasks_own_metric(name, seed):
-    """The oracle of detection is COCO's evaluation, that of segmentation torchmetrics' confusion matrix."""
+    # The oracle of detection is COCO's evaluation, that of segmentation torchmetrics' confusion matrix.
     task, (outputs, targets) = TASKS[name], batch(name, seed)
     evidence = task.evidence()
     evidence.update(outputs, targets)
@@ -114,7 +114,7 @@ def test_the_interval_of_a_share_is_the_binomials():
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 def test_few_images_with_equal_answers_bound_the_difference_exactly(share):
-    """45 images of which none differs say that less than 7.9 % of all images would, and not that none does."""
+    # 45 images of which none differs say that less than 7.9 % of all images would, and not that none does.
     right = [i < round(45 * share) for i in range(45)]
     seen = compare_evidence(hits(right), hits(right))
     exact = binomtest(sum(right), 45).proportion_ci(method="exact")
@@ -136,7 +136,7 @@ def test_a_change_that_the_sign_test_does_not_find_is_not_called_measurable(gain
 
 
 def test_the_interval_of_a_difference_holds_it_in_at_least_95_of_100_small_splits():
-    """The truth is drawn: 4 % of all images are gained, 1 % lost, and splits have 40 images."""
+    # The truth is drawn: 4 % of all images are gained, 1 % lost, and splits have 40 images.
     generator, held = np.random.default_rng(0), 0
     for _ in range(400):
         kinds = generator.choice(3, size=40, p=[0.95, 0.04, 0.01])

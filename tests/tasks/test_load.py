@@ -74,7 +74,7 @@ def test_a_loss_that_returns_no_scalar_is_refused(own):
 
 
 def test_one_channel_has_no_class_to_agree_on(own):
-    """Its argmax is 0 whatever it holds, so that any two networks would agree on every pixel."""
+    # Its argmax is 0 whatever it holds, so that any two networks would agree on every pixel.
     parts = {"loss": "own_parts:loss", "metric": "own_parts:error"}
     assert make_task("segmentation", ("depth",), **parts).metric.classes is None
     assert make_task("segmentation", LABELS, **parts).metric.classes is not None
@@ -138,8 +138,7 @@ def test_the_users_own_file_trains(monkeypatch):
 
 
 class Killed(NoProgress):
-    """Ends this process as kill -9 does, at a step of the training."""
-
+    # Ends this process as kill -9 does, at a step of the training.
     def __init__(self, at):
         self.left = at
 

@@ -105,7 +105,7 @@ def test_outputs_of_another_form_are_refused(shape):
 
 
 def test_pictures_show_the_class_of_each_pixel():
-    """The first colours of PASCAL VOC's palette, as its development kit lists them."""
+    # The first colours of PASCAL VOC's palette, as its development kit lists them.
     assert palette(4).tolist() == [[128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128]]
     images = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
     targets = torch.tensor([[[0, 1], [2, IGNORED]]])

@@ -1,4 +1,4 @@
-"""Sensitivity by mIoU and mAP, against networks that are quantized whole and judged by torchmetrics."""
+# Sensitivity by mIoU and mAP, against networks that are quantized whole and judged by torchmetrics.
 
 import json
 
@@ -76,7 +76,7 @@ IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 def max_drop_network(outputs, seed):
-    """Two convolutions with weights that follow from the seed alone; no class is far more frequent than another."""
+    # Two convolutions with weights that follow from the seed alone; no class is far more frequent than another.
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, outputs, 3, padding=1)).eval()
     with torch.no_grad():

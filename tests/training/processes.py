@@ -50,7 +50,7 @@ def fork(work):
 
 
 def end_of(child):
-    """Wait for a child and return how it ended: its exit code, or minus the signal that killed it."""
+    # Wait for a child and return how it ended: its exit code, or minus the signal that killed it.
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -63,11 +63,9 @@ def die():
 
 
 def die_at_rename(suffix, count):
-    """Kill this process when it is about to rename a file onto one that ends in `suffix`, for the count-th time.
-
-    Half of the new file is cut off before, as if the process had died while writing it.
-    """
-
+    # Kill this process when it is about to rename a file onto one that ends in `suffix`, for the count-th time.
+    #
+    # Half of the new file is cut off before, as if the process had died while writing it.
     def hook(event, arguments):
         nonlocal count
         if event == "os.rename" and str(arguments[1]).endswith(suffix):
@@ -97,7 +95,7 @@ def train(folder, optimizer, progress=QUIET, resume=False):
 
 
 def killed(folder):
-    """For each optimizer a run that nothing stops, and one that is killed six times (5 steps an epoch)."""
+    # For each optimizer a run that nothing stops, and one that is killed six times (5 steps an epoch).
     ends = {}
     for optimizer in ("sgd", "adamw"):
         forked(lambda name=optimizer: train(folder / name / "whole", name))
@@ -257,7 +255,7 @@ def widened_member(folder, environment):
 
 
 def dying(folder):
-    """Two processes, of which the second fails in a step; and again, where it is killed. The first has 30 s then."""
+    # Two processes, of which the second fails in a step; and again, where it is killed. The first has 30 s then.
     ends = []
     for end in (fail, die):
         first, second = [fork(lambda place=place, end=end: dying_member(place, end)) for place in two_places()]
@@ -280,7 +278,7 @@ def dying_member(environment, end):
 
 
 def sharded_member(folder, environment):
-    """Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own."""
+    # Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own.
     processes = init_processes("cpu", environment=environment)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES

@@ -249,7 +249,7 @@ def test_a_state_of_the_optimizer_that_fits_nothing_is_refused(checkpoint, key):
 
 
 def test_tensors_that_share_no_memory_are_stored_each(tmp_path):
-    """Empty ones have no memory to share; equal values in other memory are two tensors."""
+    # Empty ones have no memory to share; equal values in other memory are two tensors.
     tensors = [torch.zeros(0), torch.zeros(0), torch.ones(3), torch.ones(3), torch.ones(3)[None].expand(2, 3)]
     path = save_model(Buffers(tensors), tmp_path / "model")
     assert set(load_file(path)) == {f"tensor{i}" for i in range(5)}

@@ -131,6 +131,6 @@ def cannot_be_recorded():
 
 
 def test_passes_that_cannot_be_recorded():
-    """In a process of its own: after a failed recording torch's generator of a GPU cannot be used any more."""
+    # In a process of its own: after a failed recording torch's generator of a GPU cannot be used any more.
     code = "from tests.training.test_cuda import cannot_be_recorded; cannot_be_recorded()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

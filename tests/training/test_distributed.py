@@ -1,4 +1,4 @@
-"""Two processes over gloo against one, with the same global batch: see tests/training/processes.py."""
+# Two processes over gloo against one, with the same global batch: see tests/training/processes.py.
 
 import json
 import signal
@@ -105,7 +105,7 @@ def test_figures_are_those_of_all_images(facts):
 
 
 def test_batchnorm_statistics_are_averaged(pair):
-    """The mean over equal shares is the mean over the batch; the layer is the first one, so weights do not matter."""
+    # The mean over equal shares is the mean over the batch; the layer is the first one, so weights do not matter.
     alone, first, second = (load_file(pair / f"normed-{who}.safetensors") for who in RUNS)
     assert torch.equal(first["0.running_mean"], second["0.running_mean"])
     torch.testing.assert_close(first["0.running_mean"], alone["0.running_mean"], rtol=1e-5, atol=1e-6)

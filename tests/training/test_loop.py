@@ -42,7 +42,7 @@ def train(model, folder=None, *, batch_size=8, data=None, **spec):
 
 
 def test_is_the_loop_that_one_would_write_by_hand():
-    """SGD with Nesterov momentum on two accumulated batches, clipped, warmed up, cosine, smoothed, decayed weights."""
+    # SGD with Nesterov momentum on two accumulated batches, clipped, warmed up, cosine, smoothed, decayed weights.
     data, model = toy_data(train=45), smooth()
     reference = copy.deepcopy(model)
     batch, epochs, peak, warmup = 8, 2, 0.1, 2
@@ -90,7 +90,7 @@ class Epochs(ToySplit):
 
 
 def test_a_later_phase_has_epochs_of_its_own(tmp_path):
-    """Epoch 0 of a training that begins at epoch 2 is what epoch 2 of a longer training is: images and dropout."""
+    # Epoch 0 of a training that begins at epoch 2 is what epoch 2 of a longer training is: images and dropout.
     data = dataclasses.replace(toy_data(), train=Epochs(48))
     spec = TrainSpec(epochs=2, warmup_epochs=0, schedule="constant", lr=0.1)
     fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=2)
@@ -155,7 +155,7 @@ def test_seed_decides_dropout():
 
 
 def test_student_follows_its_teacher():
-    """With all weight on distillation, labels do not count: the student comes to agree with a teacher that is wrong."""
+    # With all weight on distillation, labels do not count: the student comes to agree with a teacher that is wrong.
     teacher, model, data = linear(3), linear(4), toy_data(train=96)
     images = data.train.images
 
@@ -187,7 +187,7 @@ def test_auxiliary_heads_are_ignored(output):
 
 
 def views():
-    """Calls `view` on a convolution's output, which channels_last tensors refuse."""
+    # Calls `view` on a convolution's output, which channels_last tensors refuse.
     torch.manual_seed(0)
     conv, fc = nn.Conv2d(3, 4, 3), nn.Linear(64, 4)
     return Net(lambda net, x: net.fc(net.conv(x).view(len(x), -1)), conv=conv, fc=fc)
@@ -251,7 +251,7 @@ def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
 
 
 def test_weights_that_overflow_are_not_saved(tmp_path):
-    """The loss of the only step is finite, its weights are not: they must not replace the checkpoint."""
+    # The loss of the only step is finite, its weights are not: they must not replace the checkpoint.
     with pytest.raises(CompressError, match=r"1\.weight is NaN or infinite at epoch 1, step 1"):
         train(linear(), tmp_path, data=toy_data(train=8, noise=100.0), epochs=1, lr=1e38)
     assert all(value.isfinite().all() for value in load_file(tmp_path / "train.checkpoint.safetensors").values())
@@ -299,7 +299,7 @@ def test_resume_refuses_another_training(tmp_path):
 
 
 def test_starting_anew_replaces_an_older_checkpoint_at_once(tmp_path):
-    """Otherwise a new training that is killed early would be resumed as the old one."""
+    # Otherwise a new training that is killed early would be resumed as the old one.
     train(linear(), tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(linear(5), tmp_path, progress=Stop(1))
@@ -552,7 +552,7 @@ def test_leaves_modes_and_statistics_as_they_were():
 
 
 def test_shares_of_three_processes_sum_to_the_whole():
-    """Each share is evaluated as its process would; the sums that meet in all_reduce are compared here."""
+    # Each share is evaluated as its process would; the sums that meet in all_reduce are compared here.
     split, model = ToySplit(22), linear()
     whole = evaluate(model, split, batch_size=5)
     parts = [evaluate(model, split, batch_size=5, processes=Alone(rank=rank, world_size=3)) for rank in range(3)]
@@ -562,8 +562,6 @@ def test_shares_of_three_processes_sum_to_the_whole():
 
 
 class Alone(Processes):
-    """One process of several, without the others."""
-
     def all_reduce_sum(self, tensor):
         return tensor
 

@@ -1,4 +1,4 @@
-"""Quantization-aware training in one's own loop, Lightning's and Transformers', with the real packages if installed."""
+# Quantization-aware training in one's own loop, Lightning's and Transformers', with the real packages if installed.
 
 import sys
 
@@ -83,7 +83,7 @@ def test_the_cycle_begins_before_it_goes_on(tmp_path):
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
 def test_lightning(tmp_path, monkeypatch, name):
-    """In either package, the older one without the newer."""
+    # In either package, the older one without the newer.
     lightning = pytest.importorskip(name, reason=f"{name} is not installed")
     if name == "pytorch_lightning":
         monkeypatch.setitem(sys.modules, "lightning", None)
@@ -152,7 +152,7 @@ def test_transformers(tmp_path):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_recorded_step_gives_the_gradients_of_the_loop(fused, to_none):
-    """Two batches to a step, a smaller one at the end; with gradients kept as zeros, too."""
+    # Two batches to a step, a smaller one at the end; with gradients kept as zeros, too.
     images, labels = pictures()
     weights = []
     for recorded in (False, True):

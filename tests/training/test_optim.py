@@ -47,7 +47,7 @@ def test_decay_is_for_weights_only():
 
 
 def reference_step(name, weight, gradient, state, step, *, lr, decay):
-    """Nesterov SGD (Sutskever et al. 2013, as torch writes it) and AdamW (arXiv 1711.05101, algorithm 2)."""
+    # Nesterov SGD (Sutskever et al. 2013, as torch writes it) and AdamW (arXiv 1711.05101, algorithm 2).
     if name == "sgd":
         gradient = gradient + decay * weight
         state["v"] = 0.9 * state["v"] + gradient if "v" in state else gradient
@@ -149,7 +149,7 @@ def test_distillation_is_kl_divergence(seed, temperature):
 
 
 def test_distillation_gradient_tends_to_hintons_limit():
-    """At a high temperature the gradient is (student - teacher) / classes, for centred logits (section 2.1)."""
+    # At a high temperature the gradient is (student - teacher) / classes, for centred logits (section 2.1).
     student, teacher = (x - x.mean(1, keepdim=True) for x in (logits(1), logits(2)))
     student.requires_grad_()
     soft_distance(student, teacher, 1e4).backward()

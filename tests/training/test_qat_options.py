@@ -148,7 +148,7 @@ def test_ranges_and_statistics_rest_from_their_epochs_on():
 
 
 def test_learned_ranges_beat_fixed_ones_that_are_wrong():
-    """Ranges four times too wide at 4 bits: training finds better ones."""
+    # Ranges four times too wide at 4 bits: training finds better ones.
     losses = {}
     for scales in ("fixed", "learned"):
         model = quantized(learned=scales == "learned")
@@ -225,7 +225,7 @@ def test_a_model_without_batchnorm_is_left_alone():
 
 
 def test_a_masked_network_gets_its_own_statistics():
-    """Recalibration restores most of the shift that a mask causes in the outputs of later layers."""
+    # Recalibration restores most of the shift that a mask causes in the outputs of later layers.
     torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
     dense = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -1,4 +1,4 @@
-"""The best epoch, early ends, augmentation, own schedules and features of a teacher; each resumed to the bit."""
+# The best epoch, early ends, augmentation, own schedules and features of a teacher; each resumed to the bit.
 
 import math
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_resumed_to_the_bit(tmp_path, changes):
 
 
 def test_keeps_the_best_epoch():
-    """A rate that is far too high at the end destroys what was learned; its epochs are not the best."""
+    # A rate that is far too high at the end destroys what was learned; its epochs are not the best.
     data, model = toy_data(noise=0.5), convnet()
     spec, kept = replace(FAST, epochs=5, schedule=f"{__name__}:late_jump", lr=0.02), convnet()
     report = fit(kept, data, replace(spec, keep_best=True), batch_size=8, folder=None)

@@ -40,8 +40,7 @@ def interrupt():
 
 
 class Stop(NoProgress):
-    """A user who stops a training, or another task, at its step number `at`; or what else `end` does there."""
-
+    # A user who stops a training, or another task, at its step number `at`; or what else `end` does there.
     def __init__(self, at, end=interrupt, task="train"):
         self.left, self.end, self.task = at, end, task
 
@@ -52,7 +51,7 @@ class Stop(NoProgress):
 
 
 def interrupted_data(loads, end=interrupt):
-    """Data that end a process, Ctrl-C by default, when it asks for its batch number `loads`."""
+    # Data that end a process, Ctrl-C by default, when it asks for its batch number `loads`.
     data = toy_data()
     load = data.train.load
 
@@ -91,8 +90,7 @@ def smooth(seed=0):
 
 
 class WithAuxiliary(nn.Module):
-    """Returns a tuple while training, as GoogLeNet and Inception do; the second head is not in the loss."""
-
+    # Returns a tuple while training, as GoogLeNet and Inception do; the second head is not in the loss.
     def __init__(self, output=tuple):
         super().__init__()
         self.body, self.auxiliary, self.output = linear(0), linear(1), output

@@ -261,6 +261,7 @@ def check_windows(device):
         assert expected.std() > 10
 
 
+# Torch's own, by the names that epilogues know them by.
 FUNCTIONS = {
     "none": lambda x: x,
     "clip": lambda x: x.clamp(-0.3, 0.9),
@@ -276,7 +277,6 @@ FUNCTIONS = {
     "elu": F.elu,
     "softplus": F.softplus,
 }
-"""Torch's own, by the names that epilogues know them by."""
 
 
 def check_epilogues(device):

@@ -8,14 +8,12 @@ from tests.exact import open_session
 
 
 class Builder:
-    """Adds layers one after another; every tensor is named, and runs in ONNX Runtime to find ranges.
-
-    Args:
-        shape: of the input; the batch is left open in the file.
-        seed: of weights and of the calibration input.
-        unsigned: activations are quantized to uint8 with a zero point of their own, as ONNX Runtime's quantizer does.
-    """
-
+    # Adds layers one after another; every tensor is named, and runs in ONNX Runtime to find ranges.
+    #
+    # Args:
+    # shape: of the input; the batch is left open in the file.
+    # seed: of weights and of the calibration input.
+    # unsigned: activations are quantized to uint8 with a zero point of their own, as ONNX Runtime's quantizer does.
     def __init__(self, shape, seed=0, unsigned=False):
         self.rng = np.random.default_rng(seed)
         self.nodes, self.constants = [], {}
@@ -31,7 +29,7 @@ class Builder:
         return name
 
     def op(self, kind, *inputs, outputs=1, **attributes):
-        """Add a node; returns the name of its (first) output, whose values are known."""
+        # Add a node; returns the name of its (first) output, whose values are known.
         self.count += 1
         names = [f"{kind.lower()}{self.count}" + (f"_{i}" if i else "") for i in range(outputs)]
         node = helper.make_node(kind, [i or "" for i in inputs], names, name=f"n_{names[0]}", **attributes)
@@ -55,7 +53,7 @@ class Builder:
         return dict(zip(names, session(model).run(None, {}), strict=True))
 
     def quantize(self, x, clip=0.999, symmetric=None):
-        """Q and DQ of a tensor, on a grid that cuts a little off; returns the dequantized one."""
+        # Q and DQ of a tensor, on a grid that cuts a little off; returns the dequantized one.
         value = self.values[x]
         symmetric = not self.unsigned if symmetric is None else symmetric
         if symmetric:
@@ -132,13 +130,12 @@ def convnext(b):
 
 
 def windows(b, x, sizes):
-    """Attention of x to itself in windows, as Swin's shifted ones: a bias of heads and pixels, a mask of windows.
-
-    Args:
-        b: builder.
-        x: (images, windows, pixels, channels), quantized.
-        sizes: windows, pixels, heads, depth.
-    """
+    # Attention of x to itself in windows, as Swin's shifted ones: a bias of heads and pixels, a mask of windows.
+    #
+    # Args:
+    # b: builder.
+    # x: (images, windows, pixels, channels), quantized.
+    # sizes: windows, pixels, heads, depth.
     count, pixels, heads, depth = sizes
     shape = b.constant(np.array([-1, pixels, heads, depth]))
     turns = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
@@ -154,7 +151,7 @@ def windows(b, x, sizes):
 
 
 def session(model):
-    """ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own."""
+    # ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own.
     return open_session(model, optimize=False)
 
 

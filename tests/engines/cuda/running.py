@@ -40,7 +40,7 @@ def ties(step, tensors):
 
 
 def with_grid(step, factor):
-    """A step whose result is put on a grid of another scale; None for one that writes no codes."""
+    # A step whose result is put on a grid of another scale; None for one that writes no codes.
     inner = getattr(step, "epilogue", step)
     out = getattr(inner, "out", None)
     if out is None or out.grid is None:
@@ -51,12 +51,11 @@ def with_grid(step, factor):
 
 
 def compare_steps(path, x):
-    """Every step of a plan on ONNX Runtime's own inputs of it, against ONNX Runtime.
-
-    Returns:
-        (tensors compared, codes compared, codes that differ, largest relative error of values). Codes differ by one at
-        most, or this fails. One that a millionth more or less of the scale explains lies on a tie and is not counted.
-    """
+    # Every step of a plan on ONNX Runtime's own inputs of it, against ONNX Runtime.
+    #
+    # Returns:
+    # (tensors compared, codes compared, codes that differ, largest relative error of values). Codes differ by one at
+    # most, or this fails. One that a millionth more or less of the scale explains lies on a tie and is not counted.
     x = np.asarray(x)
     known = all_values(path, {"input": x})
     run = executor(path, batch=len(x))

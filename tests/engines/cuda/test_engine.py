@@ -1,4 +1,4 @@
-"""The engine `cuda` through the interface that all engines have; without a GPU it computes in exact arithmetic."""
+# The engine `cuda` through the interface that all engines have; without a GPU it computes in exact arithmetic.
 
 import json
 from dataclasses import replace
@@ -315,7 +315,7 @@ def other_ways(*names):
 
 
 def overlaps(layout, name, others):
-    """True if a tensor lies where one of the others does, too."""
+    # True if a tensor lies where one of the others does, too.
     arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8)
     views = layout.views(arena)
     views[name].fill_(1)

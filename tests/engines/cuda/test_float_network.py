@@ -1,4 +1,4 @@
-"""The network in floating point is the file without rounding: weights of its integers, activations within its grids."""
+# The network in floating point is the file without rounding: weights of its integers, activations within its grids.
 
 import numpy as np
 import onnx
@@ -28,7 +28,7 @@ from tests.engines.cuda.interpreted_plans import CASES
 
 
 def without_rounding(path):
-    """A file's outputs in ONNX Runtime with Clip in the place of every quantizer of an activation."""
+    # A file's outputs in ONNX Runtime with Clip in the place of every quantizer of an activation.
     model = onnx.load(path)
     constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     nodes = []

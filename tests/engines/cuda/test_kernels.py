@@ -1,4 +1,4 @@
-"""The Triton kernels compute what exact arithmetic does, step by step; and they compile for GPUs that are not here."""
+# The Triton kernels compute what exact arithmetic does, step by step; and they compile for GPUs that are not here.
 
 import os
 import subprocess
@@ -91,8 +91,6 @@ def test_the_cache_finds_a_kernel_whichever_was_asked_for_before():
 
 
 class EndsTheCompiler:
-    """In place of a kernel whose compiler crashes."""
-
     @staticmethod
     def warmup(*arguments, **options):
         os._exit(9)
@@ -137,7 +135,7 @@ def test_products_by_descriptors_only_where_they_write_nothing_but_their_own_cha
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_whose_results_are_values_may_be_computed_in_floating_point(tmp_path, dtype):
-    """Not those that are quantized again, nor where it is refused; and the layer says so."""
+    # Not those that are quantized again, nor where it is refused; and the layer says so.
     pytest.importorskip("triton")
     from compress.engines.cuda.bind import Bindings, candidates
 
@@ -164,7 +162,7 @@ def test_products_whose_results_are_values_may_be_computed_in_floating_point(tmp
 
 
 def test_no_operation_reads_a_tensor_of_the_device_on_the_host(tmp_path):
-    """On the device `meta`, tensors have no values: reading one fails here, as it does in a CUDA graph."""
+    # On the device `meta`, tensors have no values: reading one fails here, as it does in a CUDA graph.
     pytest.importorskip("triton")
     from compress.engines.cuda.bind import Bindings, candidates
 

@@ -1,5 +1,3 @@
-"""Fusions of the planner, and its plans against ONNX Runtime."""
-
 import warnings
 
 import numpy as np
@@ -27,7 +25,7 @@ def products(path):
 
 
 def check(path, x, *, share=1e-3):
-    """Codes and values are those of ONNX Runtime, but for a share of ties."""
+    # Codes and values are those of ONNX Runtime, but for a share of ties.
     compared, codes, differ, worst = compare_steps(path, x)
     assert compared
     assert differ <= max(3, share * codes)
@@ -104,7 +102,7 @@ def test_an_activation_is_part_of_the_convolution(tmp_path, name):
 
 
 def test_what_no_epilogue_computes_stays_apart(tmp_path):
-    """A tensor that two operations read is written; a sum of a tensor with itself is no residual."""
+    # A tensor that two operations read is written; a sum of a tensor with itself is no residual.
     b = Builder((2, 4, 6, 6))
     y = b.conv(b.quantize("input"), 8)
     y = b.quantize(b.op("Add", y, y))
@@ -173,7 +171,7 @@ def test_attention_is_one_step_and_query_key_and_value_one_product(tmp_path):
 
 
 def test_attention_of_shifted_windows_is_one_step(tmp_path):
-    """A bias for each head, then a mask for each window, for which windows and images are apart for a moment."""
+    # A bias for each head, then a mask for each window, for which windows and images are apart for a moment.
     b = Builder((2, 4, 5, 16))
     path = b.save(tmp_path / "m.onnx", windows(b, b.quantize("input"), (4, 5, 2, 8)))
     steps = [kind for kind in kinds(path) if kind != "Move Reshape"]
@@ -184,7 +182,7 @@ def test_attention_of_shifted_windows_is_one_step(tmp_path):
 
 
 def test_a_block_of_convnext_ends_in_one_product(tmp_path):
-    """Scale, residual and quantizer of the next block are part of the second product, across the change of layout."""
+    # Scale, residual and quantizer of the next block are part of the second product, across the change of layout.
     b = Builder((2, 12, 5, 4))
     path = b.save(tmp_path / "m.onnx", convnext(b))
     steps = [kind for kind in kinds(path) if not kind.startswith("Move")]
@@ -208,7 +206,7 @@ def test_a_normalization_before_an_image_writes_channels_last(tmp_path):
 
 
 def test_a_transposed_product_of_tokens_keeps_its_layout(tmp_path):
-    """Tokens whose channels move, but not to where an image has them, are no image."""
+    # Tokens whose channels move, but not to where an image has them, are no image.
     b = Builder((2, 3, 5, 16))
     y = b.op("Transpose", b.linear(b.quantize("input"), 8), perm=[0, 3, 2, 1])
     path = b.save(tmp_path / "m.onnx", b.op("Relu", y))
@@ -276,7 +274,7 @@ def test_random_networks_compute_what_onnx_runtime_does(tmp_path_factory, networ
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_weights_that_the_file_quantizes_itself_are_integers(tmp_path, per_channel):
-    """As pytorch-quantization and ModelOpt write them: values, a QuantizeLinear and a DequantizeLinear."""
+    # As pytorch-quantization and ModelOpt write them: values, a QuantizeLinear and a DequantizeLinear.
     b = Builder((2, 5, 7, 7))
     x = b.quantize("input")
     weight = b.rng.standard_normal((8, 5, 3, 3)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Real builds with TensorRT-RTX, on a machine with or without a GPU; and everything that is refused before or after."""
+# Real builds with TensorRT-RTX, on a machine with or without a GPU; and everything that is refused before or after.
 
 import dataclasses
 import importlib.metadata
@@ -284,8 +284,7 @@ def test_where_an_engine_may_run(built, engine, options, here, refused):
 
 
 class Times:
-    """A builder's configuration that keeps times as TensorRT documents it: bytes of another GPU are not taken."""
-
+    # A builder's configuration that keeps times as TensorRT documents it: bytes of another GPU are not taken.
     def __init__(self, own):
         self.own, self.given = own, None
 
@@ -416,7 +415,7 @@ follow_imports = skip
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory):
-    """The published stubs, with what makes five of their signatures no Python put right."""
+    # The published stubs, with what makes five of their signatures no Python put right.
     try:
         files = importlib.metadata.files("tensorrt-stubs") or []
     except importlib.metadata.PackageNotFoundError:
@@ -430,7 +429,7 @@ def stubs(tmp_path_factory):
 
 
 def errors(stubs, folder, **changed):
-    """What mypy says of our files, in which the module `trt`, known at run time alone, is that of the stubs."""
+    # What mypy says of our files, in which the module `trt`, known at run time alone, is that of the stubs.
     for name in FILES:
         text = changed.get(name) or (Path(package.__file__).parent / f"{name}.py").read_text()
         text = re.sub(r"^ +trt = .*\.trt$", lambda line: line.group().partition("trt")[0] + "pass", text, flags=re.M)

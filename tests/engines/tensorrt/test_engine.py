@@ -1,4 +1,4 @@
-"""The run path: what it checks on the host, everywhere; and the engine itself, where a GPU and a library are."""
+# The run path: what it checks on the host, everywhere; and the engine itself, where a GPU and a library are.
 
 import dataclasses
 import importlib
@@ -134,7 +134,7 @@ COMPATIBLE = {"version_compatible": True}
 
 
 def engine_file(path, **changes):
-    """An engine file as TensorRT's build leaves it; the content is a stand-in, which no library reads here."""
+    # An engine file as TensorRT's build leaves it; the content is a stand-in, which no library reads here.
     path.write_bytes(b"ftrt" + bytes(1000))
     changes = {"options": COMPATIBLE, "engine_bytes": 1004, "engine_sha256": sha256(path), "onnx": "m.onnx"} | changes
     metadata = dataclasses.replace(METADATA, **changes)
@@ -315,7 +315,7 @@ def test_the_lean_runtime_is_tensorrt_itself_without_its_builder():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_runtime_without_a_driver_is_refused_and_does_not_end_the_process():
-    """The library returns an object all the same, whose use or end is a segmentation fault."""
+    # The library returns an object all the same, whose use or end is a segmentation fault.
     script = (
         "from compress.engines.tensorrt.library import start_runtime, tensorrt_library\n"
         "from compress.errors import EngineUnavailableError\n"

@@ -1,8 +1,8 @@
-"""Eight architectures and every shipped recipe, exported, built with TensorRT-RTX for GPUs of two generations.
-
-Networks are narrow and images small: what is placed where, and what the builder makes of it, does not depend on width.
-The oracle is the ONNX file read with onnx, and the builder's own list of layers read with two regular expressions.
-"""
+# Eight architectures and every shipped recipe, exported, built with TensorRT-RTX for GPUs of two generations.
+#
+# Networks are narrow and images small: what is placed where, and what the builder makes of it, does not depend on
+# width. The oracle is the ONNX file read with onnx, and the builder's own list of layers read with two regular
+# expressions.
 
 import dataclasses
 import re
@@ -74,6 +74,7 @@ def vit():
 
 
 NETWORKS = (resnet, vgg, mobilenet, densenet, inception, efficientnet, convnext, vit)
+# For the model of a recipe: the same family, narrow, with the layer names that its rules match.
 STAND_INS = {
     "resnet18": TinyResNet,
     "resnet50": TinyResNet,
@@ -81,7 +82,6 @@ STAND_INS = {
     "mobilenet_v2": mobilenet,
     "efficientnet_lite_pytorch:EfficientNet.from_name": mobilenet,
 }
-"""For the model of a recipe: the same family, narrow, with the layer names that its rules match."""
 
 
 SPEC = compress.QuantSpec(target="tensorrt", activations=compress.ActivationSpec(calibrator="max"))
@@ -103,7 +103,7 @@ def prune(model):
 
 
 def build(path, sms=SMS, **options):
-    """An engine at the lowest effort, its audit, and {ONNX node: input types} of the layers that it came into."""
+    # An engine at the lowest effort, its audit, and {ONNX node: input types} of the layers that it came into.
     options = TensorRTOptions(sms=sms, batch=(1, 4, 4), optimization_level=0, **options)
     out = path.with_name(f"{path.stem}-{'-'.join(map(str, sms))}-{options.sparse}.engine")
     built = build_tensorrt(path, options=options, out=out)
@@ -113,7 +113,7 @@ def build(path, sms=SMS, **options):
 
 
 def listed(log):
-    """{ONNX node: types of the activations that the layers read in which it was put}, from the builder's list."""
+    # {ONNX node: types of the activations that the layers read in which it was put}, from the builder's list.
     found = {}
     for line in log[log.rindex("Layers:") :].splitlines():
         if "LayerType: " in line:
@@ -198,7 +198,7 @@ def distinct_recipes():
 
 @pytest.mark.parametrize("name", further(distinct_recipes(), ["resnet50-sparse"]))
 def test_recipes(name, tmp_path):
-    """The Q/DQ of every shipped classifier, for TensorRT: calibrators, rules and masks; another target is refused."""
+    # The Q/DQ of every shipped classifier, for TensorRT: calibrators, rules and masks; another target is refused.
     recipe = load_recipe(name)
     model, x = made(STAND_INS[recipe.model.name])
     if recipe.sparsity is not None:

@@ -230,8 +230,8 @@ def test_options_that_cannot_be(options, words):
 # Averages of tensors without a mean: the files of a network that centres its images run in ONNX Runtime.
 
 SPEC = QuantSpec(target="onnxruntime", activations=ActivationSpec(calibrator="max"))
+# Values that the average is taken of.
 PLACES = 14 * 14
-"""Values that the average is taken of."""
 
 
 def centred(offset):

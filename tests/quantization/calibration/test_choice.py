@@ -1,5 +1,3 @@
-"""Choosing amax from counts: against the definitions, written out as loops."""
-
 import math
 
 import numpy as np

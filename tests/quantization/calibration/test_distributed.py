@@ -24,7 +24,7 @@ def refusal(calibrator):
 
 
 def same_scale(rank):
-    """Both ranks meet the same largest magnitude first, so that their bins are the same."""
+    # Both ranks meet the same largest magnitude first, so that their bins are the same.
     x = images(rank).clamp(-2, 2)
     x[0] = 2.0
     return x
@@ -64,7 +64,7 @@ def work(rank, folder):
 
 
 def images_of(seed):
-    """Batch 0 holds the largest values, so that all processes have the same bins."""
+    # Batch 0 holds the largest values, so that all processes have the same bins.
     return torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) * (1.0 if seed == 0 else 0.2)
 
 

@@ -156,7 +156,7 @@ def test_stretches_of_a_tensor_have_its_sample(size):
 @pytest.mark.parametrize("size", [1000, 400_000])
 @pytest.mark.parametrize("growth", [(0, 1, 1), (1, 1, 1), (1, 3.7, 2), (1, 4.3, 70, 1), (1, 1, 64.5, 1e-3)])
 def test_stretches_that_are_counted_early_are_those_of_whole_tensors(size, growth):
-    """Each is counted while the batch before the last is the newest in the histogram, as threads may do."""
+    # Each is counted while the batch before the last is the newest in the histogram, as threads may do.
     data = [randn(size, seed=k).relu() * factor for k, factor in enumerate(growth)]
     edges = [0, 1, size // 3, size // 3 + 70, size - size // 5, size]
     histogram, early = Histogram.empty(1, MAX_BINS, CPU), []

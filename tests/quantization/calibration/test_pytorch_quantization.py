@@ -1,14 +1,12 @@
-"""Equal to pytorch-quantization 2.1.3, and where not, by how much and why.
-
-Its loops take seconds for 2048 bins, so most comparisons of entropy and mse use fewer. Where the first batch holds
-the largest value, counts and amax are the same. Known differences:
-- A later batch with a larger value: its bins are stretched by up to 1 / bins when rounding adds an edge; tolerance
-  2 bins.
-- percentile exactly on a count: its cumulative sum is rounded, so it may take the next bin in use; 100: 1 bin.
-- mse: its errors are float32, so among nearly equal ones it may take another; ours is never worse in float64.
-- entropy with nothing below the first threshold (constant, or all values away from zero): its divergence is NaN
-  there, which its argmin takes for the least; see `test_entropy_of_values_away_from_zero`.
-"""
+# Equal to pytorch-quantization 2.1.3, and where not, by how much and why.
+#
+# Its loops take seconds for 2048 bins, so most comparisons of entropy and mse use fewer. Where the first batch holds
+# the largest value, counts and amax are the same. Known differences: - A later batch with a larger value: its bins are
+# stretched by up to 1 / bins when rounding adds an edge; tolerance 2 bins. - percentile exactly on a count: its
+# cumulative sum is rounded, so it may take the next bin in use; 100: 1 bin. - mse: its errors are float32, so among
+# nearly equal ones it may take another; ours is never worse in float64. - entropy with nothing below the first
+# threshold (constant, or all values away from zero): its divergence is NaN there, which its argmin takes for the least;
+# see `test_entropy_of_values_away_from_zero`.
 
 import numpy as np
 import pytest
@@ -39,7 +37,7 @@ DATA = {
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Their mse moves its counts to a GPU without asking; here it stays."""
+    # Their mse moves its counts to a GPU without asking; here it stays.
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
 
 
@@ -133,7 +131,7 @@ def make_histogram(x):
 
 
 def check_mse(counts, edges, ours, expected, bound, *, tolerance=0.0):
-    """Both are centres of bins; theirs is as good as ours within rounding, and ours as theirs within a tolerance."""
+    # Both are centres of bins; theirs is as good as ours within rounding, and ours as theirs within a tolerance.
     bins = [round(float(amax / edges[1]) - 0.5) for amax in (ours, expected)]
     error_ours, error_theirs = (squared_error(counts.numpy(), k, bound) for k in bins)
     exact = 1e-12 * float(counts.sum()) * len(counts) ** 2
@@ -143,8 +141,8 @@ def check_mse(counts, edges, ours, expected, bound, *, tolerance=0.0):
     assert float(ours) == pytest.approx(float((bins[0] + 0.5) * edges[1]), rel=1e-6)
 
 
+# What `mse` may lose by preferring small ranges, as a share of the squared error.
 NEAR = 1e-4
-"""What `mse` may lose by preferring small ranges, as a share of the squared error."""
 
 
 def squared_error(counts, candidate, bound):
@@ -215,7 +213,7 @@ def test_entropy_of_values_away_from_zero(data):
 
 
 def test_weights_per_channel():
-    """Their calibrate_weights: a histogram and a choice for each output channel, by numpy."""
+    # Their calibrate_weights: a histogram and a choice for each output channel, by numpy.
     from pytorch_quantization import nn as quant_nn
 
     layer = quant_nn.QuantConv2d(6, 2, 5)

@@ -1,4 +1,4 @@
-"""A gate that no calibration image opens leaves the layers behind it float, from torch and from a file."""
+# A gate that no calibration image opens leaves the layers behind it float, from torch and from a file.
 
 import onnx
 import pytest
@@ -68,8 +68,7 @@ def test_a_generator_is_refused_since_it_can_be_read_once():
 
 
 class Dense(nn.Module):
-    """Each result is ten times the one before, and all are joined."""
-
+    # Each result is ten times the one before, and all are joined.
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
@@ -104,8 +103,7 @@ def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(targe
 
 
 class Skip(nn.Module):
-    """A skip of a U-Net beside an up-convolution, whose result has a sign."""
-
+    # A skip of a U-Net beside an up-convolution, whose result has a sign.
     def __init__(self):
         super().__init__()
         self.down, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)

@@ -1,5 +1,3 @@
-"""Detection heads, on networks whose right answer is known."""
-
 import pytest
 import torch
 import torchvision
@@ -79,8 +77,7 @@ def test_the_price_is_the_share_of_the_products():
 
 
 def sum_net():
-    """Two last convolutions that are summed, as in LR-ASPP."""
-
+    # Two last convolutions that are summed, as in LR-ASPP.
     def run(net, x):
         x = net.body(x).relu()
         return net.low(x) + net.high(x)
@@ -105,7 +102,7 @@ def test_other_networks_have_no_detection_head(make):
 
 
 def test_grids_and_anchors_are_recognized():
-    """One convolution for each resolution, decoded with a grid: the form of YOLOv3 to v5."""
+    # One convolution for each resolution, decoded with a grid: the form of YOLOv3 to v5.
     model = pyramid(lambda net, fine, coarse: ((fine.sigmoid() + net.grid) * 8, coarse))
     model.register_buffer("grid", torch.rand(1, 1, *SIZE))
     found = parts(model)
@@ -114,7 +111,7 @@ def test_grids_and_anchors_are_recognized():
 
 
 def test_a_frozen_batchnorm_is_no_anchor():
-    """A backbone may end in one: a factor and a shift for each channel."""
+    # A backbone may end in one: a factor and a shift for each channel.
     norm = torchvision.ops.FrozenBatchNorm2d(4)
     norm.running_var.uniform_(0.5, 2.0)
     assert parts(nn.Sequential(nn.Conv2d(3, 4, 3), norm)) == {}

@@ -1,4 +1,4 @@
-"""The placement rules of DESIGN section 4, on networks whose right answer is known."""
+# The placement rules of DESIGN section 4, on networks whose right answer is known.
 
 from collections import OrderedDict
 
@@ -101,13 +101,13 @@ def test_what_stays_float_says_why():
     assert any(d.rule == "attention stays float" for d in attention.decisions)
 
 
+# How the parts of one product become query, key and value.
 WAYS = {
     "chunk": lambda y: y.chunk(3, -1),
     "slice": lambda y: (y[..., :8], y[..., 8:16], y[..., 16:]),
     "unbind": lambda y: y.reshape(len(y), -1, 3, 8).permute(2, 0, 1, 3).unbind(0),
     "index": lambda y: [y.reshape(len(y), -1, 3, 8).permute(2, 0, 1, 3)[i] for i in range(3)],
 }
-"""How the parts of one product become query, key and value."""
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
@@ -156,7 +156,7 @@ def test_csv_holds_every_decision():
 
 
 def test_an_identity_between_a_layer_and_its_activation_does_not_part_them():
-    """timm's networks have one there; ONNX Runtime fuses convolution and ReLU only without a quantizer between."""
+    # timm's networks have one there; ONNX Runtime fuses convolution and ReLU only without a quantizer between.
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Flatten())
     assert quantized(placement(model, QuantSpec(target="onnxruntime"))) == {"input_1", "_2"}
 

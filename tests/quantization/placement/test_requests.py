@@ -1,4 +1,4 @@
-"""Which tensors a layer asks for, and through which operations a request goes back, on networks of a few nodes."""
+# Which tensors a layer asks for, and through which operations a request goes back, on networks of a few nodes.
 
 import dataclasses
 import operator
@@ -76,7 +76,7 @@ def test_a_pad_that_another_operation_reads_too_is_no_part_of_a_convolution():
 
 
 def joined(m, x):
-    """A concat that is shuffled and taken apart again, as in ShuffleNetV2."""
+    # A concat that is shuffled and taken apart again, as in ShuffleNetV2.
     y = torch.cat([F.relu(m.a(x)), m.act(m.b(x))], 1)
     p, q = F.channel_shuffle(y, 2).chunk(2, 1)
     return m.c(p) * m.d(q)
@@ -167,7 +167,7 @@ def test_fp8_has_a_sign_on_every_target_and_no_offset(target):
     ],
 )
 def test_signs_and_offsets_of_each_target(target, expected):
-    """As the table says: no sign where nothing is negative; an offset for convolutions, on ONNX Runtime for all."""
+    # As the table says: no sign where nothing is negative; an offset for convolutions, on ONNX Runtime for all.
     result = placed(lambda m, x: m.fc(m.a(F.relu(m.first(x)))), target, first=conv(), a=conv(), fc=nn.Linear(6, 2))
     formats = {site.edges[0][0]: (site.format.signed, site.format.offset) for site in result.activations}
     assert formats == expected
@@ -183,8 +183,7 @@ def test_signs_and_offsets_of_each_target(target, expected):
     ],
 )
 def test_zero_points_of_each_target(target, expected):
-    """CPU engines take a zero point where the lowest value is known; of `cat`, only one input has one."""
-
+    # CPU engines take a zero point where the lowest value is known; of `cat`, only one input has one.
     def function(m, x):
         y = m.a(F.silu(m.first(x)))
         y = m.b(torch.cat([F.silu(y), y], 1))

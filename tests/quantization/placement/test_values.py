@@ -1,4 +1,4 @@
-"""Claims about values (never negative, always zero) against the values of the network itself."""
+# Claims about values (never negative, always zero) against the values of the network itself.
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
 
 
 def computed(function, *, images):
-    """The graph of a network as placement reads it, the values of its nodes, and the node that the function returns."""
+    # The graph of a network as placement reads it, the values of its nodes, and the node that the function returns.
     torch.manual_seed(0)
     graph = canonical_graph(network(function), torch.randn(2, 3, 6, 6))
     seen = values(graph, 3 * torch.randn(images, 3, 6, 6))
@@ -131,7 +131,7 @@ LOWEST = {  # a node, and the lowest value that is known of it; None: none is
 
 @pytest.mark.parametrize("name", LOWEST)
 def test_lowest_values(name):
-    """Nothing is lower than what is said; single activations reach it."""
+    # Nothing is lower than what is said; single activations reach it.
     function, expected = LOWEST[name]
     view, seen, result = computed(function, images=64)
     known = lowest_values(view, never_negative(view))
@@ -142,7 +142,7 @@ def test_lowest_values(name):
 
 
 def test_a_negated_relu_keeps_its_values_when_it_is_quantized_for_a_cpu():
-    """An unsigned quantizer would make all of it zero."""
+    # An unsigned quantizer would make all of it zero.
     torch.manual_seed(0)
     model, x = network(lambda m, y, z: F.relu(y) * -1).eval(), torch.randn(8, 3, 6, 6)
     error = quantize(model, x, [x], spec=QuantSpec(target="openvino"))(x) - model(x)

@@ -1,4 +1,4 @@
-"""Models and data that are not what quantization expects: a clear refusal, or the right thing done."""
+# Models and data that are not what quantization expects: a clear refusal, or the right thing done.
 
 import pytest
 import torch
@@ -177,7 +177,7 @@ def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
 
 @pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
 def test_a_float_model_that_is_ready_for_torchs_quantization_is_the_plain_one(name):
-    """torchvision's own pairs: one with FloatFunctional and stubs, one without, equal weights."""
+    # torchvision's own pairs: one with FloatFunctional and stubs, one without, equal weights.
     plain = torchvision.models.get_model(name, num_classes=5).eval()
     ready = torchvision.models.get_model(f"quantized_{name}", num_classes=5).eval()
     ready.load_state_dict(plain.state_dict())

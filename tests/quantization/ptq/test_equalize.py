@@ -88,7 +88,7 @@ def test_function_preserved_and_ranges_equal_in_every_pair():
 
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=8))
 def test_scale_is_the_optimum_of_the_papers_objective(ranges):
-    """Sum over channels of precision products p1 p2 is largest at equal ranges: no other scale does better."""
+    # Sum over channels of precision products p1 p2 is largest at equal ranges: no other scale does better.
     r1, r2 = (torch.tensor(values, dtype=torch.float64) for values in zip(*ranges, strict=True))
 
     def objective(s):
@@ -200,7 +200,7 @@ def test_equalization_rescues_per_tensor_weights():
 
 
 def block_with_outliers():
-    """A norm read by two projections, one read by a linear layer, and one that is read by an add as well."""
+    # A norm read by two projections, one read by a linear layer, and one that is read by an add as well.
     torch.manual_seed(0)
 
     def run(net, x):
@@ -241,8 +241,7 @@ def test_smoothing_preserves_the_function_and_follows_the_formula():
 
 
 class OwnNorm(nn.LayerNorm):
-    """As timm's: a subclass outside torch, which fx traces into."""
-
+    # As timm's: a subclass outside torch, which fx traces into.
     def forward(self, x):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -293,8 +292,7 @@ def test_smoothing_refuses():
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_scale_passes_through_a_resize_and_a_negation(mode):
-    """Both are linear in their input, channel by channel, and were refused."""
-
+    # Both are linear in their input, channel by channel, and were refused.
     graph_module = folded(
         Net(
             lambda net, x: net.second(nn.functional.interpolate(-net.first(x), scale_factor=2, mode=mode)),
@@ -349,7 +347,7 @@ def test_outlier_channels_cost_less(make, x, target):
 
 
 def test_the_float_network_stays_what_it_was():
-    """Without quantizers the scaled network computes what the caller's does."""
+    # Without quantizers the scaled network computes what the caller's does.
     torch.manual_seed(0)
     model = norm_alone().eval()
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)

@@ -1,7 +1,6 @@
-"""What is done to a float network before its quantizers keeps what it computes: with quantizers off it is the same.
-
-The oracle is the caller's own model.
-"""
+# What is done to a float network before its quantizers keeps what it computes: with quantizers off it is the same.
+#
+# The oracle is the caller's own model.
 
 import copy
 import types
@@ -29,7 +28,7 @@ def conv(inputs=8, outputs=8):
 
 
 def faithful(model, x, **spec):
-    """The quantized network, after a look that all but its quantizers computes what the model does."""
+    # The quantized network, after a look that all but its quantizers computes what the model does.
     with_statistics(model).eval()
     qmodel = quantize(model, x, [x], spec=QuantSpec(**({"bias_correction": None} | spec)))
     assert sqnr(model(x), qmodel(x)) > 15

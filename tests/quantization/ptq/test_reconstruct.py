@@ -1,4 +1,4 @@
-"""Blocks of graphs, and reconstruction beside calibration alone on images that it did not see."""
+# Blocks of graphs, and reconstruction beside calibration alone on images that it did not see.
 
 import copy
 import itertools
@@ -47,8 +47,8 @@ from tests.networks import network, tiny
 
 GENERATOR = torch.Generator().manual_seed(0)
 MIXING = torch.randn(6, 3 * 16 * 16, generator=GENERATOR)
+# Images of six causes, so that errors of weights add up, and rounding to nearest is far from best.
 X, UNSEEN = ((torch.randn(64, 6, generator=GENERATOR) @ MIXING).view(-1, 3, 16, 16) for _ in range(2))
-"""Images of six causes, so that errors of weights add up, and rounding to nearest is far from best."""
 SHORT = ReconstructSpec(steps=100, images=64, lr=0.05)
 
 
@@ -128,8 +128,7 @@ def test_refusals():
 
 
 class Sized(nn.Module):
-    """Reads the number of images at its beginning, for the flattening at its end."""
-
+    # Reads the number of images at its beginning, for the flattening at its end.
     def __init__(self, way):
         super().__init__()
         self.way, self.head = way, nn.Linear(8, 4)
@@ -144,7 +143,7 @@ class Sized(nn.Module):
 
 @pytest.mark.parametrize("way", ["size", "shape", "whole"])
 def test_the_number_of_images_keeps_no_block_together(way):
-    """EfficientNet-Lite0 was one block, and its reconstruction took hours."""
+    # EfficientNet-Lite0 was one block, and its reconstruction took hours.
     torch.manual_seed(0)
     network, x = Sized(way).eval(), torch.randn(6, 3, 8, 8)
     qmodel = compress.quantize(network, x[:2], [x], spec=spec())
@@ -168,7 +167,7 @@ def test_the_number_of_images_keeps_no_block_together(way):
     ],
 )
 def test_blocks_of_large_images_take_few_of_them(x, y, images):
-    """32,768 positions: 12,544 of 112 x 112 leave 2, and 4 are the fewest; 3,136 leave 10; else the batch size."""
+    # 32,768 positions: 12,544 of 112 x 112 leave 2, and 4 are the fewest; 3,136 leave 10; else the batch size.
     assert images_of_a_step(torch.empty(x), torch.empty(y), ReconstructSpec()) == images
 
 
@@ -179,7 +178,7 @@ FINE = ActivationSpec(calibrator="max")
 
 
 def correlated(count, channels, seed=0, size=None):
-    """Inputs whose channels move together, where rounding to nearest is far from best."""
+    # Inputs whose channels move together, where rounding to nearest is far from best.
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(channels, 2, generator=torch.Generator().manual_seed(9)) + 1
     shape = (count,) if size is None else (count, size, size)
@@ -207,7 +206,7 @@ def test_soft_rounding_reaches_both_ends_and_inverts():
 
 
 def test_close_to_the_best_of_all_roundings():
-    """A row of 8 weights has 256 roundings up or down; all of them are tried, for 16 rows."""
+    # A row of 8 weights has 256 roundings up or down; all of them are tried, for 16 rows.
     torch.manual_seed(0)
     layer, x = quantized(nn.Linear(8, 16), 4), correlated(256, 8)
     with torch.no_grad():
@@ -275,8 +274,7 @@ def test_whole_network_better_hard_rounded_and_exported_as_it_is():
 
 
 class Stopping(NoProgress):
-    """Stops a run after some layers, as a user would."""
-
+    # Stops a run after some layers, as a user would.
     def __init__(self, after):
         self.left = after
 
@@ -311,7 +309,6 @@ def test_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_zeros_stay_zeros():
-    """A sparsity pattern outlives the rounding."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 6)
     with torch.no_grad():
@@ -417,7 +414,7 @@ def test_expected_shift_is_the_layers_output_for_constant_inputs(layer):
 
 
 def gaussian_pair(relu):
-    """A convolution whose outputs have the BatchNorm's normal distribution, and a 1x1 convolution after it."""
+    # A convolution whose outputs have the BatchNorm's normal distribution, and a 1x1 convolution after it.
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU() if relu else nn.Identity(), nn.Conv2d(8, 6, 1)

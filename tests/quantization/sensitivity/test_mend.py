@@ -1,4 +1,4 @@
-"""The accuracy debugger on networks whose fault is known, because it was put there."""
+# The accuracy debugger on networks whose fault is known, because it was put there.
 
 import math
 
@@ -24,7 +24,7 @@ def logits(inner):
 
 
 def two_ranges():
-    """A concat of a tensor and of another, which is 300 times as large."""
+    # A concat of a tensor and of another, which is 300 times as large.
     net = Net(
         lambda net, x: net.c(torch.cat([net.a(x), net.b(x)], 1)).mean((2, 3)),
         a=nn.Conv2d(3, 4, 3),
@@ -38,8 +38,7 @@ def two_ranges():
 
 
 def flat():
-    """A softmax over 256 positions with peaks near 1, so that all other probabilities are below half a step."""
-
+    # A softmax over 256 positions with peaks near 1, so that all other probabilities are below half a step.
     def run(net, x):
         tokens = net.embed(x).flatten(2).transpose(1, 2)
         return net.last((torch.softmax(4 * tokens @ tokens.transpose(1, 2), -1) @ tokens)[:, 0])
@@ -77,7 +76,6 @@ def test_the_cause_is_named(name, model, spec):
 
 
 def test_the_first_tensor_that_diverges():
-    """The second convolution alone has three bits."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten()

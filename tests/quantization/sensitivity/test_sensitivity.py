@@ -52,7 +52,7 @@ def test_rows_are_what_recipes_with_those_rules_give(target):
 
 
 def test_noise_of_layers_alone_adds_up_to_about_that_of_all():
-    """The assumption that mixed precision rests on, where no layer shares a tensor with another."""
+    # The assumption that mixed precision rests on, where no layer shares a tensor with another.
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU())], nn.Linear(64, 10)).eval()
     x = torch.randn(256, 64)
@@ -184,7 +184,7 @@ def test_the_recipe_gives_each_layer_its_format():
 
 
 def test_a_large_choice_is_that_of_an_integer_program_and_prints_nothing(capfd):
-    """scipy's solver itself prints a line of its debugging in such a program."""
+    # scipy's solver itself prints a line of its debugging in such a program.
     draw = np.random.default_rng(32)
     noises = np.sort(10.0 ** draw.uniform(-4, 0, (40, 3)))
     costs = np.sort(draw.uniform(0, 1, (40, 3)))[:, ::-1]
