@@ -7,7 +7,6 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
 import compress
-from compress import ModelSpec, QuantSpec, build_engine, build_model, export_onnx, quantize
 from compress.detection import (
     DetectorHead,
     DetectorNetwork,
@@ -89,9 +88,13 @@ def test_the_loss_trains_all_of_the_network(name):
 def test_exported_detectors_find_the_boxes_that_torch_finds(name, engine, quantized, tmp_path):
     model = detector(name).eval()
     network, head = DetectorNetwork(model).eval(), DetectorHead(model, SIZE, 3)
-    variant = quantize(network, images(), [images(8)], spec=QuantSpec(target="onnxruntime")) if quantized else network
-    file = export_onnx(variant, images(), tmp_path / "model.onnx")
-    with torch.no_grad(), build_engine(file, engine, precision=None if quantized else "f32") as built:
+    variant = (
+        compress.quantize(network, images(), [images(8)], spec=compress.QuantSpec(target="onnxruntime"))
+        if quantized
+        else network
+    )
+    file = compress.export_onnx(variant, images(), tmp_path / "model.onnx")
+    with torch.no_grad(), compress.build_engine(file, engine, precision=None if quantized else "f32") as built:
         expected = output_tuple(variant(images(3)))
         got = output_tuple({k: torch.from_numpy(v) for k, v in built.run({"input": images(3).numpy()}).items()})
     assert built_names(file) == list(head.shapes)
@@ -111,7 +114,9 @@ def built_names(file):
 
 
 def test_a_factory_of_the_users_own_detector_gives_its_network():
-    model = build_model(ModelSpec(name="tests.tiny_detectors:retinanet"), num_classes=3, task="detection")
+    model = compress.build_model(
+        compress.ModelSpec(name="tests.tiny_detectors:retinanet"), num_classes=3, task="detection"
+    )
     assert isinstance(model, DetectorNetwork)
     assert {name.split(".")[0] for name in model.state_dict()} == {"backbone", "head"}
     assert not is_detector(model)
@@ -131,7 +136,7 @@ def test_too_few_classes_are_refused():
 
 def test_detectors_of_masks_are_refused():
     with pytest.raises(ModelError, match="no detector of boxes 'maskrcnn_resnet50_fpn'"):
-        build_model(ModelSpec(name="maskrcnn_resnet50_fpn"), num_classes=3, task="detection")
+        compress.build_model(compress.ModelSpec(name="maskrcnn_resnet50_fpn"), num_classes=3, task="detection")
 
 
 # The losses of a whole batch against torchvision's own, image by image.
@@ -297,8 +302,10 @@ def test_a_users_trained_detector_is_taken_with_its_box_head(tmp_path):
     with torch.no_grad():
         model.roi_heads.box_predictor.cls_score.bias[2] += 1.0
     torch.save(model.state_dict(), tmp_path / "whole.pth")
-    spec = ModelSpec(name="tests.test_detectors:faster_rcnn", weights=str(tmp_path / "whole.pth"), num_classes=4)
-    network = build_model(spec, num_classes=3, task="detection").eval()
+    spec = compress.ModelSpec(
+        name="tests.test_detectors:faster_rcnn", weights=str(tmp_path / "whole.pth"), num_classes=4
+    )
+    network = compress.build_model(spec, num_classes=3, task="detection").eval()
     assert isinstance(network, ProposalNetwork) and not is_two_stage(network)
     head = detector_head(spec, num_classes=3, image_size=SIZE)
     for mine, theirs in zip(head.decode(output_tuple(network(images()))), model(list(images())), strict=True):
@@ -307,7 +314,9 @@ def test_a_users_trained_detector_is_taken_with_its_box_head(tmp_path):
 
 def test_what_cannot_be_is_refused_in_words():
     with pytest.raises(ModelError, match=r"model\.weights is null.*set model\.weights to those of the whole detector"):
-        build_model(ModelSpec(name="fasterrcnn_mobilenet_v3_large_320_fpn"), num_classes=3, task="detection")
+        compress.build_model(
+            compress.ModelSpec(name="fasterrcnn_mobilenet_v3_large_320_fpn"), num_classes=3, task="detection"
+        )
     head = TwoStageHead(faster_rcnn(), SIZE, 3)
     with pytest.raises(ModelError, match="set export.nms to false"):
         head.boxes_and_scores()

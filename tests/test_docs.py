@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 import compress
-from compress import load_recipe
 from tests.further import further
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +93,7 @@ def test_every_public_name_has_an_example_that_runs():
 def test_a_recipe_of_a_page_is_taken(page, block, tmp_path):
     # Whole recipes and single sections alike: every key has a default.
     (tmp_path / "recipe.yaml").write_text(block)
-    recipe = load_recipe(tmp_path / "recipe.yaml")
+    recipe = compress.load_recipe(tmp_path / "recipe.yaml")
     assert all(getattr(recipe, key) is not None for key in yaml.safe_load(block) if key != "base")
 
 

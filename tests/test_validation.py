@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compress
-from compress import AdaRoundSpec, BenchSpec, DataSpec, QuantSpec, Recipe, Rule, TrainSpec, WeightSpec
 from compress.data import check_data_spec
 from compress.errors import DataError, QuantizationError, RecipeError
 from compress.measure import check_bench_spec
@@ -31,46 +30,57 @@ def accepted(check, spec, error):
 
 @given(st.integers(-3, 12), HALF_OPEN, HALF_OPEN, HALF_OPEN)
 def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, lr):
-    spec = QuantSpec(weights=WeightSpec(num_bits=bits, percentile=percentile))
+    spec = compress.QuantSpec(weights=compress.WeightSpec(num_bits=bits, percentile=percentile))
     fits = 2 <= bits <= 8 and 0 < percentile <= 100
     assert accepted(check_quant_spec, spec, QuantizationError) == fits
     fits = 0 <= momentum < 1 and 0 < lr < math.inf
-    assert accepted(check_train_spec, TrainSpec(momentum=momentum, lr=lr), RecipeError) == fits
+    assert accepted(check_train_spec, compress.TrainSpec(momentum=momentum, lr=lr), RecipeError) == fits
 
 
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
         (
-            QuantSpec(rules=(Rule(match="a"), Rule(match="b", weights=WeightSpec(num_bits=9)))),
+            compress.QuantSpec(
+                rules=(compress.Rule(match="a"), compress.Rule(match="b", weights=compress.WeightSpec(num_bits=9)))
+            ),
             "quantization.rules.1.weights.num_bits is 9: it must be 2 to 8",
         ),
-        (QuantSpec(smooth=1.5), "quantization.smooth is 1.5: it must be 0 to 1, or auto, or null"),
+        (compress.QuantSpec(smooth=1.5), "quantization.smooth is 1.5: it must be 0 to 1, or auto, or null"),
         (
-            QuantSpec(smooth=math.nan),
+            compress.QuantSpec(smooth=math.nan),
             "quantization.smooth is nan: it must be a finite number, 0 to 1, or auto, or null",
         ),
         (
-            QuantSpec(adaround=AdaRoundSpec(warm_start=1.0)),
+            compress.QuantSpec(adaround=compress.AdaRoundSpec(warm_start=1.0)),
             "quantization.adaround.warm_start is 1.0: it must be at least 0 and below 1",
         ),
         (
-            QuantSpec(bias_correction="analitic"),
+            compress.QuantSpec(bias_correction="analitic"),
             "quantization.bias_correction is 'analitic', did you mean 'analytic'? "
             "(one of: auto, analytic, empirical, or null)",
         ),
-        (QuantSpec(weights=WeightSpec(axis=1)), "quantization.weights.axis is 1 (one of: 0, or null)"),
         (
-            QuantSpec(calibration_images="8"),
+            compress.QuantSpec(weights=compress.WeightSpec(axis=1)),
+            "quantization.weights.axis is 1 (one of: 0, or null)",
+        ),
+        (
+            compress.QuantSpec(calibration_images="8"),
             "quantization.calibration_images is '8': it must be a whole number, 1 to 1,000,000,000",
         ),
         (
-            QuantSpec(target="trt"),
+            compress.QuantSpec(target="trt"),
             "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
             " onnxruntime, litert, any, or a list of them)",
         ),
-        (QuantSpec(target=3), "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, any"),
-        (QuantSpec(weights=3), "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator"),
+        (
+            compress.QuantSpec(target=3),
+            "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, any",
+        ),
+        (
+            compress.QuantSpec(weights=3),
+            "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator",
+        ),
     ],
 )
 def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
@@ -81,7 +91,7 @@ def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
 
 def test_all_values_of_a_dataclass_are_named_at_once():
     with pytest.raises(RecipeError) as caught:
-        check_train_spec(TrainSpec(lr=0.0, epochs=-1, precision="fp8"))
+        check_train_spec(compress.TrainSpec(lr=0.0, epochs=-1, precision="fp8"))
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "train.epochs",
         "train.lr",
@@ -90,7 +100,9 @@ def test_all_values_of_a_dataclass_are_named_at_once():
 
 
 def test_lists_and_numbers_of_numpy_are_taken():
-    check_bench_spec(BenchSpec(engines=["openvino"], batch_sizes=[np.int64(1), 8], seconds=np.float32(0.5), runs=3))
+    check_bench_spec(
+        compress.BenchSpec(engines=["openvino"], batch_sizes=[np.int64(1), 8], seconds=np.float32(0.5), runs=3)
+    )
 
 
 def test_another_object_is_refused():
@@ -102,13 +114,15 @@ def test_recipe_and_library_refuse_with_the_same_line():
     with pytest.raises(RecipeError) as from_yaml:
         parse_recipe({"data": {"crop_ratio": 0}})
     with pytest.raises(DataError) as from_python:
-        check_data_spec(DataSpec(crop_ratio=0))
+        check_data_spec(compress.DataSpec(crop_ratio=0))
     assert str(from_python.value) in str(from_yaml.value)
 
 
 def test_a_dataclass_survives_the_way_through_its_tree():
-    recipe = Recipe(quantization=QuantSpec(rules=(Rule(match="fc", weights=WeightSpec(axis=None)),)))
-    assert parse(Recipe, dataclasses.asdict(recipe)) == (recipe, [])
+    recipe = compress.Recipe(
+        quantization=compress.QuantSpec(rules=(compress.Rule(match="fc", weights=compress.WeightSpec(axis=None)),))
+    )
+    assert parse(compress.Recipe, dataclasses.asdict(recipe)) == (recipe, [])
 
 
 def test_on_and_off_of_yaml_are_words_where_words_are_asked_for():

@@ -16,7 +16,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import compress
-from compress import DataSpec, load_data, load_recipe, run
 from compress.cli.app import app
 from compress.data.base import Preprocessing
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
@@ -169,7 +168,7 @@ def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_pa
 
 @pytest.mark.parametrize("name", ["digits", "shapes"])
 def test_pixels_of_built_in_data_are_what_evaluation_reads(name):
-    split = load_data(DataSpec(name=name, image_size=32, val_images=8)).val
+    split = compress.load_data(compress.DataSpec(name=name, image_size=32, val_images=8)).val
     pictures = _evaluation_images(split, 3)
     assert (
         len(pictures) == 3 and {p.dtype.name for p in pictures} == {"uint8"} and {p.shape[2] for p in pictures} == {3}
@@ -264,8 +263,8 @@ def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeyp
     for place in ("compress.cli.build.run", "compress.pipeline.run"):
         monkeypatch.setattr(place, lambda recipe, command, folder, **_: asked.append(folder.name) or sys.exit())
     Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
-    other = load_recipe("tiny.yaml", ["train.epochs=2"])
-    open_run(Path("runs/tiny-ptq"), load_recipe("tiny.yaml"), "ptq", resume=False).release()
+    other = compress.load_recipe("tiny.yaml", ["train.epochs=2"])
+    open_run(Path("runs/tiny-ptq"), compress.load_recipe("tiny.yaml"), "ptq", resume=False).release()
     open_run(Path("runs/tiny-ptq-2"), other, "ptq", resume=False).release()
     for words in (["ptq", "--resume", "--recipe"], ["build", "recipe"]):
         build_compress(*words, "tiny.yaml")
@@ -277,7 +276,7 @@ def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeyp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
 def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
-    folder = run(parse_recipe(TREE), "ptq", tmp_path / "run", device="cpu")
+    folder = compress.run(parse_recipe(TREE), "ptq", tmp_path / "run", device="cpu")
     rows = json.loads((folder / "engines.json").read_text())
     assert [(row["variant"], row["engine"], row["status"]) for row in rows] == [
         ("float", "tensorrt", "unavailable"),
@@ -297,7 +296,7 @@ def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
 
 def test_a_run_for_a_gpu_that_rtx_lacks_says_so_and_goes_on(tmp_path):
     tree = {**TREE, "train": {"epochs": 0}, "bench": {**TREE["bench"], "engines": ["tensorrt-rtx"], "sm": [90]}}
-    folder = run(parse_recipe(tree), "train", tmp_path / "run", device="cpu")
+    folder = compress.run(parse_recipe(tree), "train", tmp_path / "run", device="cpu")
     assert "SM 90 needs TensorRT itself" in (folder / "notes.json").read_text()
     assert "TensorRT 11" in (folder / "build.md").read_text()
 

@@ -19,7 +19,6 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
 import compress
-from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, export_onnx, insert_quantizers, quantize
 from compress.data.base import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
 from compress.export import names
@@ -33,18 +32,18 @@ from tests.further import further
 from tests.networks import Net, TinyResNet, network
 
 X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-MAX = ActivationSpec(calibrator="max")
+MAX = compress.ActivationSpec(calibrator="max")
 
 
 def quantized(**changes):
-    return quantize(network(), X[:2], [X], spec=QuantSpec(activations=MAX, **changes))
+    return compress.quantize(network(), X[:2], [X], spec=compress.QuantSpec(activations=MAX, **changes))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     qmodel, out = quantized(), tmp_path_factory.mktemp("written") / "m.onnx"
     told = {"preprocessing": Preprocessing(image_size=16), "labels": list("abc"), "metadata": {"k": "v"}}
-    return qmodel, export_onnx(qmodel, X[:1], out, **told)
+    return qmodel, compress.export_onnx(qmodel, X[:1], out, **told)
 
 
 def run(path, x=X):
@@ -58,7 +57,7 @@ def constants(path):
 @pytest.mark.parametrize("target", TARGETS)
 def test_file_computes_what_fake_quantization_does(target, tmp_path):
     qmodel = quantized(target=target)
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
     expected = qmodel(X).detach().numpy()
     # A value that lies on the border of two steps may fall to either side of it; all else is equal.
     step = float(np.abs(expected).max()) / 100
@@ -68,7 +67,7 @@ def test_file_computes_what_fake_quantization_does(target, tmp_path):
 
 def test_what_stands_in_the_file(written):
     qmodel, path = written
-    model, audit = onnx.load(path), audit_onnx(path)
+    model, audit = onnx.load(path), compress.audit_onnx(path)
     onnx.checker.check_model(model, full_check=True)
     ops = audit.ops
     assert ops["QuantizeLinear"] == len(qmodel.placement.activations)
@@ -84,8 +83,8 @@ def test_what_stands_in_the_file(written):
 
 
 def test_integers_are_those_of_fake_quantization(tmp_path):
-    qmodel = quantized(weights=WeightSpec(num_bits=4))
-    own = constants(export_onnx(qmodel, X[:1], tmp_path / "m.onnx"))
+    qmodel = quantized(weights=compress.WeightSpec(num_bits=4))
+    own = constants(compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx"))
     scale, weight = qmodel.fc.weight_quantizer.scale.numpy(), qmodel.fc.quantized_weight.detach().numpy()
     (found,) = [v for v in own.values() if v.dtype == np.int8 and v.shape == weight.shape]
     np.testing.assert_array_equal(found, np.rint(weight / scale[:, None]).astype(np.int8))
@@ -95,7 +94,7 @@ def test_integers_are_those_of_fake_quantization(tmp_path):
 def test_batch_is_dynamic_or_not(written, tmp_path):
     qmodel, dynamic = written
     assert run(dynamic, X[:1]).shape == (1, 10) and run(dynamic).shape == (6, 10)
-    static = export_onnx(qmodel, X[:1], tmp_path / "s.onnx", dynamic_batch=False)
+    static = compress.export_onnx(qmodel, X[:1], tmp_path / "s.onnx", dynamic_batch=False)
     shape = onnx.load(static).graph.input[0].type.tensor_type.shape.dim
     assert [d.dim_value for d in shape] == [1, 3, 16, 16]
 
@@ -104,15 +103,15 @@ def test_a_batch_that_the_network_fixes_is_not_silently_two(tmp_path):
     model = Net(lambda net, x: torch.stack([row * i for i, row in zip(range(len(x)), x.flatten(1), strict=True)]))
     x = torch.randn(1, 3, 4, 4)
     with pytest.raises(ExportError, match="the batch size of input cannot be left open"):
-        export_onnx(model, x, tmp_path / "m.onnx")
-    path = export_onnx(model, x, tmp_path / "m.onnx", dynamic_batch=False)
+        compress.export_onnx(model, x, tmp_path / "m.onnx")
+    path = compress.export_onnx(model, x, tmp_path / "m.onnx", dynamic_batch=False)
     assert [d.dim_value for d in onnx.load(path).graph.input[0].type.tensor_type.shape.dim] == [1, 3, 4, 4]
 
 
 def test_half_precision_remainder(tmp_path):
     qmodel = quantized()
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision="fp16")
-    assert audit_onnx(path).float_type == "float16"
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision="fp16")
+    assert compress.audit_onnx(path).float_type == "float16"
     assert not [v for v in constants(path).values() if v.dtype == np.float32]
     assert run(path).dtype == np.float32
     expected = qmodel(X).detach().numpy()
@@ -120,21 +119,26 @@ def test_half_precision_remainder(tmp_path):
 
 
 def test_fewer_bits_of_activations_are_exact(tmp_path):
-    qmodel = quantize(network(), X[:2], [X], spec=QuantSpec(activations=ActivationSpec(num_bits=4, calibrator="max")))
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    qmodel = compress.quantize(
+        network(),
+        X[:2],
+        [X],
+        spec=compress.QuantSpec(activations=compress.ActivationSpec(num_bits=4, calibrator="max")),
+    )
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
     expected = qmodel(X).detach().numpy()
     np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 10)
-    assert audit_onnx(path).ops["Clip"] == len(qmodel.placement.activations)
+    assert compress.audit_onnx(path).ops["Clip"] == len(qmodel.placement.activations)
 
 
 def test_batchnorm_kept_in_training_folds_at_export_and_what_a_rule_left_float_is_told(tmp_path):
-    qmodel = quantized(batchnorm="keep", rules=(Rule(match="fc", enable=False),))
+    qmodel = quantized(batchnorm="keep", rules=(compress.Rule(match="fc", enable=False),))
     assert [m for m in qmodel.modules() if isinstance(m, nn.BatchNorm2d)]
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
     expected = qmodel.eval()(X).detach().numpy()
     np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 100)
-    assert "BatchNormalization" not in audit_onnx(path).ops
-    assert [row.name for row in audit_onnx(path).rows if not row.int8] == ["/fc/Gemm"]
+    assert "BatchNormalization" not in compress.audit_onnx(path).ops
+    assert [row.name for row in compress.audit_onnx(path).rows if not row.int8] == ["/fc/Gemm"]
 
 
 def test_batchnorm_kept_after_groups_of_a_transposed_convolution_stays(tmp_path):
@@ -144,24 +148,26 @@ def test_batchnorm_kept_after_groups_of_a_transposed_convolution_stays(tmp_path)
     for values in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
         values.uniform_(0.5, 2.0)
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 6, 3, groups=2), norm).eval()
-    qmodel = quantize(model, X[:2], [X], spec=QuantSpec(batchnorm="keep"))
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    qmodel = compress.quantize(model, X[:2], [X], spec=compress.QuantSpec(batchnorm="keep"))
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
     expected = qmodel(X).detach().numpy()
     np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 100)
-    assert audit_onnx(path).ops["BatchNormalization"] == 1 and all(row.int8 for row in audit_onnx(path).rows)
+    assert compress.audit_onnx(path).ops["BatchNormalization"] == 1 and all(
+        row.int8 for row in compress.audit_onnx(path).rows
+    )
 
 
 def test_float_models_export_folded(tmp_path):
-    path = export_onnx(network(), X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(network(), X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), network()(X).detach().numpy(), rtol=1e-4, atol=1e-5)
-    audit = audit_onnx(path)
+    audit = compress.audit_onnx(path)
     assert audit.int8_share == 0 and "BatchNormalization" not in audit.ops
     assert all(row.reason == "its input is not quantized; its weight is not quantized" for row in audit.rows)
 
 
 def test_numbers_and_texts_beside_tensors_are_left_out(tmp_path):
     model = Net(lambda net, x: {"twice": 2 * x, "count": 3, "parts": [x.sum(1), "name"]})
-    path = export_onnx(model, X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(model, X[:1], tmp_path / "m.onnx")
     got = open_session(path).run(None, {"input": X.numpy()})
     np.testing.assert_allclose(got[0], 2 * X.numpy(), rtol=1e-6)
     np.testing.assert_allclose(got[1], X.sum(1).numpy(), rtol=1e-4, atol=1e-5)
@@ -169,7 +175,7 @@ def test_numbers_and_texts_beside_tensors_are_left_out(tmp_path):
 
 def test_a_folder_is_no_file_to_write(tmp_path):
     with pytest.raises(IsADirectoryError, match="it is a folder; name a file"):
-        export_onnx(network(), X[:1], tmp_path)
+        compress.export_onnx(network(), X[:1], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +185,7 @@ def test_attention_of_five_axes_exports(tmp_path):
         x = x.unflatten(2, (4, 4)).transpose(1, 2)
         return nn.functional.scaled_dot_product_attention(x, x.cos(), x.sin())
 
-    path = export_onnx(Net(windows), X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(Net(windows), X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), windows(None, X).numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -199,7 +205,7 @@ def test_the_exporter_is_silent_and_other_threads_are_not(capfd):
 
 
 def test_metadata(written):
-    found = audit_onnx(written[1]).metadata
+    found = compress.audit_onnx(written[1]).metadata
     assert Preprocessing.from_json(found["compress.preprocessing"]) == Preprocessing(image_size=16)
     assert json.loads(found["compress.labels"]) == ["a", "b", "c"] and found["k"] == "v"
 
@@ -214,11 +220,11 @@ ARCHITECTURES = {  # every kind of block of the network, few of each
 @pytest.mark.parametrize("name", further(ARCHITECTURES, ["mobilenet_v2"]))
 def test_other_architectures(name, tmp_path):
     model, x = ARCHITECTURES[name]().eval(), torch.randn(2, 3, 32, 32)
-    qmodel = quantize(model, x, [x], spec=QuantSpec(activations=MAX))
-    path = export_onnx(qmodel, x, tmp_path / "m.onnx")
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(activations=MAX))
+    path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
     expected = qmodel(x).detach().numpy()
     assert np.abs(run(path, x) - expected).max() <= 0.05 * np.abs(expected).max() + 1e-6
-    assert all(row.int8 for row in audit_onnx(path).rows)
+    assert all(row.int8 for row in compress.audit_onnx(path).rows)
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, -1.0, np.inf])
@@ -229,15 +235,15 @@ def test_audit_refuses_scales_that_are_none(bad, written, tmp_path):
     tensor.CopyFrom(numpy_helper.from_array(np.array(bad, np.float32), tensor.name))
     onnx.save(model, path)
     with pytest.raises(AuditError, match="Linear.*scale is"):
-        audit_onnx(path)
+        compress.audit_onnx(path)
 
 
 def test_audit_refuses_what_is_no_model(tmp_path):
     with pytest.raises(AuditError, match="does not exist"):
-        audit_onnx(tmp_path / "none.onnx")
+        compress.audit_onnx(tmp_path / "none.onnx")
     (tmp_path / "text.onnx").write_text("hello")
     with pytest.raises(AuditError, match="not a valid ONNX file"):
-        audit_onnx(tmp_path / "text.onnx")
+        compress.audit_onnx(tmp_path / "text.onnx")
 
 
 @dataclass
@@ -265,8 +271,8 @@ def detector(form):
     ],
 )
 def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tmp_path):
-    qmodel = quantize(detector(form).eval(), X[:2], [X], spec=QuantSpec(activations=MAX))
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision=precision)
+    qmodel = compress.quantize(detector(form).eval(), X[:2], [X], spec=compress.QuantSpec(activations=MAX))
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision=precision)
     assert [output.name for output in onnx.load(path).graph.output] == names
     found = open_session(path).run(None, {"input": X.numpy()})
     for got, expected in zip(found, flat_tensors(qmodel(X)), strict=True):
@@ -275,18 +281,18 @@ def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tm
 
 def test_weights_computed_by_weight_norm_are_quantized_as_they_are(tmp_path):
     model = nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5)).eval()
-    qmodel = quantize(model, X[:2], [X], spec=QuantSpec(activations=MAX))
+    qmodel = compress.quantize(model, X[:2], [X], spec=compress.QuantSpec(activations=MAX))
     step = model[0].weight.abs().amax((1, 2, 3)) / 127
     worst = ((qmodel.get_submodule("0").quantized_weight - model[0].weight).abs().amax((1, 2, 3)) / step).max()
     assert float(worst) <= 0.5 + 1e-4
     assert {name for name, _ in qmodel.named_parameters()} == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    assert audit_onnx(export_onnx(qmodel, X[:1], tmp_path / "m.onnx")).rows[0].int8
+    assert compress.audit_onnx(compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")).rows[0].int8
 
 
 def test_a_parametrized_model_is_left_as_it_was_by_its_export(tmp_path):
     model = nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), spectral_norm(nn.Conv2d(8, 4, 3)), nn.Flatten()).eval()
     expected, names = model(X), set(model.state_dict())
-    path = export_onnx(model, X[:1], tmp_path / "m.onnx")
+    path = compress.export_onnx(model, X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), expected.detach().numpy(), atol=1e-5)
     assert torch.equal(model(X), expected) and set(model.state_dict()) == names
 
@@ -297,20 +303,20 @@ def test_a_parametrized_model_is_left_as_it_was_by_its_export(tmp_path):
         (lambda: nn.Conv2d(3, 8, 3).half(), {}, ExportError, r"torch.float32: RuntimeError: .*model.float\(\)"),
         (lambda: torch.jit.script(nn.Conv2d(3, 8, 3)), {}, ExportError, "scripted or traced from"),
         (lambda: torch.relu, {}, ModelError, "must be a torch.nn.Module"),
-        (lambda: insert_quantizers(TinyResNet(), X[:2]), {}, ExportError, "no ranges"),
+        (lambda: compress.insert_quantizers(TinyResNet(), X[:2]), {}, ExportError, "no ranges"),
         (network, {"opset": 13}, ExportError, "opset is 13"),
         (network, {"precision": "int4"}, ExportError, "precision is 'int4'"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_words(model, options, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        export_onnx(model(), X[:1], tmp_path / "m.onnx", **options)
+        compress.export_onnx(model(), X[:1], tmp_path / "m.onnx", **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):
     with pytest.raises(ExportError, match="cannot export the model") as caught:
-        export_onnx(Net(lambda net, x: x if x.sum() > 0 else -x), X[:1], tmp_path / "m.onnx")
+        compress.export_onnx(Net(lambda net, x: x if x.sum() > 0 else -x), X[:1], tmp_path / "m.onnx")
     text = str(caught.value)
     assert "\x1b" not in text and "\n" not in text and "Next steps" not in text
     assert capfd.readouterr() == ("", "")  # torch prints the graph that it had so far
@@ -320,14 +326,14 @@ def test_the_audit_follows_what_placement_follows(tmp_path):
     # The quantizer is before a pixel shuffle, and the convolution after it computes in INT8.
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), torch.randn(2, 12, 6, 6)
-    audit = audit_onnx(export_onnx(quantize(model, x, [x]), x, tmp_path / "m.onnx"))
+    audit = compress.audit_onnx(compress.export_onnx(compress.quantize(model, x, [x]), x, tmp_path / "m.onnx"))
     assert "DepthToSpace" in audit.ops and [row.reason for row in audit.rows] == [""]
 
 
 def test_random_slopes_are_written_as_their_mean(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.RReLU(0.2, 0.6), nn.Conv2d(4, 4, 3)).eval()
-    qmodel = quantize(model, X, [X], spec=QuantSpec(activations=MAX))
-    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    qmodel = compress.quantize(model, X, [X], spec=compress.QuantSpec(activations=MAX))
+    path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), qmodel(X).detach().numpy(), atol=1e-5)
     assert [node.attribute[0].f for node in onnx.load(path).graph.node if node.op_type == "LeakyRelu"] == [
         pytest.approx(0.4)

@@ -9,7 +9,6 @@ import torch
 from torchvision.models.detection import RetinaNet
 
 import compress
-from compress import export_onnx
 from compress.detection import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
@@ -41,7 +40,7 @@ def files(name):
     # The files of a detector without and with suppression.
     made, network, pictures = detector(name)
     folder = Path(mkdtemp())
-    plain = export_onnx(network, pictures, folder / "plain.onnx")
+    plain = compress.export_onnx(network, pictures, folder / "plain.onnx")
     return plain, export_with_nms(plain, DetectorHead(made, SIZE, CLASSES).boxes_and_scores(), folder / "nms.onnx")
 
 

@@ -12,7 +12,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress import ActivationSpec, QuantSpec, build_engine, export_onnx, quantize
 from compress.export.onnxruntime import repeat_pairs
 from compress.quantization.sensitivity.compare import sqnr
 from tests.exact import WEIGHTS, compute, open_session
@@ -129,23 +128,23 @@ def largest():
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
     torch.manual_seed(0)
-    qmodel = quantize(model().eval(), X, [X], spec=QuantSpec(target=target, weights=WEIGHTS))
-    path = export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
+    qmodel = compress.quantize(model().eval(), X, [X], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
+    path = compress.export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
     (expected,) = open_session(path, optimize=False).run(None, {"input": X.numpy()})
-    with build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
+    with compress.build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
         (result,) = engine.run({"input": X.numpy()}).values()
         assert sqnr(torch.from_numpy(expected), torch.from_numpy(result)) > 40
         assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
 
 
 def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
-    qmodel = quantize(
+    qmodel = compress.quantize(
         Net(lambda net, x: (net.shared(x), net.averages(x)), shared=shared(), averages=averages()).eval(),
         X,
         [X],
-        spec=QuantSpec(target="onnxruntime"),
+        spec=compress.QuantSpec(target="onnxruntime"),
     )
-    nodes = onnx.load(export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node
+    nodes = onnx.load(compress.export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node
     convs = [len(n.input) for n in nodes if n.op_type == "Conv" and n.name.startswith("/shared")]
     assert sorted(convs) == [2, 2, 2, 3]
     kinds = [n.op_type for n in nodes]
@@ -217,7 +216,7 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     # Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks.
     model, dimensions, count = IN_INT8[case]
     x = torch.randn(2, 3, *[8] * dimensions)
-    qmodel = compress.quantize(model.eval(), x, [x], spec=QuantSpec(target="openvino"))
+    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
     path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
     types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert sum(t in {"u8", "i8"} for t in types) == count
@@ -242,7 +241,7 @@ def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way
     # Two linear layers and what stands between them: no kernel of both, which returns noise.
     a, b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
     model, x, out = Net(lambda net, x: net.b(ROWS[case](net.a(x))), a=a, b=b), torch.randn(4, 32), tmp_path / "m.onnx"
-    quantized_file(way, model.eval(), x, QuantSpec(target="openvino"), out)
+    quantized_file(way, model.eval(), x, compress.QuantSpec(target="openvino"), out)
     expected = compute(out, x.numpy(), optimize=False)
     read = openvino.Core().read_model(out)
     read.reshape(list(x.shape))
@@ -270,12 +269,12 @@ def windows_net():
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
-    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
-    qmodel = quantize(windows_net().eval(), GATHERS_X, [GATHERS_X], spec=spec)
-    path = export_onnx(qmodel, GATHERS_X, tmp_path / "model.onnx", dynamic_batch=dynamic)
+    spec = compress.QuantSpec(target="openvino", activations=compress.ActivationSpec(calibrator="max"), weights=WEIGHTS)
+    qmodel = compress.quantize(windows_net().eval(), GATHERS_X, [GATHERS_X], spec=spec)
+    path = compress.export_onnx(qmodel, GATHERS_X, tmp_path / "model.onnx", dynamic_batch=dynamic)
     nodes = onnx.load(path).graph.node
     assert [node.op_type for node in nodes].count("Gather") == 2 and len({node.name for node in nodes}) == len(nodes)
-    with build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
+    with compress.build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
         (result,) = engine.run({"input": GATHERS_X.numpy()}).values()
         assert sqnr(qmodel(GATHERS_X), torch.from_numpy(result)) > 40
 
@@ -376,7 +375,7 @@ def kinds_on_engine(path, folder):
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     torch.manual_seed(0)
     model, x, out = with_statistics(network()), torch.randn(4, 3, 16, 16), tmp_path / "int8.onnx"
-    quantized_file(way, model, x, QuantSpec(target="onnxruntime"), out)
+    quantized_file(way, model, x, compress.QuantSpec(target="onnxruntime"), out)
     kinds = kinds_on_engine(out, tmp_path)
     assert {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul"}.isdisjoint(kinds)
     assert kinds.count("QLinearConcat") == concats
@@ -429,8 +428,10 @@ def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(72, 5)).eval()
     nn.init.zeros_(model[0].bias)
     x = torch.randn(4, 3, 8, 8)
-    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
-    path = export_onnx(quantize(model, x, [0.2 * x], spec=spec), x, tmp_path / "m.onnx")  # calibrated with less
+    spec = compress.QuantSpec(target=target, activations=compress.ActivationSpec(calibrator="max"))
+    path = compress.export_onnx(
+        compress.quantize(model, x, [0.2 * x], spec=spec), x, tmp_path / "m.onnx"
+    )  # calibrated with less
     (expected,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
     (got,) = open_session(path).run(None, {"input": x.numpy()})
     assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 30
@@ -454,7 +455,7 @@ JOINED = {
 @pytest.mark.parametrize("case", JOINED)
 def test_openvino_carries_integers_through_joins_and_selections(case, way, tmp_path):
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "int8.onnx"
-    quantized_file(way, JOINED[case].eval(), x, QuantSpec(target="openvino"), path)
+    quantized_file(way, JOINED[case].eval(), x, compress.QuantSpec(target="openvino"), path)
     types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
     assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3

@@ -10,7 +10,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress import build_engine, export_onnx, quantize
 from compress.errors import ExportError
 from compress.export.onnx import looked_up_once, operators_named_once, table_built_once
 from compress.export.prepare import prepare
@@ -28,7 +27,7 @@ def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
     model, x = Net(run, conv=nn.Conv2d(3, 8, 3, padding=1), **pools).eval(), torch.randn(2, 3, 8, 8)
     program = torch.export.export(prepare(model, x), (x,))
     assert not [node for node in program.graph.nodes if "adaptive" in str(node.target)]
-    path = export_onnx(model, x, tmp_path / "pools.onnx")
+    path = compress.export_onnx(model, x, tmp_path / "pools.onnx")
     (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
     assert any(node.name.startswith("/pool") for node in onnx.load(path).graph.node)
@@ -39,7 +38,7 @@ def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
 def test_windows_of_several_sizes_are_slices(size, kind, tmp_path):
     # A pooling of equal windows would compute something else.
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), kind(size)).eval(), torch.randn(3, 3, 8, 8)
-    path = export_onnx(model, x[:2], tmp_path / "pool.onnx")
+    path = compress.export_onnx(model, x[:2], tmp_path / "pool.onnx")
     assert "GatherND" not in {node.op_type for node in onnx.load(path).graph.node}  # which LiteRT does not have
     (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
@@ -54,8 +53,8 @@ def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
 
     torch.manual_seed(0)
     model, x = Net(run, conv=nn.Conv2d(3, 4, 1), module=nn.LogSigmoid()).eval(), torch.randn(2, 3, 6, 6)
-    model = quantize(model, x, [x]) if quantized else model
-    path = export_onnx(model, x, tmp_path / "m.onnx")
+    model = compress.quantize(model, x, [x]) if quantized else model
+    path = compress.export_onnx(model, x, tmp_path / "m.onnx")
     expected = model(x).detach().numpy()
     assert expected.min() < -30
     for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
@@ -72,8 +71,8 @@ def test_windows_over_the_edge_are_averaged_on_onnx_runtime_as_in_torch(window, 
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(8, 4, 1)).eval()
     images = torch.randn(4, 3, 8, 8)
     qmodel = compress.quantize(model, images, [images], spec=compress.QuantSpec(target="onnxruntime"))
-    path = export_onnx(qmodel, images, tmp_path / "model.onnx")
-    with build_engine(path, "onnxruntime", batch_size=4) as engine, torch.no_grad():
+    path = compress.export_onnx(qmodel, images, tmp_path / "model.onnx")
+    with compress.build_engine(path, "onnxruntime", batch_size=4) as engine, torch.no_grad():
         got, wanted = torch.from_numpy(engine.run({"input": images.numpy()})["logits"]), qmodel(images)
     assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
 
@@ -85,11 +84,11 @@ def test_averages_keep_their_divisor(tmp_path):
 
     pool, x = nn.AvgPool2d(3, 2, 1, divisor_override=5), torch.randn(2, 3, 8, 8)
     model = Net(run, conv=nn.Conv2d(3, 8, 3, padding=1), pool=pool).eval()
-    path = export_onnx(model, x, tmp_path / "averages.onnx")
+    path = compress.export_onnx(model, x, tmp_path / "averages.onnx")
     (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
     with pytest.raises(ExportError, match="divisor_override and ceil_mode"):
-        export_onnx(nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=5), x, tmp_path / "ceil.onnx")
+        compress.export_onnx(nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=5), x, tmp_path / "ceil.onnx")
 
 
 # torch's table of ONNX functions from the cache, against the one that torch builds itself.

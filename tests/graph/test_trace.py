@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 import compress
-from compress import ActivationSpec, AdaRoundSpec, QuantSpec, calibrate, quantize, trace
 from compress.errors import CalibrationError, CheckpointError, DataError, ModelError
 from compress.graph.canonical import canonical_graph, follow_changes
 from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
@@ -40,7 +39,7 @@ class Holder(nn.Module):
 
 def test_graph_computes_what_the_model_does_and_carries_shapes():
     model, x = TinyResNet().eval(), torch.randn(2, 3, 16, 16)
-    graph = trace(model, x)
+    graph = compress.trace(model, x)
     torch.testing.assert_close(graph(x), model(x))
     shapes = {n.name: n.meta["shape"] for n in graph.graph.nodes}
     assert shapes["maxpool"] == (2, 8, 8, 8)
@@ -58,7 +57,7 @@ def copied(graph, ways):
 
 def test_what_fx_cannot_trace_becomes_a_leaf_with_its_reason():
     model = Holder(nn.Sequential(nn.ReLU(), DependsOnValues()))
-    graph = trace(model, torch.randn(2, 3, 8, 8))
+    graph = compress.trace(model, torch.randn(2, 3, 8, 8))
     (leaf,) = leaves_of(graph)
     assert (leaf.path, leaf.kind) == ("inner.1", "DependsOnValues")
     assert "control flow" in leaf.reason
@@ -109,7 +108,7 @@ def test_modules_that_forward_makes_are_their_functions():
 
 def test_a_forward_that_cannot_be_traced_at_all_is_refused():
     with pytest.raises(ModelError, match="DependsOnValues.forward itself"):
-        trace(DependsOnValues(), torch.randn(2, 3))
+        compress.trace(DependsOnValues(), torch.randn(2, 3))
 
 
 def test_a_graph_that_computes_something_else_is_refused():
@@ -118,7 +117,7 @@ def test_a_graph_that_computes_something_else_is_refused():
             return x * torch.rand(1).item()
 
     with pytest.raises(ModelError, match="something else"):
-        trace(Chance(), torch.ones(2, 3))
+        compress.trace(Chance(), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
@@ -129,28 +128,28 @@ def test_a_network_that_is_random_in_evaluation_is_refused_also_where_a_draw_cha
 
 def test_wrong_inputs_are_named():
     with pytest.raises(ModelError, match=r"\(2, 1, 16, 16\)"):
-        trace(TinyResNet(), torch.randn(2, 1, 16, 16))
+        compress.trace(TinyResNet(), torch.randn(2, 1, 16, 16))
     for wrong in ([], None, {"x": 1}, {}):
         with pytest.raises(ModelError, match="example_inputs"):
-            trace(TinyResNet(), wrong)
+            compress.trace(TinyResNet(), wrong)
     with pytest.raises(ModelError, match="nowhere"):
-        trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
+        compress.trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
 
 
 def test_what_is_no_module_and_names_that_graphs_keep_are_refused():
     with pytest.raises(ModelError, match="is a function: it must be"):
-        trace(lambda x: x, torch.zeros(1))
+        compress.trace(lambda x: x, torch.zeros(1))
     for name in ("graph", "code", "meta", "placement", "report"):
         model = nn.Sequential()
         model.add_module(name, nn.ReLU())
         with pytest.raises(ModelError, match=f"'{name}', a name that graph modules use"):
-            trace(model, torch.zeros(1))
+            compress.trace(model, torch.zeros(1))
 
 
 def test_the_model_is_left_as_it_was():
     model = TinyResNet().train()
     before = copy.deepcopy(model.state_dict())
-    trace(model, torch.randn(2, 3, 16, 16))
+    compress.trace(model, torch.randn(2, 3, 16, 16))
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
@@ -166,7 +165,7 @@ def test_an_autocast_for_the_inputs_device_is_passed_through():
             return x + torch.ones(4, 1, 1, device=x.device)
 
     model, x = nn.Sequential(Casts(), nn.ReLU()), torch.randn(2, 3, 8, 8)
-    graph = trace(model, x)
+    graph = compress.trace(model, x)
     torch.testing.assert_close(graph(x), model(x))
     assert not leaves_of(graph) and "0.conv" in {node.target for node in graph.graph.nodes}
 
@@ -276,7 +275,7 @@ FORWARDS = [
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_what_python_asks_of_tensors_is_answered_and_holds_for_any_batch(forward, capfd):
     model = net_of(forward)
-    graph = pickle.loads(pickle.dumps(trace(model, torch.randn(2, 3, 5, 7))))
+    graph = pickle.loads(pickle.dumps(compress.trace(model, torch.randn(2, 3, 5, 7))))
     assert leaves_of(graph) == () and torch.is_tensor(torch.zeros(1)) and "_" not in torch.zeros.__name__
     for batch in (1, 2, 5):
         x = torch.randn(batch, 3, 5, 7)
@@ -301,7 +300,7 @@ def scaled(x, *, scale, shift=1.0):
 @pytest.mark.parametrize(("forward", "count"), [(views, 1), (views, 3), (one_view, 1), (one_view, 2), (one_view, 4)])
 def test_a_forward_of_any_number_of_arguments_takes_as_many_as_the_example(forward, count):
     model, given = net_of(forward), [torch.randn(2, 3, 5, 7) for _ in range(count)]
-    graph = pickle.loads(pickle.dumps(trace(model, given)))
+    graph = pickle.loads(pickle.dumps(compress.trace(model, given)))
     others = [torch.randn(4, 3, 5, 7) for _ in range(count)]
     torch.testing.assert_close(graph(*others), model(*others))
     for wrong in (others[1:], [*others, others[0]]):
@@ -311,15 +310,15 @@ def test_a_forward_of_any_number_of_arguments_takes_as_many_as_the_example(forwa
 
 def test_a_refusal_names_the_line():
     with pytest.raises(ModelError, match=r"test_trace.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
-        trace(DependsOnValues(), torch.randn(2, 3))
+        compress.trace(DependsOnValues(), torch.randn(2, 3))
     resizes = GeneralizedRCNNTransform(8, 8, [0.0], [1.0])  # torchvision's own code is not torch's
     with pytest.raises(ModelError, match=r"detection.transform.py:\d+: "):
-        trace(resizes, torch.rand(2, 3, 8, 8))
+        compress.trace(resizes, torch.rand(2, 3, 8, 8))
 
 
 def test_the_code_of_a_graph_needs_objects_alone():
     # Torch 2.11 imports each global of the code by its name when a graph is pickled; a text has none.
-    graph = trace(TinyResNet(), torch.randn(2, 3, 16, 16))
+    graph = compress.trace(TinyResNet(), torch.randn(2, 3, 16, 16))
     assert not [name for name, value in graph.graph.python_code("self").globals.items() if isinstance(value, str)]
 
 
@@ -329,7 +328,7 @@ def test_a_refusal_names_the_parts_that_may_do():
             return [y for y in self.inner(x) if y.sum() > 0]
 
     with pytest.raises(ModelError, match="a part of the model alone: inner$"):
-        trace(Detector(nn.Sequential(nn.ReLU())), torch.rand(2, 3, 8, 8))
+        compress.trace(Detector(nn.Sequential(nn.ReLU())), torch.rand(2, 3, 8, 8))
 
 
 def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
@@ -341,7 +340,7 @@ def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
         return self.conv(y[:, :3])
 
     with pytest.raises(ModelError, match=r"reads a tensor by another name after \+= changed it"):
-        trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))
+        compress.trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))
 
 
 def test_a_loop_over_a_batch_is_named():
@@ -349,7 +348,7 @@ def test_a_loop_over_a_batch_is_named():
         return torch.cat([self.conv(x[i : i + 1]) for i in range(len(x))])
 
     with pytest.raises(ModelError, match="makes a plain number of its batch size"):
-        trace(net_of(image_by_image), torch.randn(2, 3, 5, 7))
+        compress.trace(net_of(image_by_image), torch.randn(2, 3, 5, 7))
 
 
 def half_loaded():
@@ -360,11 +359,11 @@ def half_loaded():
 def test_weights_that_have_no_values_are_named(model, tmp_path):
     x = torch.randn(2, 3, 6, 6)
     for use in (
-        lambda: trace(model, x),
+        lambda: compress.trace(model, x),
         lambda: compress.quantize(model, x, [x]),
         lambda: compress.export_onnx(model, x, tmp_path / "m.onnx"),
         lambda: compress.save(model, tmp_path / "m.safetensors"),
-        lambda: trace(model.to("meta"), x.to("meta")),
+        lambda: compress.trace(model.to("meta"), x.to("meta")),
     ):
         with pytest.raises(ModelError, match=r"[01]\.weight is on the meta device"):
             use()
@@ -467,7 +466,9 @@ def test_parts_of_one_tensor_may_be_changed_apart():
 
 
 def test_a_graph_without_such_readers_stays_as_it_is():
-    graph = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 9, 9))
+    graph = compress.trace(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 9, 9)
+    )
     before = str(graph.graph)
     follow_changes(graph, torch.randn(2, 3, 9, 9))
     assert str(graph.graph) == before
@@ -536,7 +537,7 @@ def qmodel(network):
 
 
 def test_keywords_and_the_class_of_the_result_are_kept(network):
-    graph = trace(network, {"pixel_values": IMAGES})
+    graph = compress.trace(network, {"pixel_values": IMAGES})
     for model in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
         result = model(pixel_values=IMAGES)
         assert type(result) is Output and result.loss is None
@@ -546,7 +547,7 @@ def test_keywords_and_the_class_of_the_result_are_kept(network):
 
 def test_two_inputs_keep_their_order(network):
     mask = torch.rand(4, 1, 8, 8)
-    graph = trace(network, {"pixel_values": IMAGES, "mask": mask})
+    graph = compress.trace(network, {"pixel_values": IMAGES, "mask": mask})
     expected = network(pixel_values=IMAGES, mask=mask).logits
     torch.testing.assert_close(graph(IMAGES, mask).logits, expected)
     torch.testing.assert_close(graph(mask=mask, pixel_values=IMAGES).logits, expected)
@@ -581,7 +582,7 @@ def test_gradients_flow_and_quantized_results_are_near(network, qmodel):
 
 def test_wrong_keys_are_named(network, qmodel):
     with pytest.raises(ModelError, match="unexpected|assert|pictures"):
-        trace(network, {"pictures": IMAGES})
+        compress.trace(network, {"pictures": IMAGES})
     with pytest.raises(DataError, match="pictures.*pixel_values"):
         compress.calibrate(qmodel, [{"pictures": IMAGES}])
 
@@ -618,12 +619,12 @@ def test_what_does_not_hold_the_inputs_is_refused(batch):
         model_inputs(TwoInputs(), batch)
 
 
-@pytest.mark.parametrize("more", [{}, {"bias_correction": "empirical"}, {"adaround": AdaRoundSpec(steps=2)}])
+@pytest.mark.parametrize("more", [{}, {"bias_correction": "empirical"}, {"adaround": compress.AdaRoundSpec(steps=2)}])
 def test_a_model_of_two_inputs_is_quantized(more):
     torch.manual_seed(0)
     model = TwoInputs().eval()
-    spec = QuantSpec(activations=ActivationSpec(calibrator="max"), **more)
-    qmodel = quantize(model, (X, Y), [(X, Y, TARGET)], spec=spec)
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), **more)
+    qmodel = compress.quantize(model, (X, Y), [(X, Y, TARGET)], spec=spec)
     expected = model(X, Y).detach()
     assert float((qmodel(X, Y).detach() - expected).norm() / expected.norm()) < 0.1
     assert qmodel.placement.activations
@@ -666,7 +667,7 @@ FREE = {
 @pytest.mark.parametrize("name", BOUND)
 def test_a_network_bound_to_a_size_says_so_and_fails_at_another(name):
     model = SizesNet(BOUND[name]).eval()
-    found = bound_to_size(trace(model, SIZES_X), (SIZES_X,))
+    found = bound_to_size(compress.trace(model, SIZES_X), (SIZES_X,))
     assert "images of 8 x 12 pixels alone" in found
     assert {"points": "points", "linear": "head", "reshape": "reshape"}[name] in found
     with pytest.raises(RuntimeError):
@@ -676,16 +677,18 @@ def test_a_network_bound_to_a_size_says_so_and_fails_at_another(name):
 @pytest.mark.parametrize("name", FREE)
 def test_a_network_of_any_size_says_nothing(name):
     model = SizesNet(FREE[name]).eval()
-    assert bound_to_size(trace(model, SIZES_X), (SIZES_X,)) == ""
+    assert bound_to_size(compress.trace(model, SIZES_X), (SIZES_X,)) == ""
     model(torch.rand(2, 3, 16, 24))
 
 
 def test_the_size_is_named_where_another_one_comes():
-    qmodel = quantize(SizesNet(BOUND["points"]).eval(), SIZES_X, [SIZES_X], spec=QuantSpec(head="quantize"))
+    qmodel = compress.quantize(
+        SizesNet(BOUND["points"]).eval(), SIZES_X, [SIZES_X], spec=compress.QuantSpec(head="quantize")
+    )
     assert any("8 x 12 pixels alone" in note for note in qmodel.report.notes())
     wrong = torch.rand(2, 3, 16, 24)
     with pytest.raises(CalibrationError, match="8 x 12 pixels alone"):
-        calibrate(qmodel, [wrong])
+        compress.calibrate(qmodel, [wrong])
     with pytest.raises(ModelError, match="8 x 12 pixels alone"):
         outputs_of(OutputsOf(qmodel), wrong)
 

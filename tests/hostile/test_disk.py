@@ -14,7 +14,6 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import compress
-from compress import AdaRoundSpec, CompressError
 from compress.errors import RunError
 from compress.files import write_json, write_text
 from compress.onnx_ptq.load import SourceFile
@@ -59,7 +58,7 @@ def test_a_full_disk_leaves_the_older_file(name, tmp_path):
         older.write_bytes(b"older")
     names = sorted(tmp_path.iterdir())
     for room in (0, 1, size // 2, size - 1):
-        with room_for(room), pytest.raises((OSError, CompressError)) as caught:
+        with room_for(room), pytest.raises((OSError, compress.CompressError)) as caught:
             WRITERS[name](path)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
         assert sorted(tmp_path.iterdir()) == names and all(older.read_bytes() == b"older" for older in names)
@@ -73,7 +72,7 @@ def test_a_rounding_that_finds_no_room_is_learned_again(tmp_path):
     def rounded():
         torch.manual_seed(0)
         qmodel = compress.quantize(nn.Sequential(nn.Linear(8, 4)).eval(), x, [x])
-        walk(qmodel, [x], Rounder(AdaRoundSpec(steps=2), folder=tmp_path).visit, images=8)
+        walk(qmodel, [x], Rounder(compress.AdaRoundSpec(steps=2), folder=tmp_path).visit, images=8)
         return qmodel.state_dict()["0.weight"]
 
     with room_for(100), pytest.raises(OSError, match=r"0\.safetensors"):

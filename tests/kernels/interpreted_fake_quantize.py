@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import compress
-from compress import Quantizer
 from compress.kernels.epilogue import Epilogue, Window, backward_torch, forward_torch, max_pool
 from compress.kernels.fake_quantize import fused_quantize
 from compress.kernels.memory_format import pack
@@ -87,7 +86,9 @@ def check_weights(dtype, out, even):
         weight = weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 and i % 4 == 0 else weight
         weights.append(weight.requires_grad_(i != 3))
         axis = None if i == 1 else 0
-        quantizer = Quantizer(QuantFormat(num_bits=4 if i == 2 else 8, axis=axis, narrow=True), channels=shape[0])
+        quantizer = compress.Quantizer(
+            QuantFormat(num_bits=4 if i == 2 else 8, axis=axis, narrow=True), channels=shape[0]
+        )
         quantizer.set_amax(0.8 * (weight.abs().amax() if axis is None else weight.flatten(1).abs().amax(1)).float())
         found.append(quantizer)
     owner = nn.Module()

@@ -10,7 +10,6 @@ import os
 import torch
 
 import compress
-from compress import learn_scales
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import learned_quantize
 from tests.qat_fusion.common import assert_same, gradients, quantized
@@ -51,7 +50,7 @@ def check(shape, dtype, bounds, integers, axis, has_bias, has_residual, last, de
 
 def check_network(batchnorm):
     qmodel, x = quantized(batchnorm=batchnorm)
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     fused = compress.fuse_for_training(qmodel, kernels="triton")
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=2e-3)
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import compress
-from compress import Quantizer
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS, smooth_fits, smooth_quantize
 from compress.kernels.triton import activation as triton_activation
@@ -42,7 +41,7 @@ GPU_NORMS = (
 
 
 def quantize(quant_format, amax):
-    net = Net(lambda net, x: net.quantizer(x), quantizer=Quantizer(quant_format))
+    net = Net(lambda net, x: net.quantizer(x), quantizer=compress.Quantizer(quant_format))
     net.quantizer.set_amax(torch.tensor(amax))
     return net
 

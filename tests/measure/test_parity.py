@@ -12,7 +12,6 @@ from sklearn.metrics import accuracy_score
 from torch import nn
 
 import compress
-from compress import ActivationSpec, QuantSpec, build_engine, check_onnx, export_onnx, quantize, quantize_onnx
 from compress.errors import EngineError
 from compress.measure.parity import agreement, compare_logits, first_difference, layer_parity, probe_file, sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
@@ -89,9 +88,11 @@ X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module", params=["tensorrt", "openvino"])
 def exported(request, tmp_path_factory):
-    spec = QuantSpec(target=request.param, activations=ActivationSpec(calibrator="max"), weights=WEIGHTS)
-    qmodel = quantize(network(), X[:2], [X], spec=spec)
-    return qmodel, export_onnx(qmodel, X[:2], tmp_path_factory.mktemp("parity") / "model.onnx")
+    spec = compress.QuantSpec(
+        target=request.param, activations=compress.ActivationSpec(calibrator="max"), weights=WEIGHTS
+    )
+    qmodel = compress.quantize(network(), X[:2], [X], spec=spec)
+    return qmodel, compress.export_onnx(qmodel, X[:2], tmp_path_factory.mktemp("parity") / "model.onnx")
 
 
 def spoiled(path, target, change, *, node):
@@ -189,7 +190,7 @@ def test_probes_are_what_goes_into_quantizers_and_the_outputs_in_order(files, tm
 
 def test_the_unfused_file_is_fake_quantization(files):
     quantized, x = files["torch"]
-    with build_engine(files["int8"], "onnxruntime", fuse="no") as engine:
+    with compress.build_engine(files["int8"], "onnxruntime", fuse="no") as engine:
         got = engine.run({"input": x.numpy()})["logits"]
     np.testing.assert_allclose(got, quantized(x).detach().numpy(), atol=1e-3)
 
@@ -208,8 +209,8 @@ def test_the_layer_that_was_changed_is_the_first(files, tmp_path):
     changed(tmp_path / "good.onnx", tmp_path / "bad.onnx", node)
     images = np.random.default_rng(0).standard_normal((2, 3, 16, 16)).astype(np.float32)
     with (
-        build_engine(tmp_path / "good.onnx", "onnxruntime", fuse="no") as good,
-        build_engine(tmp_path / "bad.onnx", "onnxruntime") as bad,
+        compress.build_engine(tmp_path / "good.onnx", "onnxruntime", fuse="no") as good,
+        compress.build_engine(tmp_path / "bad.onnx", "onnxruntime") as bad,
     ):
         expected, got = (engine.run({engine.inputs[0].name: images}) for engine in (good, bad))
     found = [sqnr_db(expected[probe.tensor], got[probe.tensor]) for probe in probes]
@@ -220,7 +221,7 @@ def test_the_layer_that_was_changed_is_the_first(files, tmp_path):
 
 def test_what_is_no_yes_or_no_is_refused(files):
     with pytest.raises(EngineError, match="fuse is 'maybe'"):
-        build_engine(files["float"], "onnxruntime", fuse="maybe")
+        compress.build_engine(files["float"], "onnxruntime", fuse="maybe")
 
 
 def test_a_run_says_where_an_engine_differs_in_words(files):
@@ -242,7 +243,7 @@ def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypat
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sines(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()
     quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt", weights=WEIGHTS))
     path = compress.export_onnx(quantized, x, tmp_path / "m.onnx")
-    with build_engine(path, "openvino", precision="f32", batch_size=4) as engine, torch.no_grad():
+    with compress.build_engine(path, "openvino", precision="f32", batch_size=4) as engine, torch.no_grad():
         if sqnr_db(quantized(x).numpy(), engine.run({"input": x.numpy()})["logits"]) > 30:
             pytest.skip(
                 "OpenVINO has no such fault on this processor (with AMX, signed integers are multiplied as they are)"
@@ -270,14 +271,14 @@ def file_check_files(tmp_path):
     proto = model_of(nodes, constants, shape=("n", 3, 8, 8))
     proto.graph.output.append(helper.make_tensor_value_info("states", 1, ["n"]))
     onnx.save(proto, tmp_path / "float.onnx")
-    spec = QuantSpec(target="openvino", weights=WEIGHTS)
-    return tmp_path / "float.onnx", quantize_onnx(
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    return tmp_path / "float.onnx", compress.quantize_onnx(
         tmp_path / "float.onnx", [FILE_CHECK_X], spec=spec, out=tmp_path / "q.onnx"
     )
 
 
 def test_a_good_file_has_no_warning(file_check_files):
-    found = check_onnx(*file_check_files, FILE_CHECK_X, target="openvino")
+    found = compress.check_onnx(*file_check_files, FILE_CHECK_X, target="openvino")
     assert (found.images, found.engine, found.warning) == (8, "openvino", "")
     assert found.written_db > 25
     assert found.engine_db > 25
@@ -295,7 +296,7 @@ def test_an_engine_that_computes_something_else_is_said(file_check_files):
     conv.output[0] = apart.output[0]
     proto.graph.node.remove(apart)
     onnx.save(proto, path)
-    found = check_onnx(float_path, path, FILE_CHECK_X, target="openvino")
+    found = compress.check_onnx(float_path, path, FILE_CHECK_X, target="openvino")
     assert found.engine_db < found.written_db - 20
     assert "openvino computes something else than the file says" in found.warning
 
@@ -307,7 +308,7 @@ def test_a_file_far_from_float_is_said(file_check_files):
         if tensor.name.endswith("_scale") and not tensor.dims:  # of the activations
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(30), tensor.name))
     onnx.save(proto, path)
-    found = check_onnx(float_path, path, FILE_CHECK_X, target="tensorrt")
+    found = compress.check_onnx(float_path, path, FILE_CHECK_X, target="tensorrt")
     assert (found.engine, found.engine_db) == ("", None)
     assert "far from float" in found.warning
     assert "--mend-sqnr" in found.warning

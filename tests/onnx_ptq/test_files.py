@@ -42,7 +42,7 @@ def gated(tmp_path):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_result_computes_what_the_reference_evaluator_says(gated, target):
-    path = compress.quantize_onnx(gated, batches(), spec=QuantSpec(target=target))
+    path = compress.quantize_onnx(gated, batches(), spec=compress.QuantSpec(target=target))
     expected = ReferenceEvaluator(onnx.load(path)).run(None, {"picture": PICTURES})[0]
     assert sqnr(expected, run(path, PICTURES)) > 25  # engines round sums of integers elsewhere
     assert 15 < sqnr(run(gated, PICTURES), expected) < 60
@@ -85,7 +85,7 @@ def test_opsets(tmp_path, opset):
 
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
-    result = quantize_onnx_file(file, batches(), spec=QuantSpec(weights=WeightSpec(axis=None)))
+    result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))
     assert onnx.load(result.path).opset_import[0].version == 11
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 15
 
@@ -132,7 +132,7 @@ def test_weights_in_other_files_are_read_one_at_a_time(tmp_path):
     x = np.random.default_rng(0).standard_normal((4, side)).astype(np.float32)
     tracemalloc.start()  # sees the arrays of NumPy
     try:
-        path = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(target="onnxruntime"))
+        path = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(target="onnxruntime"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -155,7 +155,7 @@ def test_a_number_among_the_inputs_stays_one(tmp_path):
 
 
 def test_rules_name_nodes(gated):
-    spec = QuantSpec(rules=(Rule(match="/project/*", enable=False),))
+    spec = compress.QuantSpec(rules=(compress.Rule(match="/project/*", enable=False),))
     result = quantize_onnx_file(gated, batches(), spec=spec)
     assert "/project/Conv" not in {site.path for site in result.placement.weights}
     assert nodes_of(result.path)["/project/Conv"].input[1] == nodes_of(gated)["/project/Conv"].input[1]
@@ -164,8 +164,10 @@ def test_rules_name_nodes(gated):
 @pytest.mark.parametrize(
     "spec",
     [
-        QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=6)),
-        QuantSpec(weights=WeightSpec(kind="e4m3"), activations=ActivationSpec(kind="e4m3", calibrator="max")),
+        compress.QuantSpec(weights=compress.WeightSpec(num_bits=4), activations=compress.ActivationSpec(num_bits=6)),
+        compress.QuantSpec(
+            weights=compress.WeightSpec(kind="e4m3"), activations=compress.ActivationSpec(kind="e4m3", calibrator="max")
+        ),
     ],
 )
 def test_other_formats(tmp_path, spec):
@@ -211,7 +213,7 @@ def nhwc_block():
 def test_channels_last(tmp_path, target):
     onnx.save(nhwc_block(), tmp_path / "tf.onnx")
     data = [x.permute(0, 2, 3, 1).contiguous() for x in batches(size=8)]
-    result = quantize_onnx_file(tmp_path / "tf.onnx", data, spec=QuantSpec(target=target))
+    result = quantize_onnx_file(tmp_path / "tf.onnx", data, spec=compress.QuantSpec(target=target))
     rows = [row for row in result.placement.decisions if row.decision == "quantize"]
     if target != "any":
         assert any("residual add" in row.rule for row in rows)
@@ -233,7 +235,7 @@ def test_windows_over_the_edge_are_averaged_as_in_the_file(tmp_path, window):
     model = model_of(nodes, {"a": weights(8, 3, 1, 1), "b": weights(4, 8, 1, 1, seed=1)}, shape=("batch", 3, 8, 8))
     onnx.save(model, tmp_path / "float.onnx")
     data = batches(size=8)
-    path = compress.quantize_onnx(tmp_path / "float.onnx", data, spec=QuantSpec(target="onnxruntime"))
+    path = compress.quantize_onnx(tmp_path / "float.onnx", data, spec=compress.QuantSpec(target="onnxruntime"))
     assert sqnr(run(tmp_path / "float.onnx", data[0].numpy()), run(path, data[0].numpy())) > 20
 
 
@@ -246,7 +248,7 @@ def test_a_batch_in_pieces_has_the_ranges_of_the_whole(tmp_path, monkeypatch, ca
     model = model_of(nodes, {"w": weights(4, 3, 3, 3), "zero": np.int64(0)}, shape=("time", 3, 8, 8))
     onnx.save(model, tmp_path / "float.onnx")
     data = batches(size=8)  # in batches of four
-    spec = QuantSpec(activations=ActivationSpec(calibrator=calibrator))
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator=calibrator))
     (amax,) = (
         amax
         for name, amax in quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec).calibration.amax.items()
@@ -342,7 +344,7 @@ def test_nothing_unread_stays(target, tmp_path):
         helper.make_node("Relu", ["c"], ["nobody"]),
     ]
     onnx.save(model_of(nodes, {}), tmp_path / "float.onnx")
-    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=QuantSpec(target=target))
+    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=compress.QuantSpec(target=target))
     graph = onnx.load(path).graph
     read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     assert read >= {name for node in graph.node for name in node.output} | {tensor.name for tensor in graph.initializer}
@@ -367,7 +369,7 @@ def test_circular_padding_is_read_by_openvino(tmp_path):
     ]
     constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5)}
     onnx.save(model_of(nodes, constants, opset=19), tmp_path / "float.onnx")
-    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=QuantSpec(target="openvino"))
+    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=compress.QuantSpec(target="openvino"))
     x = PICTURES[:2, :, :8, :8].copy()
     with compress.build_engine(path, "openvino", precision="f32") as engine:
         (found,) = engine.run({"x": x}).values()
@@ -389,7 +391,7 @@ def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
     assert "Shape" in {node.op_type for node in nodes_of(path).values()}
     data = batches()
     made = compress.quantize_onnx(
-        path, data, spec=QuantSpec(target="openvino", weights=WEIGHTS), out=tmp_path / "int8.onnx"
+        path, data, spec=compress.QuantSpec(target="openvino", weights=WEIGHTS), out=tmp_path / "int8.onnx"
     )
     nodes = nodes_of(made).values()
     assert [len(node.input) for node in nodes if node.op_type == "Conv"] == [3, 3]
@@ -437,7 +439,7 @@ def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activati
             first=nn.Conv2d(3, 16, 3, 2),
             last=nn.Conv2d(16, 8, 1),
         ).eval(),
-        QuantSpec(target="openvino", smooth=None),
+        compress.QuantSpec(target="openvino", smooth=None),
     )
     path = export(model, tmp_path / "float.onnx", opset=opset)
     made = quantize_onnx_file(path, batches(), spec=spec, out=tmp_path / "int8.onnx")
@@ -481,7 +483,7 @@ def test_attention_and_rms_norm_as_operators(tmp_path, opset, masked):
     assert (opset > 22) == (kinds >= {"Attention", "RMSNormalization"})
     data = [(one, *mask) for one in x] if masked else x
     for target in ("tensorrt", "openvino", "onnxruntime"):
-        done = compress.quantize_onnx(file, data, spec=QuantSpec(target=target), out=tmp_path / "q.onnx")
+        done = compress.quantize_onnx(file, data, spec=compress.QuantSpec(target=target), out=tmp_path / "q.onnx")
         audit = compress.audit_onnx(done)
         assert len(audit.rows) == 6 and sum(row.int8 for row in audit.rows) >= 5  # onnxruntime: not the last
         assert compress.check_onnx(file, done, data[0], target=target).written_db > 25

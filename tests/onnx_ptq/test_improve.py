@@ -15,7 +15,6 @@ import compress
 from analysis.random_networks import readers
 from analysis.random_networks.check import TARGETS as RANDOM_TARGETS
 from analysis.random_networks.network import TABLES, Step
-from compress import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
 from compress.errors import ModelError
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
@@ -28,7 +27,7 @@ from tests.further import further
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
-MAX = ActivationSpec(calibrator="max")
+MAX = compress.ActivationSpec(calibrator="max")
 
 
 def unequal():
@@ -62,14 +61,21 @@ def outliers():
 
 
 CASES = {
-    "equalize": (unequal, QuantSpec(equalize=True, weights=WeightSpec(axis=None), activations=MAX)),
-    "smooth": (outliers, QuantSpec(smooth=0.5, activations=MAX, bias_correction=None)),
+    "equalize": (unequal, compress.QuantSpec(equalize=True, weights=compress.WeightSpec(axis=None), activations=MAX)),
+    "smooth": (outliers, compress.QuantSpec(smooth=0.5, activations=MAX, bias_correction=None)),
     "adaround": (
         plain,
-        QuantSpec(adaround=AdaRoundSpec(steps=100, images=8), weights=WeightSpec(num_bits=3), activations=MAX),
+        compress.QuantSpec(
+            adaround=compress.AdaRoundSpec(steps=100, images=8),
+            weights=compress.WeightSpec(num_bits=3),
+            activations=MAX,
+        ),
     ),
-    "bias": (plain, QuantSpec(bias_correction="empirical", weights=WeightSpec(num_bits=3), activations=MAX)),
-    "relu6": (unequal, QuantSpec(relu6="relu", insist=True, smooth=None, activations=MAX)),
+    "bias": (
+        plain,
+        compress.QuantSpec(bias_correction="empirical", weights=compress.WeightSpec(num_bits=3), activations=MAX),
+    ),
+    "relu6": (unequal, compress.QuantSpec(relu6="relu", insist=True, smooth=None, activations=MAX)),
 }
 
 
@@ -88,7 +94,7 @@ def test_a_file_gains_what_its_model_does(tmp_path, name):
     if name == "relu6":
         assert "Clip" not in {node.op_type for node in onnx.load(done.path).graph.node}
     else:
-        without = QuantSpec(weights=spec.weights, activations=MAX, bias_correction=None)
+        without = compress.QuantSpec(weights=spec.weights, activations=MAX, bias_correction=None)
         simple = compress.quantize_onnx(file, data, spec=without, out=tmp_path / "simple.onnx")
         assert theirs > sqnr(expected, run(simple, x.numpy())) + 0.5
     assert any(word in " ".join(done.notes) for word in ("equalized", "smoothed", "AdaRound", "biases", "ReLU6"))
@@ -101,9 +107,9 @@ def test_what_makes_a_file_worse_is_taken_back(tmp_path):
     with torch.no_grad():
         model[0].weight.mul_(8)
     file, data = export(model, tmp_path / "float.onnx"), batches()
-    done = quantize_onnx_file(file, data, spec=QuantSpec(relu6="relu", activations=MAX))
+    done = quantize_onnx_file(file, data, spec=compress.QuantSpec(relu6="relu", activations=MAX))
     assert "quantization.relu6 taken back" in " ".join(done.notes)
-    simple = compress.quantize_onnx(file, data, spec=QuantSpec(activations=MAX), out=tmp_path / "simple.onnx")
+    simple = compress.quantize_onnx(file, data, spec=compress.QuantSpec(activations=MAX), out=tmp_path / "simple.onnx")
     x = data[0].numpy()
     np.testing.assert_array_equal(run(done.path, x), run(simple, x))
 
@@ -117,13 +123,15 @@ def test_a_product_without_bias_gets_one(tmp_path):
     constants = {"a": weights(16, 32).T.copy().T, "b": weights(32, 8, seed=1)}
     onnx.save(model_of(nodes, constants, shape=("n", 16), rank=2), tmp_path / "m.onnx")
     data = [np.random.default_rng(i).standard_normal((64, 16)).astype(np.float32) + 1 for i in range(2)]
-    spec = QuantSpec(bias_correction="empirical", weights=WeightSpec(num_bits=3), activations=MAX, insist=True)
+    spec = compress.QuantSpec(
+        bias_correction="empirical", weights=compress.WeightSpec(num_bits=3), activations=MAX, insist=True
+    )
     path = compress.quantize_onnx(tmp_path / "m.onnx", data, spec=spec)
     float_mean, mean = (run(p, data[0]).mean(0) for p in (tmp_path / "m.onnx", path))
     simple = compress.quantize_onnx(
         tmp_path / "m.onnx",
         data,
-        spec=QuantSpec(weights=WeightSpec(num_bits=3), activations=MAX, bias_correction=None),
+        spec=compress.QuantSpec(weights=compress.WeightSpec(num_bits=3), activations=MAX, bias_correction=None),
         out=tmp_path / "p.onnx",
     )
     assert np.abs(mean - float_mean).mean() < 0.5 * np.abs(run(simple, data[0]).mean(0) - float_mean).mean()
@@ -137,7 +145,7 @@ def test_the_refusal_names_the_operator(tmp_path):
     onnx.save(model_of(nodes, {"w": weights(4, 3, 3, 3)}), tmp_path / "m.onnx")
     x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
     with pytest.raises(ModelError, match="operator NonZero at 'odd'"):
-        compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(bias_correction="empirical"))
+        compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(bias_correction="empirical"))
 
 
 # The default keeps layers whose inputs have outlier channels, and products after a peaked softmax, accurate.
@@ -293,7 +301,7 @@ def assert_same(qmodel, result):
 @pytest.mark.parametrize(("name", "target"), further(SAME_CASES, SAME_CASES[::2]))
 def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, target):
     (model, file), data = exported(name), data_of(name)
-    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
+    spec = compress.QuantSpec(target=target, activations=compress.ActivationSpec(calibrator="max"), smooth=None)
     result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
@@ -302,7 +310,7 @@ def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, t
 def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(passes, "_PIECE", 1)  # batches in pieces, as those of larger networks are
     (model, file), data = exported(name), data_of(name)
-    spec = QuantSpec(smooth=None)  # a file gets products with scales, a network of torch does not
+    spec = compress.QuantSpec(smooth=None)  # a file gets products with scales, a network of torch does not
     result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
@@ -310,7 +318,7 @@ def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monke
 def test_quantizers_of_our_own_float_export(exported, tmp_path):
     (model, _), data = exported("resnet"), data_of("resnet")
     compress.export_onnx(model, data[0], tmp_path / "float.onnx")
-    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"), smooth=None)
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="percentile"), smooth=None)
     result = quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec)
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 

@@ -5,7 +5,6 @@ import torch
 from onnx import TensorProto, helper
 
 import compress
-from compress import CompressError, QuantSpec, Rule
 from compress.errors import CalibrationError, DataError
 from tests.onnx_ptq.files import batches, model_of, weights
 
@@ -118,7 +117,7 @@ def refused(tmp_path, content, match, **options):
     (tmp_path / "secret.data").write_bytes(b"\0" * 4096)
     (folder / "bad.onnx").write_bytes(content)
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(CompressError, match=match) as caught:
+    with pytest.raises(compress.CompressError, match=match) as caught:
         compress.quantize_onnx(folder / "bad.onnx", **{"batches": DATA} | options)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     return caught.value
@@ -137,7 +136,7 @@ def test_truncated_files(tmp_path, kept):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(CompressError, match="no such file"):
+    with pytest.raises(compress.CompressError, match="no such file"):
         compress.quantize_onnx(tmp_path / "none.onnx", DATA)
 
 
@@ -178,8 +177,8 @@ def test_bfloat16_batches_calibrate_and_an_input_of_bfloat16_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (QuantSpec(batchnorm="keep"), "batchnorm is keep"),
-        (QuantSpec(rules=(Rule(match="cnov"),)), "did you mean 'conv'"),
+        (compress.QuantSpec(batchnorm="keep"), "batchnorm is keep"),
+        (compress.QuantSpec(rules=(compress.Rule(match="cnov"),)), "did you mean 'conv'"),
     ],
 )
 def test_bad_specifications(tmp_path, spec, match):

@@ -9,7 +9,6 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import compress
-from compress import ModelSpec, QuantSpec, build_model
 from compress.errors import ModelError, QuantizationError
 from compress.onnx_ptq import calibrate, passes
 from compress.onnx_ptq.load import load_source
@@ -43,7 +42,7 @@ def test_computes_what_the_model_does(tmp_path, name, folded):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gets_the_quantizers_of_the_model(tmp_path, name, target):
-    model, x, spec = made(name), torch.randn(2, 3, 16, 16), QuantSpec(target=target)
+    model, x, spec = made(name), torch.randn(2, 3, 16, 16), compress.QuantSpec(target=target)
     network = compress.from_onnx(export(model, tmp_path / "m.onnx"), x)
     ours, theirs = (placement_of(compress.insert_quantizers(net, x, spec)) for net in (network, model))
     assert sorted(str(s.format) for s in ours.activations) == sorted(str(s.format) for s in theirs.activations)
@@ -54,9 +53,9 @@ def test_gets_the_quantizers_of_the_model(tmp_path, name, target):
 
 def test_a_file_is_fine_tuned_in_int8_and_exported(tmp_path):
     x = torch.randn(16, 3, 16, 16)
-    spec = ModelSpec(name=str(export(made("resnet"), tmp_path / "float.onnx")), options={"size": [16, 16]})
-    network = build_model(spec, num_classes=10)
-    qmodel = compress.quantize(network, x, [x], spec=QuantSpec(target="onnxruntime"))
+    spec = compress.ModelSpec(name=str(export(made("resnet"), tmp_path / "float.onnx")), options={"size": [16, 16]})
+    network = compress.build_model(spec, num_classes=10)
+    qmodel = compress.quantize(network, x, [x], spec=compress.QuantSpec(target="onnxruntime"))
     optimizer, targets = torch.optim.SGD(qmodel.parameters(), 0.05), torch.arange(16) % 10
     losses = []
     for _ in range(8):
@@ -107,7 +106,7 @@ def test_casts_of_inputs_and_to_half_and_back(tmp_path, dtype):
     x = torch.randn(2, 3, 8, 8).to(torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
     expected = torch.from_numpy(compute(tmp_path / "m.onnx", x.numpy()))
     torch.testing.assert_close(compress.from_onnx(tmp_path / "m.onnx")(x).detach(), expected, atol=1e-5, rtol=1e-5)
-    out = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(head="quantize"))
+    out = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(head="quantize"))
     assert compress.audit_onnx(out).int8_share == 1
 
 
@@ -123,14 +122,14 @@ def test_sides_that_the_file_leaves_open(tmp_path):
 
 def test_a_recipe_with_a_file_takes_no_other_weights():
     with pytest.raises(ModelError, match="its own weights"):
-        build_model(ModelSpec(name="net.onnx", weights="w.safetensors"), num_classes=10)
+        compress.build_model(compress.ModelSpec(name="net.onnx", weights="w.safetensors"), num_classes=10)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_fine_tuned_network_returns_into_its_file(tmp_path, name, target):
     torch.manual_seed(1)
-    x, spec, file = torch.randn(8, 3, 16, 16), QuantSpec(target=target), tmp_path / "float.onnx"
+    x, spec, file = torch.randn(8, 3, 16, 16), compress.QuantSpec(target=target), tmp_path / "float.onnx"
     export(made(name), file, folded=name != "resnet")
     qmodel = compress.quantize(compress.from_onnx(file, x), x, [x], spec=spec)
     optimizer = torch.optim.SGD(qmodel.parameters(), 0.01)
@@ -157,11 +156,11 @@ def test_a_fine_tuned_network_returns_into_its_file(tmp_path, name, target):
 def test_a_trained_network_of_another_file_or_specification_is_refused(tmp_path):
     x, file = torch.randn(2, 3, 16, 16), tmp_path / "float.onnx"
     network = compress.from_onnx(export(made("shuffled"), file), x)
-    qmodel = compress.quantize(network, x, [x], spec=QuantSpec(target="tensorrt"))
+    qmodel = compress.quantize(network, x, [x], spec=compress.QuantSpec(target="tensorrt"))
     for spec, other, text in (
-        (QuantSpec(target="onnxruntime"), qmodel, "Give the specification"),
-        (QuantSpec(target="tensorrt"), compress.quantize(made("gated"), x, [x]), "Train the network"),
-        (QuantSpec(target="tensorrt"), network, "not a model that compress quantized"),
+        (compress.QuantSpec(target="onnxruntime"), qmodel, "Give the specification"),
+        (compress.QuantSpec(target="tensorrt"), compress.quantize(made("gated"), x, [x]), "Train the network"),
+        (compress.QuantSpec(target="tensorrt"), network, "not a model that compress quantized"),
     ):
         with pytest.raises(QuantizationError, match=text):
             compress.quantize_onnx(file, [x], spec=spec, trained=other)
@@ -264,7 +263,7 @@ def test_ranges_do_not_depend_on_the_layout(wide, tmp_path, monkeypatch):
 
     def ranges(name):
         out = tmp_path / f"{name}.onnx"
-        return quantize_onnx_file(wide.path, data, spec=QuantSpec(target="openvino"), out=out).calibration
+        return quantize_onnx_file(wide.path, data, spec=compress.QuantSpec(target="openvino"), out=out).calibration
 
     drawn = []
     draw = BlockedSamples.draw

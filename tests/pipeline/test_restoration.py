@@ -10,7 +10,6 @@ from scipy.ndimage import gaussian_filter
 from torch.nn import functional as F
 
 import compress
-from compress import run
 from compress.errors import DataError
 from compress.pipeline.predict import by_tiles, predict
 from compress.recipe.tree import parse_recipe
@@ -94,7 +93,7 @@ def finished(photographs, tmp_path_factory):
         "qat": {"epochs": 1},
         "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "warmup": 1, "runs": 1, "seconds": 0.05},
     }
-    run(parse_recipe(tree), "qat", folder, device="cpu")
+    compress.run(parse_recipe(tree), "qat", folder, device="cpu")
     return folder
 
 

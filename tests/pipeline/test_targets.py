@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import compress
-from compress import CompressError, quantize, quantize_targets, run
 from compress.errors import DataError, QuantizationError, RecipeError, RunError
 from compress.pipeline.predict import predict, write_bundle
 from compress.pipeline.saved import bench_again, export_again, networks_of
@@ -56,10 +55,10 @@ class CtrlC(NoProgress):
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("targets") / "run"
     with pytest.raises(KeyboardInterrupt):
-        run(parse_recipe(TREE), "qat", out, device="cpu", progress=CtrlC())
+        compress.run(parse_recipe(TREE), "qat", out, device="cpu", progress=CtrlC())
     steps = json.loads((out / "state.json").read_text())["steps"]
     assert "qat" in steps and "qat.targets" not in steps and not (out / "qat.openvino.safetensors").exists()
-    run(parse_recipe(TREE), "qat", out, device="cpu", resume=True)
+    compress.run(parse_recipe(TREE), "qat", out, device="cpu", resume=True)
     return out
 
 
@@ -106,7 +105,7 @@ def test_training_is_done_once_and_its_weights_are_in_every_file(finished):
     assert "training followed the placement for tensorrt" in " ".join(read_run(finished).notes)
     tree = {**TREE, "quantization": {**TREE["quantization"], "target": ["tensorrt", "onnxruntime"]}}
     with pytest.raises(RunError, match="quantization.target"):
-        run(parse_recipe(tree), "qat", finished, device="cpu", resume=True)
+        compress.run(parse_recipe(tree), "qat", finished, device="cpu", resume=True)
 
 
 def test_engine_torch_times_the_module(finished):
@@ -157,7 +156,7 @@ def test_weights_are_saved_and_loaded(tmp_path, finished):
         ("must end in .safetensors", lambda: compress.save(model, tmp_path / "mine.pt")),
         ("holds no 'qta'", lambda: compress.load(finished, variant="qta")),
     ):
-        with pytest.raises(CompressError, match=match):
+        with pytest.raises(compress.CompressError, match=match):
             call()
     assert not (tmp_path / "mine.pt").exists()
 
@@ -251,10 +250,10 @@ def test_shared_calibration_gives_each_target_the_ranges_of_its_own(calibrator):
         target=("tensorrt", "openvino", "onnxruntime"), activations=compress.ActivationSpec(calibrator=calibrator)
     )
     counted = Counted(batches)
-    together = quantize_targets(model, batches[0][:2], counted, spec=spec)
+    together = compress.quantize_targets(model, batches[0][:2], counted, spec=spec)
     assert counted.passes == 1 and list(together) == list(spec.targets)
     for target, qmodel in together.items():
-        alone = quantize(model, batches[0][:2], batches, spec=spec.for_target(target))
+        alone = compress.quantize(model, batches[0][:2], batches, spec=spec.for_target(target))
         expected = {name: q.amax for name, q in quantizers(alone)}
         found = {name: q.amax for name, q in quantizers(qmodel)}
         assert found.keys() == expected.keys()
@@ -268,7 +267,7 @@ def test_what_cannot_be_is_refused_in_one_sentence():
         QuantizationError,
         match=r"names tensorrt, openvino, and one network follows the rules of one: call compress.quantize_targets",
     ):
-        quantize(tiny(), torch.randn(1, 3, 16, 16), [torch.randn(1, 3, 16, 16)], spec=spec)
+        compress.quantize(tiny(), torch.randn(1, 3, 16, 16), [torch.randn(1, 3, 16, 16)], spec=spec)
     for target, match in (
         (["openvino", "openvino"], "several that differ"),
         ([], "name one target"),
@@ -288,7 +287,7 @@ def test_the_file_of_litert_is_the_one_that_it_loads(tmp_path):
         "bench": {**TREE["bench"], "engines": ["litert", "onnxruntime"]},
     }
     listener = Mock(NoProgress)
-    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu", progress=listener)
+    compress.run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu", progress=listener)
     (exported,) = (note.args[0] for note in listener.note.call_args_list if note.args[0].startswith("export: "))
     files = [part.split()[0] for part in exported.removeprefix("export: ").split(", ")]
     assert files == ["float.onnx", "ptq.onnx", "ptq.tflite", "ptq.onnxruntime.onnx"]

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import compress
-from compress import QATSpec, Quantizer, fit, learn_scales
 from compress.errors import ExportError, QuantizationError, RecipeError
 from compress.qat_fusion.chain import groups_together, merged_groups, product
 from compress.quantization.numerics import QuantFormat
@@ -166,8 +165,8 @@ def test_the_same_training(precision):
     runs = []
     for fused in ("on", "off"):
         qmodel = copy.deepcopy(start)
-        spec = QATSpec(epochs=4, lr=0.05, distill=False, fused=fused, precision=precision)
-        report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None)
+        spec = compress.QATSpec(epochs=4, lr=0.05, distill=False, fused=fused, precision=precision)
+        report = compress.fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None)
         assert report.steps == 20
         runs.append((qmodel, [row.train_loss for row in report.history]))
     (one, losses), (other, expected) = runs
@@ -211,13 +210,13 @@ def test_the_same_curve_over_200_steps():
 
 
 def test_what_is_not_fused_says_why():
-    class Learned(Quantizer):
+    class Learned(compress.Quantizer):
         pass
 
     qmodel, x = quantized()
     qmodel.quantizers.block1_relu.__class__ = Learned
     amax = qmodel.quantizers.block2_relu.amax
-    qmodel.quantizers.block2_relu = Quantizer(QuantFormat(kind="e4m3"))
+    qmodel.quantizers.block2_relu = compress.Quantizer(QuantFormat(kind="e4m3"))
     qmodel.quantizers.block2_relu.set_amax(amax)
     fused = fused_as_plain(qmodel, x, rtol=0.0001, atol=0.001)
     chains = {chain.quantizer.removeprefix("quantizers."): chain for chain in fused.report.chains}
@@ -251,7 +250,7 @@ def test_refusals():
     with pytest.raises(QuantizationError, match=r"compress\.quantize"):
         compress.fuse_for_training(nn.Conv2d(3, 3, 1))
     with pytest.raises(RecipeError, match=r"qat\.fused is 'always'.*auto, on, int8, off"):
-        check_train_spec(QATSpec(fused="always"))
+        check_train_spec(compress.QATSpec(fused="always"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -295,8 +294,10 @@ def test_a_tied_weight_is_fused_and_the_model_stays_whole():
 @pytest.mark.parametrize("compile", [False, True])
 def test_on_a_gpu_training_is_fused_and_learns(compile):
     qmodel, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
-    spec = QATSpec(epochs=4, lr=0.05, distill=False, precision="bf16", compile=compile)
-    report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None, device="cuda")
+    spec = compress.QATSpec(epochs=4, lr=0.05, distill=False, precision="bf16", compile=compile)
+    report = compress.fit(
+        qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None, device="cuda"
+    )
     assert report.history[-1].train_loss < report.history[0].train_loss
 
 
@@ -304,7 +305,7 @@ def test_on_a_gpu_training_is_fused_and_learns(compile):
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])
 def test_learned_ranges_are_fused_with_the_gradients_of_the_plain_path(batchnorm, target):
     qmodel, x = quantized(network, target, batchnorm=batchnorm)
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     fused = fused_as_plain(qmodel.double(), x.double(), rtol=1e-09, atol=1e-09)
     found = [chain for chain in fused.report.chains if chain.nodes]
     assert len(found) >= 4 and max(len(chain.nodes) for chain in found) >= 2
@@ -312,7 +313,7 @@ def test_learned_ranges_are_fused_with_the_gradients_of_the_plain_path(batchnorm
 
 def test_a_learned_range_before_which_a_smooth_activation_stays_on_the_plain_path():
     qmodel, _ = quantized(lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), nn.Conv2d(8, 8, 1)).eval())
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     reasons = {chain.reason for chain in compress.fuse_for_training(qmodel).report.chains}
     assert "silu before a learned range" in reasons
 

@@ -8,7 +8,6 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 import compress
-from compress import Quantizer, Rule, WeightSpec
 from compress.qat_fusion.regions import Region, compile_regions, few_guards
 from compress.quantization.quantizer import quantizers
 from tests.families import FAMILIES
@@ -91,14 +90,14 @@ def test_blocks_whose_rate_of_stochastic_depth_differs_share_a_function():
 
 
 def test_blocks_of_other_settings_share_nothing():
-    bits = Rule(match="3.*", weights=WeightSpec(num_bits=4))
+    bits = compress.Rule(match="3.*", weights=compress.WeightSpec(num_bits=4))
     qmodel, x = quantized(deep, rules=(bits,))
     for graph in (qmodel, compress.fuse_for_training(qmodel)):
         parts = compile_regions(graph, counting([]))
         kinds = {}
         for region in regions(parts):
             kinds.setdefault(region.run, set()).add(
-                tuple(repr(m.format) for m in region.modules() if isinstance(m, Quantizer))
+                tuple(repr(m.format) for m in region.modules() if isinstance(m, compress.Quantizer))
             )
         assert all(len(formats) == 1 for formats in kinds.values())
         assert_same(gradients(parts, qmodel, x), gradients(graph, qmodel, x), rtol=1e-5, atol=1e-6)

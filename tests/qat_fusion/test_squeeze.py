@@ -5,7 +5,6 @@ from torch import nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 import compress
-from compress import learn_scales
 from compress.kernels.triton.launch import Launch
 from compress.qat_fusion.norm import FusedResponseModule
 from compress.qat_fusion.squeeze import FusedExciteModule, FusedSqueezeModule
@@ -142,7 +141,7 @@ def test_learned_ranges_int8_and_torchs_operations_keep_what_is_there():
     qmodel, x = made()
     assert not squeezes(compress.fuse_for_training(qmodel, forward="int8"))
     assert not squeezes(compress.fuse_for_training(qmodel, kernels="torch"))
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     fused = fused_as_plain(qmodel, x, rtol=0.001, atol=0.001)
     assert not squeezes(fused)
 

@@ -8,7 +8,6 @@ import torchvision
 from torch import nn
 
 import compress
-from compress import build_engine, from_pytorch_quantization
 from compress.errors import CalibrationError, QuantizationError
 from compress.quantization.quantizer import QuantConv2d, quantizers
 from compress.quantization.report import placement_of
@@ -60,7 +59,7 @@ def calibrated(model, x=X):
 
 
 def same(model, x=X):
-    ours = from_pytorch_quantization(model, x[:2])
+    ours = compress.from_pytorch_quantization(model, x[:2])
     with torch.no_grad():
         torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-5)
     return ours
@@ -87,10 +86,10 @@ def test_same_outputs_and_they_are_quantized(weight):
 @pytest.mark.parametrize("weight", [QuantDescriptor(axis=(0,)), PER_TENSOR])
 def test_on_to_onnx(weight, tmp_path):
     model = calibrated(Net(weight))
-    path = compress.export_onnx(from_pytorch_quantization(model, X[:2]), X[:2], tmp_path / "model.onnx")
+    path = compress.export_onnx(compress.from_pytorch_quantization(model, X[:2]), X[:2], tmp_path / "model.onnx")
     audit = compress.audit_onnx(path)
     assert audit.int8_share == 1 and len(audit.rows) == 5
-    with build_engine(path, "onnxruntime") as engine, torch.no_grad():
+    with compress.build_engine(path, "onnxruntime") as engine, torch.no_grad():
         logits = torch.from_numpy(engine.run({"input": X.numpy()})["logits"])
         expected = model(X)
     step = expected.abs().max() / 127
@@ -136,7 +135,7 @@ def test_ranges_measured_at_each_call_learned_ones_and_dead_channels():
     with torch.no_grad():
         model[0].clip.clip_value_max.fill_(1.0)
     with pytest.raises(QuantizationError, match="from -1.5 to 1"):
-        from_pytorch_quantization(model, x)
+        compress.from_pytorch_quantization(model, x)
 
 
 def test_a_torchvision_model_made_under_their_patch_of_torch():
@@ -146,7 +145,7 @@ def test_a_torchvision_model_made_under_their_patch_of_torch():
         model = torchvision.models.resnet18(num_classes=10)
         assert isinstance(model.conv1, theirs.QuantConv2d)
         calibrated(model)
-        ours = from_pytorch_quantization(model, X[:2])
+        ours = compress.from_pytorch_quantization(model, X[:2])
     finally:
         quant_modules.deactivate()
     names = [name for name, _ in quantizers(ours)]
@@ -167,7 +166,7 @@ def test_importing_compress_under_their_patch_is_refused():
 
 
 def test_it_trains_on():
-    ours = from_pytorch_quantization(calibrated(Net()), X[:2]).train()
+    ours = compress.from_pytorch_quantization(calibrated(Net()), X[:2]).train()
     ours(X).square().mean().backward()
     assert ours.stem.weight.grad.abs().max() > 0
 
@@ -187,12 +186,12 @@ def test_refusals(change, error, words):
     model = calibrated(nn.Sequential(theirs.QuantLinear(6, 4)), x)
     change(model)
     with pytest.raises(error, match=words):
-        from_pytorch_quantization(model, x)
+        compress.from_pytorch_quantization(model, x)
 
 
 def test_a_plain_model_and_a_foreign_padding_are_refused():
     with pytest.raises(QuantizationError, match="no quantizer of pytorch-quantization"):
-        from_pytorch_quantization(nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6))
+        compress.from_pytorch_quantization(nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6))
     model = calibrated(nn.Sequential(theirs.QuantConv2d(3, 4, 3, padding=1, padding_mode="circular")))
     with pytest.raises(QuantizationError, match="circular"):
-        from_pytorch_quantization(model, X)
+        compress.from_pytorch_quantization(model, X)

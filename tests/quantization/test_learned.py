@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compress
-from compress import ActivationSpec, Quantizer, QuantSpec, Rule, WeightSpec, insert_quantizers, learn_scales
 from compress.errors import QuantizationError
 from compress.export.prepare import prepare
 from compress.quantization.calibration.calibrators import make_calibrator
@@ -33,8 +32,10 @@ from tests.exact import compute
 from tests.networks import network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-SPEC = QuantSpec(
-    weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=4, calibrator="max"), bias_correction=None
+SPEC = compress.QuantSpec(
+    weights=compress.WeightSpec(num_bits=4),
+    activations=compress.ActivationSpec(num_bits=4, calibrator="max"),
+    bias_correction=None,
 )
 
 
@@ -104,7 +105,7 @@ def fixed():
 @pytest.fixture
 def learned(fixed):
     qmodel = copy.deepcopy(fixed)
-    names = learn_scales(qmodel)
+    names = compress.learn_scales(qmodel)
     assert set(names) == {name for name, _ in quantizers(fixed)}
     return qmodel
 
@@ -168,7 +169,7 @@ def test_autocast_keeps_ranges_and_their_gradients_in_float32(learned):
 
 
 def test_a_range_that_was_driven_below_zero_comes_back():
-    quantizer = Quantizer(QuantFormat(num_bits=4))
+    quantizer = compress.Quantizer(QuantFormat(num_bits=4))
     quantizer.set_amax(torch.tensor(1.0))
     learned = LearnedQuantizer(quantizer, of_weight=True)
     with torch.no_grad():
@@ -188,9 +189,9 @@ def test_a_range_that_was_driven_below_zero_comes_back():
 
 def test_refusals():
     with pytest.raises(QuantizationError, match="no quantizer whose scale"):
-        learn_scales(network())
+        compress.learn_scales(network())
     with pytest.raises(QuantizationError, match="no range to begin at"):
-        learn_scales(insert_quantizers(network(), X[:2], SPEC))
+        compress.learn_scales(compress.insert_quantizers(network(), X[:2], SPEC))
 
 
 def test_ranges_get_their_gradients_through_ddp(learned, tmp_path):
@@ -211,7 +212,7 @@ def test_ranges_get_their_gradients_through_ddp(learned, tmp_path):
 # Learned offsets: gradients against autograd of LSQ+'s definition, and zero points as ONNX Runtime computes.
 
 OFFSETS_X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-OFFSETS_SPEC = QuantSpec(target="any", activations=ActivationSpec(num_bits=4))
+OFFSETS_SPEC = compress.QuantSpec(target="any", activations=compress.ActivationSpec(num_bits=4))
 
 
 def offsets_definition(v, s, beta, high):
@@ -224,7 +225,7 @@ def offsets_definition(v, s, beta, high):
 def test_gradients_are_those_of_the_definition_of_offsets(bits, lowest, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    source = Quantizer(QuantFormat(num_bits=bits)).double()
+    source = compress.Quantizer(QuantFormat(num_bits=bits)).double()
     source.set_amax(torch.rand((), dtype=torch.float64, generator=generator) + 0.3)
     learned = OffsetQuantizer(source, torch.tensor(lowest))
     upstream = torch.randn(x.shape, dtype=torch.float64, generator=generator)
@@ -256,7 +257,7 @@ def test_offsets_use_more_of_the_integers_learn_and_become_zero_points(tmp_path)
     qmodel = compress.quantize(model, OFFSETS_X[:2], [OFFSETS_X], spec=OFFSETS_SPEC)
     before = (qmodel(OFFSETS_X) - target).square().mean().item()
     names = compress.learn_offsets(qmodel, [OFFSETS_X])
-    assert set(names) <= set(learn_scales(qmodel)) | set(names) and len(names) == 3
+    assert set(names) <= set(compress.learn_scales(qmodel)) | set(names) and len(names) == 3
     assert (qmodel(OFFSETS_X) - target).square().mean() < 0.7 * before  # SiLU is never below -0.28
     optimizer = torch.optim.SGD([p for n, p in qmodel.named_parameters() if n.startswith("quantizers")], lr=0.05)
     starts = {name: qmodel.get_submodule(name).offset.item() for name in names}
@@ -281,7 +282,7 @@ def test_offsets_use_more_of_the_integers_learn_and_become_zero_points(tmp_path)
 
 
 def test_refusals_of_offsets():
-    qmodel = compress.quantize(silu_network(), OFFSETS_X[:2], [OFFSETS_X], spec=QuantSpec(target="tensorrt"))
+    qmodel = compress.quantize(silu_network(), OFFSETS_X[:2], [OFFSETS_X], spec=compress.QuantSpec(target="tensorrt"))
     with pytest.raises(QuantizationError, match="TensorRT takes no zero points"):
         compress.learn_offsets(qmodel, [OFFSETS_X])
     positive = compress.quantize(nn.Sequential(nn.ReLU(), nn.Linear(8, 2)), OFFSETS_X, [OFFSETS_X], spec=OFFSETS_SPEC)
@@ -293,11 +294,11 @@ def test_refusals_of_offsets():
 
 
 def spec(bits=2, axis=0, **more):
-    weights = WeightSpec(num_bits=bits, axis=axis, calibrator="lsq")
-    return QuantSpec(
+    weights = compress.WeightSpec(num_bits=bits, axis=axis, calibrator="lsq")
+    return compress.QuantSpec(
         target="any",
         weights=weights,
-        activations=ActivationSpec(num_bits=bits, calibrator="lsq"),
+        activations=compress.ActivationSpec(num_bits=bits, calibrator="lsq"),
         batchnorm="keep",
         first_last_bits=8,
         **more,
@@ -330,7 +331,7 @@ def test_products_alone_are_quantized_with_all_integers():
 
 
 def test_a_rule_decides_before_first_and_last():
-    rules = (Rule(match="fc", weights=WeightSpec(num_bits=5)),)
+    rules = (compress.Rule(match="fc", weights=compress.WeightSpec(num_bits=5)),)
     qmodel = compress.quantize(tiny().eval(), X[:2], [X], spec=spec(rules=rules))
     assert qmodel.fc.weight_quantizer.format.num_bits == 5
     assert qmodel.conv1.weight_quantizer.format.num_bits == 8
@@ -345,7 +346,7 @@ def test_the_file_computes_what_was_trained_also_where_batchnorm_changes_the_sig
             nn.init.normal_(module.weight)  # half of them below zero
             nn.init.uniform_(module.running_var, 0.5, 2)
     qmodel = compress.quantize(model.eval(), X[:2], [X], spec=spec(axis=axis))
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     normalize_weights(qmodel)
     expected = qmodel(X).detach().numpy()
     path = compress.export_onnx(qmodel, X[:2], tmp_path / "m.onnx")
@@ -372,7 +373,7 @@ def test_normalized_weights_keep_mean_and_width_and_are_baked():
 
 def test_damping_pulls_weights_to_their_integer():
     qmodel = compress.quantize(tiny().eval(), X[:2], [X], spec=spec())
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     loss = damping_loss(qmodel)
     expected = 0.0
     for layer in qmodel.modules():
@@ -398,7 +399,7 @@ def test_two_bits_learn():
     torch.manual_seed(0)
     model = network().eval()
     qmodel = compress.quantize(model, X[:2], [X], spec=spec())
-    learn_scales(qmodel)
+    compress.learn_scales(qmodel)
     normalize_weights(qmodel)
     y = (X.mean((1, 2, 3)) > 0).long()
     optimizer = torch.optim.SGD(qmodel.train().parameters(), lr=0.02, momentum=0.9)

@@ -14,7 +14,6 @@ from torch import nn
 from torchvision.models.swin_transformer import SwinTransformerBlock
 
 import compress
-from compress import Quantizer, trace
 from compress.errors import CalibrationError, QuantizationError
 from compress.graph.attention import open_attention
 from compress.graph.canonical import canonical_graph
@@ -202,27 +201,27 @@ def test_a_lowest_value_needs_one_scale_and_the_unsigned_form():
 
 
 def ready(amax=2.0):
-    quantizer = Quantizer(QuantFormat(), name="layer")
+    quantizer = compress.Quantizer(QuantFormat(), name="layer")
     quantizer.set_amax(torch.tensor(amax))
     return quantizer
 
 
 def test_refuses_to_run_without_ranges():
     with pytest.raises(CalibrationError, match="layer has no ranges"):
-        Quantizer(QuantFormat(), name="layer")(torch.randn(3))
+        compress.Quantizer(QuantFormat(), name="layer")(torch.randn(3))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_refuses_scales_that_are_none(bad):
     with pytest.raises(CalibrationError, match="layer: amax is"):
-        Quantizer(QuantFormat(), name="layer").set_amax(torch.tensor(bad))
+        compress.Quantizer(QuantFormat(), name="layer").set_amax(torch.tensor(bad))
     with pytest.raises(CalibrationError, match="1 of 3 channels"):
-        Quantizer(QuantFormat(axis=0), channels=3, name="layer").set_amax(torch.tensor([1.0, bad, 2.0]))
+        compress.Quantizer(QuantFormat(axis=0), channels=3, name="layer").set_amax(torch.tensor([1.0, bad, 2.0]))
 
 
 def test_refuses_another_shape():
     with pytest.raises(CalibrationError, match=r"\(2,\), expected \(\)"):
-        Quantizer(QuantFormat(), name="layer").set_amax(torch.ones(2))
+        compress.Quantizer(QuantFormat(), name="layer").set_amax(torch.ones(2))
 
 
 def test_grid():
@@ -240,15 +239,15 @@ def test_off_is_the_identity():
 
 def test_copies_pickles_and_loads():
     quantizer, x = ready(1.5), torch.randn(50)
-    fresh = Quantizer(QuantFormat())
+    fresh = compress.Quantizer(QuantFormat())
     fresh.load_state_dict(quantizer.state_dict())
     for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer)), fresh):
         assert torch.equal(twin(x), quantizer(x))
 
 
 def test_loading_an_uncalibrated_state_leaves_it_uncalibrated():
-    fresh = Quantizer(QuantFormat(), name="layer")
-    fresh.load_state_dict(Quantizer(QuantFormat()).state_dict())
+    fresh = compress.Quantizer(QuantFormat(), name="layer")
+    fresh.load_state_dict(compress.Quantizer(QuantFormat()).state_dict())
     with pytest.raises(CalibrationError):
         fresh(torch.ones(1))
 
@@ -278,7 +277,7 @@ def windows():
 
 
 def test_masks_of_shifted_windows_are_made_on_the_device_of_the_model():
-    graph = trace(windows(), torch.zeros(1, 8, 8, 16)).to("meta")
+    graph = compress.trace(windows(), torch.zeros(1, 8, 8, 16)).to("meta")
     assert open_attention(graph)
     assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compress
-from compress import SearchSpec
 from compress.errors import SearchError
 from compress.recipe.tree import parse_recipe
 from compress.search import timing
@@ -33,7 +32,7 @@ from tests.networks import network
 from tests.search.worker import SPACE, figures
 
 STRUCTURE = analyse(network(), torch.randn(2, 3, 16, 16))
-NETWORKS = make_space(STRUCTURE, SearchSpec(multiple=2), "openvino")
+NETWORKS = make_space(STRUCTURE, compress.SearchSpec(multiple=2), "openvino")
 COSTS = Costs(STRUCTURE)
 
 
@@ -138,7 +137,9 @@ def test_the_block_is_measured_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
 def test_the_error_of_a_format_in_a_block_is_that_of_a_network_quantized_there_alone(engine):
     pictures = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(2))
-    lab = _lab(network(), pictures[:2], [pictures], engine=engine, spec=SearchSpec(), quantization=None, block=2)
+    lab = _lab(
+        network(), pictures[:2], [pictures], engine=engine, spec=compress.SearchSpec(), quantization=None, block=2
+    )
     model = rate_choices(lab, progress=NoProgress())
     lab = replace(lab, quantization=replace(lab.quantization, bias_correction=None))
     with torch.no_grad():
@@ -329,8 +330,8 @@ def test_drops_below_zero_are_refused(drop):
         ("openvino", {"max_drop": 1.0}, "give one of them"),
         ("openvnio", {}, "unknown engine 'openvnio', did you mean 'openvino'"),
         ("torch", {}, "unknown engine 'torch'"),
-        ("openvino", {"spec": SearchSpec(widths=(0.5, 0.5))}, r"search\.widths"),
-        ("openvino", {"spec": SearchSpec(trials=0)}, r"search\.trials is 0"),
+        ("openvino", {"spec": compress.SearchSpec(widths=(0.5, 0.5))}, r"search\.widths"),
+        ("openvino", {"spec": compress.SearchSpec(trials=0)}, r"search\.trials is 0"),
         *([] if torch.cuda.is_available() else [("cuda", {}, "cuda is not available here")]),
     ],
 )
@@ -340,7 +341,7 @@ def test_other_requests_that_cannot_be_followed(engine, options, message):
 
 
 def test_an_empty_space_is_refused():
-    spec = SearchSpec(widths=(), formats=("float",), blocks=False)
+    spec = compress.SearchSpec(widths=(), formats=("float",), blocks=False)
     with pytest.raises(SearchError, match="the space is empty"):
         make_space(analyse(network(), torch.randn(2, 3, 16, 16)), spec, "openvino")
 
@@ -349,7 +350,7 @@ def test_each_part_can_be_switched_off():
     structure = analyse(network(), torch.randn(2, 3, 16, 16))
 
     def kinds(**keys):
-        elements = make_space(structure, SearchSpec(**keys), "openvino").elements
+        elements = make_space(structure, compress.SearchSpec(**keys), "openvino").elements
         return {element.split()[0] for element, choices in elements.items() if len(choices) > 1}
 
     assert kinds(sparsity=True) == {"width", "format", "sparse", "block"}

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import compress
-from compress import SparsitySpec, prune_channels
 from compress.errors import DataError, SparsityError
 from compress.sparsity import SparsityRule, parse_pattern, saliency
 from compress.sparsity.parametrization import nm_mask, verify_nm
@@ -205,8 +204,8 @@ def macs_of(model, x):
 def test_macs_go_down_to_the_share_asked_for(make, share):
     model, x = make().eval(), torch.randn(2, 3, 32, 32)
     macs, parameters = macs_of(model, x), sum(p.numel() for p in model.parameters())
-    spec = SparsitySpec(pattern=f"channel:{share}", kernels="any")
-    report = prune_channels(model, spec, example_inputs=x)
+    spec = compress.SparsitySpec(pattern=f"channel:{share}", kernels="any")
+    report = compress.prune_channels(model, spec, example_inputs=x)
     assert report.macs_before == macs and report.macs_after == macs_of(model, x)
     assert report.removed == pytest.approx(share, abs=0.04)
     assert (report.parameters_before, report.parameters_after) == (
@@ -226,8 +225,8 @@ def test_weakest_channels_go_and_counts_fit_tensor_cores():
         model[0].weight[::2] *= 1e-3
         model[2].weight[:, ::2] *= 1e-3
     strong = model[0].weight[1::2].detach().clone()
-    spec = SparsitySpec(pattern="channel:0.5", rules=(SparsityRule(match="2", enable=False),))
-    report = prune_channels(model, spec, example_inputs=torch.randn(1, 3, 8, 8))
+    spec = compress.SparsitySpec(pattern="channel:0.5", rules=(SparsityRule(match="2", enable=False),))
+    report = compress.prune_channels(model, spec, example_inputs=torch.randn(1, 3, 8, 8))
     assert torch.equal(model[0].weight, strong)
     assert [row.after[:2] for row in report.rows] == [(16, 3), (16, 16), (5, 256)]
 
@@ -252,7 +251,9 @@ def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
         for layer in (model.b[0], model.c, model.fc):
             layer.weight[:, ::2] = 0
     expected = model(x)
-    report = compress.prune_channels(model, SparsitySpec(pattern="channel:0.5", kernels="any"), example_inputs=x)
+    report = compress.prune_channels(
+        model, compress.SparsitySpec(pattern="channel:0.5", kernels="any"), example_inputs=x
+    )
     assert 0.4 < report.removed < 0.6 and model.a[0].out_channels < 32
     torch.testing.assert_close(model(x), expected)
 
@@ -260,17 +261,17 @@ def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
 def test_module_modes_survive():
     model = small().train()
     model[1].eval()
-    prune_channels(model, SparsitySpec(pattern="channel:0.3", kernels="any"), example_inputs=batch())
+    compress.prune_channels(model, compress.SparsitySpec(pattern="channel:0.3", kernels="any"), example_inputs=batch())
     assert [m.training for m in model] == [i != 1 for i in range(11)]
 
 
-HALF = SparsitySpec(pattern="channel:0.5")
+HALF = compress.SparsitySpec(pattern="channel:0.5")
 
 
 @pytest.mark.parametrize(
     ("make", "spec", "words"),
     [
-        (small, SparsitySpec(), "call sparsify"),
+        (small, compress.SparsitySpec(), "call sparsify"),
         (lambda: compress.quantize(small(), batch(), [batch()]), HALF, "quantized: remove channels of the float model"),
         (sparse, HALF, "masked already"),
         (small, replace(HALF, rules=(SparsityRule(match="*", enable=False),)), r"reach is 0\.00 of the macs"),
@@ -279,16 +280,16 @@ HALF = SparsitySpec(pattern="channel:0.5")
 )
 def test_misuse_is_refused(make, spec, words):
     with pytest.raises(SparsityError, match=words):
-        prune_channels(make(), spec, example_inputs=batch())
+        compress.prune_channels(make(), spec, example_inputs=batch())
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(SparsityError, match=r"pip install 'compress-vision\[pruning\]'"):
-        prune_channels(small(), HALF, example_inputs=batch())
+        compress.prune_channels(small(), HALF, example_inputs=batch())
 
 
 def test_outputs_keep_their_shape_or_the_rule_is_told():
     model = Net(lambda net, x: (y := net.a(x), net.b(y)), a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(16, 16, 1))
     with pytest.raises(SparsityError, match="changed the model's outputs"):
-        prune_channels(model, HALF, example_inputs=batch())
+        compress.prune_channels(model, HALF, example_inputs=batch())

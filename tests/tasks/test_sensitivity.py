@@ -9,16 +9,15 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
 import compress
-from compress import ActivationSpec, QuantSpec, WeightSpec
 from compress.cli.app import app
 from compress.tasks.detection import detection
 from compress.tasks.segmentation import segmentation
 
-COARSE = QuantSpec(
+COARSE = compress.QuantSpec(
     target="openvino",
     head="quantize",
-    weights=WeightSpec(num_bits=3),
-    activations=ActivationSpec(num_bits=4, calibrator="max"),
+    weights=compress.WeightSpec(num_bits=3),
+    activations=compress.ActivationSpec(num_bits=4, calibrator="max"),
 )
 X = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import compress
-from compress import CompressError, QATSpec, TrainSpec, evaluate, fit, learn_scales
 from tests.training.test_loop import Explodes
 from tests.training.toy import convnet, linear, smooth, toy_data
 
@@ -15,9 +14,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def train(model, folder=None, *, resume=False, teacher=None, **spec):
-    spec = TrainSpec(**{"epochs": 4, "warmup_epochs": 0.5, "lr": 0.1, **spec})
+    spec = compress.TrainSpec(**{"epochs": 4, "warmup_epochs": 0.5, "lr": 0.1, **spec})
     options = {"folder": folder, "resume": resume, "teacher": teacher, "device": "cuda"}
-    return fit(model, toy_data(train=96), spec, batch_size=8, **options)
+    return compress.fit(model, toy_data(train=96), spec, batch_size=8, **options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -31,7 +30,9 @@ def test_learns_as_on_the_cpu(tmp_path, precision, optimizer):
 def test_same_weights_as_the_cpu():
     here, there = smooth(), smooth()
     train(there)
-    fit(here, toy_data(train=96), TrainSpec(epochs=4, warmup_epochs=0.5, lr=0.1), batch_size=8, folder=None)
+    compress.fit(
+        here, toy_data(train=96), compress.TrainSpec(epochs=4, warmup_epochs=0.5, lr=0.1), batch_size=8, folder=None
+    )
     for name, value in here.state_dict().items():
         torch.testing.assert_close(there.state_dict()[name].cpu(), value, rtol=0, atol=5e-3)
 
@@ -64,7 +65,7 @@ def stop_after(calls):
 
 
 def test_divergence_names_its_step_though_it_is_read_later(tmp_path):
-    with pytest.raises(CompressError, match="loss is nan at epoch 1, step 9"):
+    with pytest.raises(compress.CompressError, match="loss is nan at epoch 1, step 9"):
         train(Explodes(), tmp_path)
 
 
@@ -73,7 +74,7 @@ def test_compiled_is_the_same_function():
     train(eager, distill=True, teacher=linear(3))
     train(compiled, distill=True, teacher=linear(3), compile=True)
     torch.testing.assert_close(eager[0].weight, compiled[0].weight, rtol=0, atol=5e-3)
-    accuracy = evaluate(compiled, toy_data().val, batch_size=8, device="cuda", precision="bf16")
+    accuracy = compress.evaluate(compiled, toy_data().val, batch_size=8, device="cuda", precision="bf16")
     assert math.isfinite(accuracy.loss)
 
 
@@ -83,8 +84,8 @@ def test_compiled_by_regions_is_the_same_function():
         model, data = convnet().eval(), toy_data(train=96)
         images = data.train.load(list(range(16)), epoch=None, device=torch.device("cpu"))[0]
         models.append(compress.quantize(model, images[:1], [images], spec=compress.QuantSpec()))
-        spec = QATSpec(epochs=2, lr=0.02, distill=False, fused="on", compile=compiled)
-        fit(models[-1], data, spec, batch_size=8, folder=None, device="cuda")
+        spec = compress.QATSpec(epochs=2, lr=0.02, distill=False, fused="on", compile=compiled)
+        compress.fit(models[-1], data, spec, batch_size=8, folder=None, device="cuda")
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0.02)
 
 
@@ -113,9 +114,9 @@ def test_recorded_passes_of_quantization_aware_training(batchnorm, options):
         images = data.train.load(list(range(16)), epoch=None, device=torch.device("cpu"))[0]
         qmodel = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(batchnorm=batchnorm))
         if "scales" in options:
-            learn_scales(qmodel)
-        spec = QATSpec(epochs=3, lr=0.02, distill=False, cuda_graphs=recorded, **options)
-        fit(qmodel, data, spec, batch_size=8, folder=None, device="cuda")
+            compress.learn_scales(qmodel)
+        spec = compress.QATSpec(epochs=3, lr=0.02, distill=False, cuda_graphs=recorded, **options)
+        compress.fit(qmodel, data, spec, batch_size=8, folder=None, device="cuda")
         models.append(qmodel)
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0.02)
 
@@ -126,7 +127,7 @@ class ReadsItsLoss(nn.Sequential):
 
 
 def cannot_be_recorded():
-    with pytest.raises(CompressError, match="cannot be recorded as a CUDA graph"):
+    with pytest.raises(compress.CompressError, match="cannot be recorded as a CUDA graph"):
         train(ReadsItsLoss(*linear()), cuda_graphs=True)
 
 

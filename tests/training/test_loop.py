@@ -21,7 +21,6 @@ from torch import fx, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import compress
-from compress import Callback, CompressError, QATSpec, TrainSpec, evaluate, fit
 from compress.data.base import BatchPlan, DataSet, Preprocessing, Split
 from compress.errors import CheckpointError, DataError, ModelError, RecipeError
 from compress.support.progress import NoProgress
@@ -37,8 +36,8 @@ from tests.training.toy import Stop, ToySplit, WithAuxiliary, convnet, linear, s
 
 def train(model, folder=None, *, batch_size=8, data=None, **spec):
     options = {key: spec.pop(key) for key in ("teacher", "resume", "progress", "callbacks", "processes") if key in spec}
-    spec = TrainSpec(**{"epochs": 2, "warmup_epochs": 0, **spec})
-    return fit(model, data or toy_data(), spec, batch_size=batch_size, folder=folder, **options)
+    spec = compress.TrainSpec(**{"epochs": 2, "warmup_epochs": 0, **spec})
+    return compress.fit(model, data or toy_data(), spec, batch_size=batch_size, folder=folder, **options)
 
 
 def test_is_the_loop_that_one_would_write_by_hand():
@@ -92,20 +91,20 @@ class Epochs(ToySplit):
 def test_a_later_phase_has_epochs_of_its_own(tmp_path):
     # Epoch 0 of a training that begins at epoch 2 is what epoch 2 of a longer training is: images and dropout.
     data = dataclasses.replace(toy_data(), train=Epochs(48))
-    spec = TrainSpec(epochs=2, warmup_epochs=0, schedule="constant", lr=0.1)
-    fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=2)
+    spec = compress.TrainSpec(epochs=2, warmup_epochs=0, schedule="constant", lr=0.1)
+    compress.fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=2)
     plans = [BatchPlan(batch_size=8, epoch=epoch, drop_last=True) for epoch in (2, 3)]
     expected = [(p.epoch, tuple(batch)) for p in plans for batch in data.train.batch_indices(p)]
     assert [row for row in data.train.seen if row[0] is not None] == expected
     with pytest.raises(CheckpointError, match="first_epoch"):
-        fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=0, resume=True)
+        compress.fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=0, resume=True)
 
 
 def test_learns_and_reports(tmp_path):
     data, model, listener = toy_data(train=96, val=40), convnet(), Mock(NoProgress)
     report = train(model, tmp_path, data=data, epochs=6, lr=0.1, evaluate_every=4, progress=listener)
     assert report.final.top1 > 0.9
-    again = evaluate(model, data.val, batch_size=8)
+    again = compress.evaluate(model, data.val, batch_size=8)
     assert (report.final.top1, report.final.top5, report.final.images) == (again.top1, again.top5, 40)
     assert report.final.loss == pytest.approx(again.loss, rel=1e-4)
     assert [row.epoch for row in report.history] == [1, 2, 3, 4, 5, 6]
@@ -170,8 +169,8 @@ def test_student_follows_its_teacher():
 
 def test_qat_spec_trains_a_graph_module(tmp_path):
     model = fx.symbolic_trace(convnet())
-    spec = QATSpec(epochs=1, checkpoint_steps=2)
-    report = fit(model, toy_data(), spec, batch_size=8, folder=tmp_path, teacher=convnet(1), name="qat")
+    spec = compress.QATSpec(epochs=1, checkpoint_steps=2)
+    report = compress.fit(model, toy_data(), spec, batch_size=8, folder=tmp_path, teacher=convnet(1), name="qat")
     assert report.steps == 6
     saved = load_file(tmp_path / "qat.checkpoint.safetensors")
     assert all(torch.equal(saved[f"model.{name}"], value) for name, value in model.state_dict().items())
@@ -218,7 +217,7 @@ def test_bf16_and_compile_run():
 def test_zero_epochs_only_evaluates(tmp_path):
     model, data = linear(), toy_data()
     report = train(model, tmp_path, epochs=0)
-    assert report.final == evaluate(model, data.val, batch_size=8)
+    assert report.final == compress.evaluate(model, data.val, batch_size=8)
     assert (report.history, report.best, report.steps, report.seconds) == ((), None, 0, 0)
     assert torch.equal(model[1].weight, linear()[1].weight)
 
@@ -238,7 +237,7 @@ class Explodes(nn.Module):
 
 
 def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
-    with pytest.raises(CompressError, match=r"loss is nan at epoch 2, step 9 \(lr 0.0\d+.*lower lr"):
+    with pytest.raises(compress.CompressError, match=r"loss is nan at epoch 2, step 9 \(lr 0.0\d+.*lower lr"):
         train(Explodes(), tmp_path, checkpoint_steps=4)
     path = tmp_path / "train.checkpoint.safetensors"
     assert all(value.isfinite().all() for value in load_file(path).values())
@@ -252,7 +251,7 @@ def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
 
 def test_weights_that_overflow_are_not_saved(tmp_path):
     # The loss of the only step is finite, its weights are not: they must not replace the checkpoint.
-    with pytest.raises(CompressError, match=r"1\.weight is NaN or infinite at epoch 1, step 1"):
+    with pytest.raises(compress.CompressError, match=r"1\.weight is NaN or infinite at epoch 1, step 1"):
         train(linear(), tmp_path, data=toy_data(train=8, noise=100.0), epochs=1, lr=1e38)
     assert all(value.isfinite().all() for value in load_file(tmp_path / "train.checkpoint.safetensors").values())
 
@@ -328,9 +327,9 @@ def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
     def step(*_):
         clock[0] += 1.0
 
-    spec = TrainSpec(epochs=2, warmup_epochs=0)
+    spec = compress.TrainSpec(epochs=2, warmup_epochs=0)
     data = DataSet(train=Slow(48), val=ToySplit(22))
-    report = fit(linear(), data, spec, batch_size=8, folder=tmp_path, after_step=step)
+    report = compress.fit(linear(), data, spec, batch_size=8, folder=tmp_path, after_step=step)
     assert [row.waited for row in report.history] == [0.75, 0.75]
     assert "75 % of it waiting for images" in report.history[0].sentence(2, classification(4).metric)
     with (tmp_path / "train.csv").open() as file:
@@ -346,7 +345,7 @@ def callbacks_train(*callbacks, **options):
     return train(linear(), data=toy_data(train=32), lr=0.01, callbacks=callbacks, **options)
 
 
-class Heard(Callback):
+class Heard(compress.Callback):
     def __init__(self):
         self.calls = []
 
@@ -531,7 +530,7 @@ def test_loaders_that_cannot_train_are_refused(loader, error, words):
 @pytest.mark.parametrize(("classes", "batch_size", "limit"), [(9, 7, None), (9, 50, 20), (3, 1, None)])
 def test_agrees_with_scikit_learn(classes, batch_size, limit):
     split, model = ToySplit(31, classes=classes), linear(1, classes)
-    got = evaluate(model, split, batch_size=batch_size, limit=limit)
+    got = compress.evaluate(model, split, batch_size=batch_size, limit=limit)
     ((images, targets),) = split.batches(BatchPlan(batch_size=31, limit=limit))
     scores = torch.softmax(model(images).double(), 1).detach().numpy()
     labels = np.arange(classes)
@@ -547,15 +546,17 @@ def test_leaves_modes_and_statistics_as_they_were():
     model[1].eval()
     modes = [module.training for module in model.modules()]
     with unchanged(model):
-        evaluate(model, ToySplit(8), batch_size=4)
+        compress.evaluate(model, ToySplit(8), batch_size=4)
     assert [module.training for module in model.modules()] == modes
 
 
 def test_shares_of_three_processes_sum_to_the_whole():
     # Each share is evaluated as its process would; the sums that meet in all_reduce are compared here.
     split, model = ToySplit(22), linear()
-    whole = evaluate(model, split, batch_size=5)
-    parts = [evaluate(model, split, batch_size=5, processes=Alone(rank=rank, world_size=3)) for rank in range(3)]
+    whole = compress.evaluate(model, split, batch_size=5)
+    parts = [
+        compress.evaluate(model, split, batch_size=5, processes=Alone(rank=rank, world_size=3)) for rank in range(3)
+    ]
     assert sum(part.images for part in parts) == whole.images
     assert sum(part.top1 * part.images for part in parts) == pytest.approx(whole.top1 * whole.images)
     assert sum(part.loss * part.images for part in parts) == pytest.approx(whole.loss * whole.images)
@@ -589,19 +590,19 @@ def test_logits_in_an_object_are_found_and_a_model_that_fails_is_named():
         (
             linear(),
             {"device": "cuda", "processes": Processes(world_size=2)},
-            CompressError,
+            compress.CompressError,
             "device is cuda and the processes were started on cpu",
         ),
     ],
 )
 def test_refusals_of_evaluate(model, options, error, words):
     with pytest.raises(error, match=words):
-        evaluate(model, ToySplit(8), batch_size=4, **options)
+        compress.evaluate(model, ToySplit(8), batch_size=4, **options)
 
 
 def test_bf16_is_close_to_fp32():
     split, model = ToySplit(64), linear()
-    full, half = (evaluate(model, split, batch_size=16, precision=p) for p in ("fp32", "bf16"))
+    full, half = (compress.evaluate(model, split, batch_size=16, precision=p) for p in ("fp32", "bf16"))
     assert half.loss == pytest.approx(full.loss, rel=0.05)
     assert half.loss != full.loss
 
@@ -631,12 +632,12 @@ def tasks_network():
 
 
 DATA = DataSet(train=Squares(24), val=Squares(8))
-TASKS_SPEC = TrainSpec(epochs=3, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
+TASKS_SPEC = compress.TrainSpec(epochs=3, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
 
 
 def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(tmp_path):
     model = tasks_network()
-    report = fit(model, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "a", task=TASK)
+    report = compress.fit(model, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "a", task=TASK)
     assert report.final.values["miou"] > 0.8
     with (tmp_path / "a" / "train.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -645,9 +646,9 @@ def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(t
     assert report.best is not None
     other = tasks_network()
     with pytest.raises(KeyboardInterrupt):
-        fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, progress=Stop(5))
+        compress.fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, progress=Stop(5))
     other = tasks_network()
-    again = fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, resume=True)
+    again = compress.fit(other, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "b", task=TASK, resume=True)
     assert again.resumed_from == 4
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
     assert again.final == report.final
@@ -655,26 +656,26 @@ def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(t
 
 def test_a_network_learns_from_a_teachers_maps():
     teacher = tasks_network()
-    fit(teacher, DATA, TASKS_SPEC, batch_size=8, folder=None, task=TASK)
+    compress.fit(teacher, DATA, TASKS_SPEC, batch_size=8, folder=None, task=TASK)
     student = tasks_network()
-    spec = TrainSpec(epochs=8, lr=0.05, warmup_epochs=0, distill=True, distill_weight=1.0)
-    report = fit(student, DATA, spec, batch_size=8, folder=None, task=TASK, teacher=teacher)
+    spec = compress.TrainSpec(epochs=8, lr=0.05, warmup_epochs=0, distill=True, distill_weight=1.0)
+    report = compress.fit(student, DATA, spec, batch_size=8, folder=None, task=TASK, teacher=teacher)
     assert report.final.values["miou"] > 0.7
 
 
 def test_frozen_layers_stay_as_they_are():
     model = convnet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    spec = TrainSpec(epochs=1, lr=0.1, warmup_epochs=0, frozen=("0.*", "1.*"))
-    fit(model, toy_data(), spec, batch_size=16, folder=None)
+    spec = compress.TrainSpec(epochs=1, lr=0.1, warmup_epochs=0, frozen=("0.*", "1.*"))
+    compress.fit(model, toy_data(), spec, batch_size=16, folder=None)
     same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
     assert same == {name for name in before if name.startswith(("0.", "1."))}
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(RecipeError, match="frozen 'backbone' matches no parameter"):
-        fit(model, toy_data(), TrainSpec(epochs=1, frozen=("backbone",)), batch_size=16, folder=None)
+        compress.fit(model, toy_data(), compress.TrainSpec(epochs=1, frozen=("backbone",)), batch_size=16, folder=None)
 
 
 def test_a_loss_that_is_not_finite_is_named():
     task = replace(TASK, loss=lambda outputs, targets, label_smoothing=0.0: outputs.mean() * math.nan)
-    with pytest.raises(CompressError, match="the loss is nan at epoch 1, step 1"):
-        fit(tasks_network(), DATA, TASKS_SPEC, batch_size=8, folder=None, task=task)
+    with pytest.raises(compress.CompressError, match="the loss is nan at epoch 1, step 1"):
+        compress.fit(tasks_network(), DATA, TASKS_SPEC, batch_size=8, folder=None, task=task)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import compress
-from compress import QuantizationCycle
 from compress.quantization.learned import LearnedQuantizer
 
 
@@ -28,7 +27,7 @@ def pictures():
 def cycle(tmp_path, **qat):
     images, _ = pictures()
     options = {"scales": "learned", "ema_decay": 0.5, "freeze_batchnorm_epoch": 1, "freeze_ranges_epoch": 1, **qat}
-    return QuantizationCycle(
+    return compress.QuantizationCycle(
         example_inputs=images[:2],
         batches=[images],
         spec=compress.QuantSpec(batchnorm="keep"),

@@ -6,19 +6,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import compress
-from compress import (
-    ActivationSpec,
-    CompressError,
-    QATSpec,
-    QuantSpec,
-    TrainSpec,
-    WeightSpec,
-    evaluate,
-    fit,
-    learn_scales,
-    quantize,
-    recalibrate_batchnorm,
-)
 from compress.errors import CheckpointError, DataError, RecipeError
 from compress.quantization.quantizer import quantizers
 from compress.recipe.tree import parse_recipe
@@ -31,23 +18,23 @@ DATA = toy_data()
 
 def quantized(batchnorm="keep", learned=True):
     images = DATA.train.load(list(range(16)), epoch=None, device="cpu")[0]
-    spec = QuantSpec(
-        weights=WeightSpec(num_bits=4),
-        activations=ActivationSpec(num_bits=4, calibrator="max"),
+    spec = compress.QuantSpec(
+        weights=compress.WeightSpec(num_bits=4),
+        activations=compress.ActivationSpec(num_bits=4, calibrator="max"),
         batchnorm=batchnorm,
     )
-    qmodel = quantize(convnet(), images[:2], [images], spec=spec)
+    qmodel = compress.quantize(convnet(), images[:2], [images], spec=spec)
     if learned:
-        learn_scales(qmodel)
+        compress.learn_scales(qmodel)
     return qmodel
 
 
 def spec_of(**options):
-    return QATSpec(**({"epochs": 3, "lr": 0.05, "distill": False, "fused": "off"} | options))
+    return compress.QATSpec(**({"epochs": 3, "lr": 0.05, "distill": False, "fused": "off"} | options))
 
 
 def train(model, spec, **options):
-    return fit(model, DATA, spec, batch_size=12, folder=options.pop("folder", None), device="cpu", **options)
+    return compress.fit(model, DATA, spec, batch_size=12, folder=options.pop("folder", None), device="cpu", **options)
 
 
 def test_compiled_by_regions_is_the_same_training():
@@ -87,8 +74,8 @@ def test_the_mean_is_what_is_evaluated_and_kept():
     def remember(done, total, optimizer):
         weights.append([p.detach().clone() for p in averaged.parameters()])
 
-    train(plain, TrainSpec(epochs=3, lr=0.05))
-    report = train(averaged, TrainSpec(epochs=3, lr=0.05, ema_decay=0.9), after_step=remember)
+    train(plain, compress.TrainSpec(epochs=3, lr=0.05))
+    report = train(averaged, compress.TrainSpec(epochs=3, lr=0.05, ema_decay=0.9), after_step=remember)
     for p, last in zip(plain.parameters(), weights[-1], strict=True):
         assert torch.equal(p, last)  # the steps are the same with it and without
     mean = [p.clone() for p in convnet().parameters()]
@@ -96,7 +83,7 @@ def test_the_mean_is_what_is_evaluated_and_kept():
         d = min(0.9, (1 + step) / (10 + step))
         mean = [d * m + (1 - d) * w for m, w in zip(mean, own, strict=True)]
     torch.testing.assert_close(list(averaged.parameters()), mean, rtol=0.0001, atol=1e-06)
-    assert evaluate(averaged, DATA.val, batch_size=11).loss == pytest.approx(report.final.loss, rel=1e-5)
+    assert compress.evaluate(averaged, DATA.val, batch_size=11).loss == pytest.approx(report.final.loss, rel=1e-5)
 
 
 def test_swapping_gives_the_weights_back():
@@ -185,7 +172,7 @@ def test_a_range_that_is_not_a_number_is_found():
     model = quantized()
     with torch.no_grad():
         next(iter(quantizers(model)))[1].amax.fill_(float("nan"))
-    with pytest.raises(CompressError, match="NaN|range"):
+    with pytest.raises(compress.CompressError, match="NaN|range"):
         train(model, spec_of(scales="learned"))
 
 
@@ -200,7 +187,7 @@ def test_statistics_are_the_means_over_the_batches():
     batches = [torch.randn(8, 3, 10, 10) * (1 + i) for i in range(3)]
     weights = {name: p.clone() for name, p in model.named_parameters()}
 
-    assert recalibrate_batchnorm(model, [(batch, torch.zeros(8)) for batch in batches]) == 2
+    assert compress.recalibrate_batchnorm(model, [(batch, torch.zeros(8)) for batch in batches]) == 2
 
     first = [model[0](x) for x in batches]
     torch.testing.assert_close(model[1].running_mean, torch.stack([y.mean((0, 2, 3)) for y in first]).mean(0))
@@ -216,12 +203,12 @@ def test_statistics_are_the_means_over_the_batches():
 def test_bad_batches_leave_the_statistics(batches):
     model = convnet()
     with unchanged(model), pytest.raises(DataError):
-        recalibrate_batchnorm(model, batches)
+        compress.recalibrate_batchnorm(model, batches)
     assert model.training
 
 
 def test_a_model_without_batchnorm_is_left_alone():
-    assert recalibrate_batchnorm(nn.Linear(2, 2), iter([])) == 0
+    assert compress.recalibrate_batchnorm(nn.Linear(2, 2), iter([])) == 0
 
 
 def test_a_masked_network_gets_its_own_statistics():
@@ -230,7 +217,7 @@ def test_a_masked_network_gets_its_own_statistics():
     layers = [part for _ in range(6) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
     dense = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     images = ToySplit(64, size=8).images
-    recalibrate_batchnorm(dense, [images])
+    compress.recalibrate_batchnorm(dense, [images])
     dense.eval()
     model = copy.deepcopy(dense)
     compress.sparsify(model, compress.SparsitySpec(kernels="any"), example_inputs=images[:2])
@@ -240,5 +227,5 @@ def test_a_masked_network_gets_its_own_statistics():
             return (model(images) - dense(images)).square().mean().item()
 
     stale = error()
-    recalibrate_batchnorm(model, images.split(16))
+    compress.recalibrate_batchnorm(model, images.split(16))
     assert error() < 0.5 * stale

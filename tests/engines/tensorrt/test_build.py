@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import compress
 import compress.engines.tensorrt as package
-from compress import build_engine, build_tensorrt
 from compress.audit.files import read_engine_layers
 from compress.engines.tensorrt.build import UNITS, BuildProgress, PhaseMeter, keep_timing_cache, use_timing_cache
 from compress.engines.tensorrt.engine import checked_metadata
@@ -45,7 +44,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(files):
-    return {kind: build_tensorrt(path, options=TensorRTOptions(sms=(89, 120))) for kind, path in files.items()}
+    return {kind: compress.build_tensorrt(path, options=TensorRTOptions(sms=(89, 120))) for kind, path in files.items()}
 
 
 def layers(log, kind):
@@ -56,7 +55,7 @@ def layers(log, kind):
 @pytest.mark.parametrize("sm", further([80, 86, 89, 120], [120]))
 def test_every_kind_builds_for_every_gpu(files, tmp_path, sm):
     for kind in KINDS:
-        made = build_tensorrt(files[kind], options=TensorRTOptions(sms=(sm,)), out=tmp_path / f"{kind}.engine")
+        made = compress.build_tensorrt(files[kind], options=TensorRTOptions(sms=(sm,)), out=tmp_path / f"{kind}.engine")
         assert made.path.stat().st_size == made.metadata.engine_bytes > 10_000
         assert made.metadata.sms == (sm,)
         assert layers(made.log, "correlation")
@@ -95,33 +94,33 @@ def test_an_engine_is_built_again_only_when_something_differs(files, tmp_path):
     source = tmp_path / "m.onnx"
     source.write_bytes(files["float"].read_bytes())
     options = TensorRTOptions(sms=(89,))
-    first = build_tensorrt(source, options=options)
+    first = compress.build_tensorrt(source, options=options)
     assert not first.reused
-    again = build_tensorrt(source, options=options)
+    again = compress.build_tensorrt(source, options=options)
     assert again.reused
     assert again.log == first.log
-    assert not build_tensorrt(source, options=options, reuse=False).reused
+    assert not compress.build_tensorrt(source, options=options, reuse=False).reused
     level = dataclasses.replace(options, optimization_level=1)
-    assert not build_tensorrt(source, options=level, out=first.path).reused
+    assert not compress.build_tensorrt(source, options=level, out=first.path).reused
     source.write_bytes(files["fp16"].read_bytes())
-    assert not build_tensorrt(source, options=level, out=first.path).reused
+    assert not compress.build_tensorrt(source, options=level, out=first.path).reused
 
 
 def test_weights_in_a_file_apart_are_part_of_the_model(files, tmp_path):
     path = tmp_path / "apart.onnx"
     onnx.save_model(onnx.load(files["float"]), path, save_as_external_data=True, location="apart.bin", size_threshold=0)
     options = TensorRTOptions(sms=(89,), optimization_level=0)
-    made = build_tensorrt(path, options=options)
-    assert build_tensorrt(path, options=options).reused
+    made = compress.build_tensorrt(path, options=options)
+    assert compress.build_tensorrt(path, options=options).reused
     weights = tmp_path / "apart.bin"
     content = weights.read_bytes()
     weights.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(EngineError, match="stale"):
         checked_metadata(made.path, "tensorrt-rtx")
-    assert not build_tensorrt(path, options=options).reused
+    assert not compress.build_tensorrt(path, options=options).reused
     weights.unlink()
     with pytest.raises(EngineError, match=r"apart\.bin, which holds its weights, is missing"):
-        build_tensorrt(path, options=options)
+        compress.build_tensorrt(path, options=options)
 
 
 def test_the_model_is_not_written_over(files, tmp_path):
@@ -130,17 +129,17 @@ def test_the_model_is_not_written_over(files, tmp_path):
     (tmp_path / "same.onnx").symlink_to(path)
     for out in (path, tmp_path / "same.onnx"):
         with pytest.raises(EngineError, match="is the model itself"):
-            build_tensorrt(path, out=out)
+            compress.build_tensorrt(path, out=out)
     assert path.read_bytes() == files["float"].read_bytes()
 
 
 def test_a_batch_that_the_model_does_not_leave_open_is_said(tmp_path):
     path = compress.export_onnx(network(), torch.randn(4, 3, 16, 16), tmp_path / "m.onnx", dynamic_batch=False)
-    made = build_tensorrt(path, options=TensorRTOptions(sms=(89,), batch=(1, 2, 8), optimization_level=0))
+    made = compress.build_tensorrt(path, options=TensorRTOptions(sms=(89,), batch=(1, 2, 8), optimization_level=0))
     (note,) = made.metadata.notes
     assert "fixed at 4: batch 1, 2, 8 was not used" in note
     assert made.metadata.profiles["input"].max == (4, 3, 16, 16)
-    assert build_tensorrt(path, options=TensorRTOptions(sms=(89,), optimization_level=0)).metadata.notes == ()
+    assert compress.build_tensorrt(path, options=TensorRTOptions(sms=(89,), optimization_level=0)).metadata.notes == ()
 
 
 def test_progress_goes_to_the_end(files, tmp_path):
@@ -151,7 +150,7 @@ def test_progress_goes_to_the_end(files, tmp_path):
             self.units += amount
 
     listener = Recorder()
-    build_tensorrt(files["float"], out=tmp_path / "m.engine", progress=listener)
+    compress.build_tensorrt(files["float"], out=tmp_path / "m.engine", progress=listener)
     assert listener.units == 100
 
 
@@ -188,7 +187,7 @@ def test_ctrl_c_stops_the_build_and_leaves_no_file(files, tmp_path):
 
 def test_nodes_that_are_not_taken_are_named(tmp_path):
     with pytest.raises(EngineError, match=r"cannot take .*node '/block/Unique' \(Unique\): unsupported node"):
-        build_tensorrt(unsupported(tmp_path / "bad.onnx"))
+        compress.build_tensorrt(unsupported(tmp_path / "bad.onnx"))
     assert [path.name for path in tmp_path.iterdir()] == ["bad.onnx"]
 
 
@@ -204,14 +203,14 @@ def test_nodes_that_are_not_taken_are_named(tmp_path):
 )
 def test_what_rtx_does_not_do_is_refused(files, tmp_path, given, message):
     with pytest.raises(EngineError, match=message):
-        build_tensorrt(files["int8"], options=parse_options(given), out=tmp_path / "m.engine")
+        compress.build_tensorrt(files["int8"], options=parse_options(given), out=tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
 
 
 @no_gpu
 def test_what_needs_a_gpu_is_refused_without_one(files, built, tmp_path):
     with pytest.raises(EngineError, match="refit here: it compiles refittable engines on a GPU"):
-        build_tensorrt(files["float"], options=parse_options({"refit": "yes"}), out=tmp_path / "m.engine")
+        compress.build_tensorrt(files["float"], options=parse_options({"refit": "yes"}), out=tmp_path / "m.engine")
     lone = tmp_path / "lone.onnx"
     lone.write_bytes(files["float"].read_bytes())
     for file, message in (
@@ -220,7 +219,7 @@ def test_what_needs_a_gpu_is_refused_without_one(files, built, tmp_path):
         (lone, r"python -m compress build onnx \S+lone.onnx"),
     ):
         with pytest.raises(EngineUnavailableError, match=message):
-            build_engine(file, "tensorrt-rtx")
+            compress.build_engine(file, "tensorrt-rtx")
 
 
 def copied(made, folder):
@@ -235,7 +234,7 @@ def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_
     assert checked_metadata(whole, "tensorrt-rtx") == built["float"].metadata
     for engine, message in (("tensorrt", "was built with tensorrt-rtx"), ("openvino", "is a built TensorRT engine")):
         with pytest.raises(EngineError, match=message):
-            build_engine(whole, engine)
+            compress.build_engine(whole, engine)
     content, source, facts = whole.read_bytes(), tmp_path / built["float"].metadata.onnx, metadata_path(whole)
     for file, changed, message in (
         (whole, content[: len(content) // 2], "truncated"),
@@ -247,13 +246,13 @@ def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_
         whole.write_bytes(content)
         file.write_bytes(changed)
         with pytest.raises(EngineError, match=message):
-            build_engine(whole, "tensorrt-rtx")
+            compress.build_engine(whole, "tensorrt-rtx")
         if message == "truncated":
             with pytest.raises(EngineError, match=message):
                 read_engine_layers(whole)
     metadata_path(whole).unlink()
     with pytest.raises(EngineError, match="is missing beside it"):
-        build_engine(whole, "tensorrt-rtx")
+        compress.build_engine(whole, "tensorrt-rtx")
 
 
 @pytest.mark.parametrize(

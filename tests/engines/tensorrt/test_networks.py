@@ -17,7 +17,6 @@ from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
-from compress import audit_onnx, build_tensorrt, load_recipe
 from compress.audit.engine import audit_listing, unmet_by_audit
 from compress.audit.files import parse_build_log
 from compress.audit.onnx import audit_sparsity
@@ -106,7 +105,7 @@ def build(path, sms=SMS, **options):
     # An engine at the lowest effort, its audit, and {ONNX node: input types} of the layers that it came into.
     options = TensorRTOptions(sms=sms, batch=(1, 4, 4), optimization_level=0, **options)
     out = path.with_name(f"{path.stem}-{'-'.join(map(str, sms))}-{options.sparse}.engine")
-    built = build_tensorrt(path, options=options, out=out)
+    built = compress.build_tensorrt(path, options=options, out=out)
     assert built.metadata.sms == sms and out.stat().st_size > 5_000
     sparse = [row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5]
     return built, audit_listing(parse_build_log(built.log), onnx=path, sparse_nodes=sparse), listed(built.log)
@@ -189,7 +188,7 @@ def test_int8_and_two_of_four(network, tmp_path):
 def distinct_recipes():
     found = {}
     for name in recipe_names():
-        recipe = load_recipe(name)
+        recipe = compress.load_recipe(name)
         if recipe.task == "classification":
             spec = dataclasses.replace(recipe.quantization, target="tensorrt", calibration_images=1)
             found.setdefault((STAND_INS[recipe.model.name], repr(spec), repr(recipe.sparsity)), name)
@@ -199,7 +198,7 @@ def distinct_recipes():
 @pytest.mark.parametrize("name", further(distinct_recipes(), ["resnet50-sparse"]))
 def test_recipes(name, tmp_path):
     # The Q/DQ of every shipped classifier, for TensorRT: calibrators, rules and masks; another target is refused.
-    recipe = load_recipe(name)
+    recipe = compress.load_recipe(name)
     model, x = made(STAND_INS[recipe.model.name])
     if recipe.sparsity is not None:
         compress.sparsify(model, dataclasses.replace(recipe.sparsity, permute=False, kernels="any"), example_inputs=x)
@@ -217,6 +216,6 @@ def test_recipes(name, tmp_path):
     quantized, _ = quantized_in(path)
     built, audit, nodes = build(path)
     check_traced(path, audit, nodes)
-    assert len(quantized) >= 5 and {row.name for row in audit_onnx(path).rows if row.int8} == quantized
+    assert len(quantized) >= 5 and {row.name for row in compress.audit_onnx(path).rows if row.int8} == quantized
     assert unmet_by_audit(audit, "int8", quantized) == ()
     assert built.metadata.options["sparse"] is (recipe.sparsity is not None)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import compress
-from compress import ActivationSpec, Placement, QuantSpec, Rule, WeightSpec, insert_quantizers, trace
 from compress.errors import QuantizationError, RecipeError
 from compress.quantization.placement.decisions import ActivationSite, Decision, WeightSite
 from compress.quantization.placement.insert import read_fx
@@ -27,7 +26,7 @@ def conv(inputs=4, outputs=4, **options):
 
 
 def placed(function, target="tensorrt", shape=(2, 4, 6, 6), spec=None, **layers):
-    return placement(Net(function, **layers), spec or QuantSpec(target=target), shape)
+    return placement(Net(function, **layers), spec or compress.QuantSpec(target=target), shape)
 
 
 def rules(result, tensor):
@@ -102,8 +101,8 @@ def test_constants_and_integers_are_no_activations():
     token, fc = nn.Parameter(torch.randn(2, 1, 8)), nn.Linear(8, 4)
     model = Net(lambda net, x: net.fc(torch.cat([net.token, x], 1)), token=token, fc=fc)
     assert quantized(placement(model, shape=(2, 3, 8))) == {"cat"}
-    graph = trace(Net(lambda m, x: m.fc(x.float()), fc=nn.Linear(3, 2)), torch.zeros(2, 3, dtype=torch.int64))
-    assert {site.edges[0][0] for site in place(read_fx(graph), QuantSpec()).activations} == {
+    graph = compress.trace(Net(lambda m, x: m.fc(x.float()), fc=nn.Linear(3, 2)), torch.zeros(2, 3, dtype=torch.int64))
+    assert {site.edges[0][0] for site in place(read_fx(graph), compress.QuantSpec()).activations} == {
         "float_1"
     }  # not the integers
 
@@ -135,7 +134,7 @@ TWO = {"first": conv(), "a": conv(), "b": conv()}
 
 @pytest.mark.parametrize(("match", "bits"), [("a", 8), ("b", 8), ("[ab]", 4)])
 def test_the_widest_of_the_widths_that_consumers_ask_for_is_used(match, bits):
-    spec = QuantSpec(rules=(Rule(match=match, activations=ActivationSpec(num_bits=4)),))
+    spec = compress.QuantSpec(rules=(compress.Rule(match=match, activations=compress.ActivationSpec(num_bits=4)),))
     result = placed(two_consumers, spec=spec, **TWO)
     widths = {site.edges[0][0]: site.format.num_bits for site in result.activations}
     assert widths["relu"] == bits and widths["x"] == 8
@@ -143,15 +142,21 @@ def test_the_widest_of_the_widths_that_consumers_ask_for_is_used(match, bits):
 
 
 def test_integers_and_fp8_cannot_share_a_quantizer():
-    eight = Rule(match="b", weights=WeightSpec(kind="e4m3"), activations=ActivationSpec(kind="e4m3", calibrator="max"))
+    eight = compress.Rule(
+        match="b",
+        weights=compress.WeightSpec(kind="e4m3"),
+        activations=compress.ActivationSpec(kind="e4m3", calibrator="max"),
+    )
     with pytest.raises(QuantizationError, match=r"relu is read as integers and as FP8.*: a \(int\), b \(e4m3\)"):
-        placed(two_consumers, spec=QuantSpec(rules=(eight,)), **TWO)
+        placed(two_consumers, spec=compress.QuantSpec(rules=(eight,)), **TWO)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime", "any"])
 def test_fp8_has_a_sign_on_every_target_and_no_offset(target):
-    spec = QuantSpec(
-        target=target, weights=WeightSpec(kind="e4m3"), activations=ActivationSpec(kind="e4m3", calibrator="max")
+    spec = compress.QuantSpec(
+        target=target,
+        weights=compress.WeightSpec(kind="e4m3"),
+        activations=compress.ActivationSpec(kind="e4m3", calibrator="max"),
     )
     formats = [site.format for site in placed(two_consumers, spec=spec, **TWO).activations]
     assert {(f.kind, f.signed, f.offset) for f in formats} == {("e4m3", True, False)}
@@ -201,20 +206,20 @@ def test_matrix_products_keep_the_whole_range_by_default():
     layers = {"first": conv(), "a": conv(), "fc": nn.Linear(6, 2)}
 
     def found(**keys):
-        result = placed(lambda m, x: m.fc(m.a(F.relu(m.first(x)))), spec=QuantSpec(**keys), **layers)
+        result = placed(lambda m, x: m.fc(m.a(F.relu(m.first(x)))), spec=compress.QuantSpec(**keys), **layers)
         return {site.edges[0][0]: site.spec.calibrator for site in result.activations}
 
     assert found() == {"x": "max", "relu": "mse", "a": "max"}
     assert found(smooth=None) == {"x": "max", "relu": "mse", "a": "mse"}
-    assert found(activations=ActivationSpec(num_bits=4))["a"] == "mse"
-    assert found(activations=ActivationSpec(calibrator="mse"))["a"] == "mse"
+    assert found(activations=compress.ActivationSpec(num_bits=4))["a"] == "mse"
+    assert found(activations=compress.ActivationSpec(calibrator="mse"))["a"] == "mse"
 
 
 def test_the_range_of_an_input_is_measured_whole():
     def function(m, x):
         return m.c(F.relu(m.b(m.a(x))))
 
-    spec = QuantSpec(activations=ActivationSpec(calibrator="entropy"))
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="entropy"))
     result = placed(function, spec=spec, a=conv(), b=conv(), c=conv())
     calibrators = {site.edges[0][0]: site.spec.calibrator for site in result.activations}
     assert calibrators == {"x": "max", "a": "entropy", "relu": "entropy"}
@@ -231,7 +236,7 @@ def test_the_range_of_an_input_is_measured_whole():
     ],
 )
 def test_rows_of_weights(target, bits, axis, words, narrow):
-    spec = QuantSpec(target=target, weights=WeightSpec(num_bits=bits, axis=axis))
+    spec = compress.QuantSpec(target=target, weights=compress.WeightSpec(num_bits=bits, axis=axis))
     result = placed(lambda m, x: m.first(x), spec=spec, first=conv())
     (row,) = [row for row in result.decisions if row.rule == "weight"]
     assert (row.tensor, row.layer, row.quantizer) == ("first.weight", "first", "first.weight_quantizer")
@@ -241,13 +246,13 @@ def test_rows_of_weights(target, bits, axis, words, narrow):
 
 
 def test_the_first_and_the_last_layer_have_bits_of_their_own_unless_a_rule_says_otherwise():
-    few = {"weights": WeightSpec(num_bits=4), "activations": ActivationSpec(num_bits=4)}
-    result = placement(TinyResNet(), QuantSpec(first_last_bits=6, **few))
+    few = {"weights": compress.WeightSpec(num_bits=4), "activations": compress.ActivationSpec(num_bits=4)}
+    result = placement(TinyResNet(), compress.QuantSpec(first_last_bits=6, **few))
     bits = {site.path: site.format.num_bits for site in result.weights}
     assert (bits.pop("conv1"), bits.pop("fc")) == (6, 6) and set(bits.values()) == {4}
     widths = {row.tensor: row.num_bits for row in result.decisions}
     assert (widths["x"], widths["avgpool"], widths["relu"]) == (6, 6, 4)
-    result = placement(TinyResNet(), QuantSpec(first_last_bits=6, rules=(Rule(match="fc"),), **few))
+    result = placement(TinyResNet(), compress.QuantSpec(first_last_bits=6, rules=(compress.Rule(match="fc"),), **few))
     assert {site.path: site.format.num_bits for site in result.weights}["fc"] == 4
 
 
@@ -256,7 +261,7 @@ def hooked(layer):
     return layer
 
 
-FLOAT = QuantSpec(rules=(Rule(match="*", enable=False),))
+FLOAT = compress.QuantSpec(rules=(compress.Rule(match="*", enable=False),))
 ATTENTION = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2))
 
 
@@ -287,7 +292,10 @@ def test_no_more_than_three_reasons_are_given():
 
 def test_a_quantized_network_is_refused():
     with pytest.raises(QuantizationError, match="quantized already"):
-        place(read_fx(insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))), QuantSpec())
+        place(
+            read_fx(compress.insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))),
+            compress.QuantSpec(),
+        )
 
 
 def test_a_product_without_weights_is_quantized():
@@ -313,17 +321,21 @@ def test_what_is_kept_whole_says_so():
     (row,) = [row for row in result.decisions if row.layer == "part"]
     assert row.rule == "unknown stays float" and "Net is kept whole" in row.reason
     with pytest.raises(QuantizationError, match=r"part\.inner.* \(part is kept whole and stays float"):
-        placed(lambda m, x: m.part(m.first(x)), spec=QuantSpec(rules=(Rule(match="part.inner"),)), **layers)
+        placed(
+            lambda m, x: m.part(m.first(x)),
+            spec=compress.QuantSpec(rules=(compress.Rule(match="part.inner"),)),
+            **layers,
+        )
 
 
 def test_the_hint_counts_the_layers_of_a_block():
     with pytest.raises(QuantizationError, match=r"did you mean 'block2\.\*' \(4 layers\)"):
-        placement(TinyResNet(), QuantSpec(rules=(Rule(match="block2"),)))
+        placement(TinyResNet(), compress.QuantSpec(rules=(compress.Rule(match="block2"),)))
 
 
 def test_a_result_is_quantized_after_a_batchnorm_that_is_kept():
     model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv()).eval()
-    result = place(read_fx(trace(model, torch.randn(2, 4, 6, 6))), QuantSpec(target="onnxruntime"))
+    result = place(read_fx(compress.trace(model, torch.randn(2, 4, 6, 6))), compress.QuantSpec(target="onnxruntime"))
     assert quantized(result) == {"input_1", "_2"}
 
 
@@ -339,19 +351,19 @@ def test_results_of_the_model_and_sizes_do_not_read_quantized_tensors():
 
 
 def test_rows_are_in_the_order_of_the_graph():
-    graph = trace(TinyResNet(), torch.randn(2, 3, 16, 16))
+    graph = compress.trace(TinyResNet(), torch.randn(2, 3, 16, 16))
     order = {node.name: i for i, node in enumerate(graph.graph.nodes)}
     layers = {str(node.target): i for i, node in enumerate(graph.graph.nodes) if node.op == "call_module"}
     places = [
         layers[row.layer] if row.rule == "weight" else order[row.tensor]
-        for row in place(read_fx(graph), QuantSpec(target="onnxruntime")).decisions
+        for row in place(read_fx(graph), compress.QuantSpec(target="onnxruntime")).decisions
     ]
     assert places == sorted(places)
 
 
 def test_one_node_of_a_quantizer_serves_all_consumers_and_knows_its_shape():
     x = torch.randn(2, 4, 6, 6)
-    qmodel = insert_quantizers(Net(two_consumers, **TWO), x)
+    qmodel = compress.insert_quantizers(Net(two_consumers, **TWO), x)
     nodes = [node for node in qmodel.graph.nodes if str(node.target).startswith("quantizers.")]
     assert len(nodes) == len(qmodel.placement.activations)
     (shared,) = [node for node in nodes if len(node.users) == 2]
@@ -362,11 +374,11 @@ def test_one_node_of_a_quantizer_serves_all_consumers_and_knows_its_shape():
 def test_layers_have_a_bias_to_correct_only_where_it_is_corrected(correction):
     x = torch.randn(2, 4, 6, 6)
     model = nn.Sequential(conv(bias=False), nn.BatchNorm2d(4), nn.ReLU(), conv(bias=False))
-    qmodel = insert_quantizers(model, x, QuantSpec(bias_correction=correction))
+    qmodel = compress.insert_quantizers(model, x, compress.QuantSpec(bias_correction=correction))
     assert (qmodel.get_submodule("3").bias is not None) == (correction is not None)
 
 
-RECORDS = (ActivationSite, Decision, GraphView, LayerSettings, Parameters, Placement, TargetTable, WeightSite)
+RECORDS = (ActivationSite, Decision, GraphView, LayerSettings, Parameters, compress.Placement, TargetTable, WeightSite)
 
 
 @pytest.mark.parametrize("record", [*RECORDS, Request])
@@ -418,14 +430,14 @@ def test_a_sum_whose_layer_is_float_stays_float():
     result = placed(
         lambda m, x: F.relu(m.up(m.first(x)) + x),
         shape=(2, 4, 6),
-        spec=QuantSpec(rules=(Rule(match="up", enable=False),)),
+        spec=compress.QuantSpec(rules=(compress.Rule(match="up", enable=False),)),
         first=nn.Conv1d(4, 4, 1),
         up=nn.ConvTranspose1d(4, 4, 1),
     )
     assert quantized(result) == {"x"}  # a sum of three dimensions is none of images
     result = placed(
         lambda m, x: m.last(F.relu(m.a(x) + x)),
-        spec=QuantSpec(rules=(Rule(match="a", enable=False),)),
+        spec=compress.QuantSpec(rules=(compress.Rule(match="a", enable=False),)),
         a=conv(),
         last=conv(),
     )
@@ -438,7 +450,7 @@ def test_a_sum_that_broadcasts_has_no_result_in_integers_of_its_own():
 
 
 def test_the_result_of_a_sum_is_asked_for_by_the_sum_and_not_by_its_layer():
-    spec = QuantSpec(target="onnxruntime", residual="identity")
+    spec = compress.QuantSpec(target="onnxruntime", residual="identity")
     result = placed(lambda m, x: m.c(F.relu(m.a(x) + x.exp())).mean((2, 3)), spec=spec, a=conv(), c=conv())
     assert rules(result, "relu") == ["add output, conv input"]
 

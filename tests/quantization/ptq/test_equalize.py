@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import compress
-from compress import ActivationSpec, QuantSpec, WeightSpec, quantize, trace
 from compress.errors import CalibrationError, CheckpointError, QuantizationError
 from compress.graph.fold import fold_batchnorm
 from compress.quantization.ptq.rescaling import (
@@ -67,7 +66,7 @@ def mobile(activation=nn.ReLU, spread=2.0):
 
 
 def folded(model, x=X):
-    graph_module = trace(model, x)
+    graph_module = compress.trace(model, x)
     fold_batchnorm(graph_module)
     return graph_module
 
@@ -147,7 +146,7 @@ def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
     assert len(replace_relu6(graph_module)) == 4
     assert len(find_pairs(graph_module)[0]) == 7 > len(pairs)
     small = X / 1e4  # nothing reaches 6, where both are one function
-    calm = trace(mobile(nn.ReLU6, spread=0.0), small)
+    calm = compress.trace(mobile(nn.ReLU6, spread=0.0), small)
     before = calm(small)
     replace_relu6(calm)
     torch.testing.assert_close(calm(small), before)
@@ -188,8 +187,10 @@ def test_equalization_rescues_per_tensor_weights():
     model = mobile(spread=3.0)
     noise = {}
     for on in (False, True):
-        spec = QuantSpec(weights=WeightSpec(axis=None), activations=ActivationSpec(calibrator="max"), equalize=on)
-        quantized = quantize(model, X[:2], [X], spec=spec)
+        spec = compress.QuantSpec(
+            weights=compress.WeightSpec(axis=None), activations=compress.ActivationSpec(calibrator="max"), equalize=on
+        )
+        quantized = compress.quantize(model, X[:2], [X], spec=spec)
         with torch.no_grad():
             noise[on] = sqnr(model(X), quantized(X))
     assert noise[True] > noise[False] + 6
@@ -223,7 +224,7 @@ def block_with_outliers():
 
 def test_smoothing_preserves_the_function_and_follows_the_formula():
     block, x = block_with_outliers()
-    graph_module = trace(block, x)
+    graph_module = compress.trace(block, x)
     inputs = block.norm1(x).flatten(0, 1).abs().amax(0).detach()
     weights = torch.cat([block.query.weight, block.key.weight]).abs().amax(0).detach()
     with torch.no_grad():
@@ -250,7 +251,7 @@ def test_smoothing_sees_norms_that_are_functions(monkeypatch):
     monkeypatch.setattr(OwnNorm, "__module__", "elsewhere")
     torch.manual_seed(0)
     model, x = nn.Sequential(OwnNorm(8), nn.Linear(8, 4)).eval(), torch.randn(4, 5, 8)
-    graph_module = trace(model, x)
+    graph_module = compress.trace(model, x)
     with torch.no_grad():
         report = smooth(graph_module, [x])
         torch.testing.assert_close(graph_module(x), model(x))
@@ -262,8 +263,11 @@ def test_smoothing_gains_where_there_are_outliers():
     block, x = block_with_outliers()
     noise = {}
     for alpha in (None, 0.5):
-        quantized = quantize(
-            block, x[:2], iter([x]), spec=QuantSpec(activations=ActivationSpec(calibrator="max"), smooth=alpha)
+        quantized = compress.quantize(
+            block,
+            x[:2],
+            iter([x]),
+            spec=compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), smooth=alpha),
         )
         with torch.no_grad():
             noise[alpha] = sqnr(block(x), quantized(x))
@@ -279,15 +283,19 @@ def test_smoothing_scale_trades_one_for_the_other(activation, weight, alpha):
 
 
 def test_smoothing_refuses():
-    graph_module = trace(nn.Sequential(nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2)), torch.randn(2, 8))
+    graph_module = compress.trace(
+        nn.Sequential(nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2)), torch.randn(2, 8)
+    )
     assert "no affine" in find_norms(graph_module)[1]["0"]
     with pytest.raises(QuantizationError, match="the model has none"):
-        quantize(network(), torch.randn(2, 3, 16, 16), [torch.randn(2, 3, 16, 16)], spec=QuantSpec(smooth=0.5))
+        compress.quantize(
+            network(), torch.randn(2, 3, 16, 16), [torch.randn(2, 3, 16, 16)], spec=compress.QuantSpec(smooth=0.5)
+        )
     block, x = block_with_outliers()
     with pytest.raises(CalibrationError, match="no images"):
-        smooth(trace(block, x), [])
+        smooth(compress.trace(block, x), [])
     with pytest.raises(QuantizationError, match="from 0 to 1"):
-        smooth(trace(block, x), [x], alpha=2.0)
+        smooth(compress.trace(block, x), [x], alpha=2.0)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])

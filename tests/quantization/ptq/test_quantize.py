@@ -15,16 +15,6 @@ from torch.nn.utils import parametrize
 
 import compress
 from analysis.real_accuracy.networks import efficientnet_lite0, pictures
-from compress import (
-    ActivationSpec,
-    CalibrationReport,
-    CompressWarning,
-    QuantSpec,
-    WeightSpec,
-    calibrate,
-    insert_quantizers,
-    quantize,
-)
 from compress.errors import CalibrationError, ExportError, QuantizationError
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import Comparison
@@ -32,20 +22,23 @@ from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_
 from tests.networks import Net, TinyResNet, network, unchanged
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
+MAX = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
 
 
 @pytest.fixture
 def qmodel():
-    return quantize(network(), X[:2], [X], spec=MAX)
+    return compress.quantize(network(), X[:2], [X], spec=MAX)
 
 
 def test_close_to_the_float_model_and_better_with_more_bits():
     model = network()
     noise = {}
     for bits in (4, 8):
-        spec = QuantSpec(weights=WeightSpec(num_bits=bits), activations=ActivationSpec(num_bits=bits, calibrator="max"))
-        noise[bits] = sqnr(model(X), quantize(model, X[:2], [X], spec=spec)(X))
+        spec = compress.QuantSpec(
+            weights=compress.WeightSpec(num_bits=bits),
+            activations=compress.ActivationSpec(num_bits=bits, calibrator="max"),
+        )
+        noise[bits] = sqnr(model(X), compress.quantize(model, X[:2], [X], spec=spec)(X))
     assert noise[8] > 25
     assert noise[8] - noise[4] > 12  # 6 dB a bit in theory
 
@@ -62,7 +55,7 @@ def test_ranges_are_those_of_the_float_network(qmodel):
 def test_float_model_is_left_as_it_was():
     model = network().train()
     with unchanged(model):
-        quantize(model, X[:2], [(X, torch.zeros(4))], spec=MAX)
+        compress.quantize(model, X[:2], [(X, torch.zeros(4))], spec=MAX)
     assert model.training
 
 
@@ -71,7 +64,7 @@ def test_state_dict_has_the_float_models_names(qmodel):
     weights = {n for n in names if "bn" not in n and "downsample.1" not in n}
     assert weights <= own
     assert all("quantizer" in n or n.endswith(".bias") for n in own - names)
-    fresh = insert_quantizers(TinyResNet(), X[:2], MAX)
+    fresh = compress.insert_quantizers(TinyResNet(), X[:2], MAX)
     fresh.load_state_dict(qmodel.state_dict())
     assert torch.equal(fresh(X), qmodel(X))
 
@@ -117,7 +110,12 @@ def test_a_masked_weight_keeps_its_zeros():
     mask = Net(lambda net, x: x * (torch.arange(x.shape[1]) % 2 == 0)[:, None, None])
     model = network()
     parametrize.register_parametrization(model.block1.conv1, "weight", mask)
-    qmodel = quantize(model, X[:2], [X], spec=QuantSpec(batchnorm="keep", activations=ActivationSpec(calibrator="max")))
+    qmodel = compress.quantize(
+        model,
+        X[:2],
+        [X],
+        spec=compress.QuantSpec(batchnorm="keep", activations=compress.ActivationSpec(calibrator="max")),
+    )
     layer = qmodel.block1.conv1
     assert (layer.quantized_weight[:, 1::2] == 0).all() and (layer.quantized_weight[:, ::2] != 0).any()
     step(qmodel.train())
@@ -130,17 +128,17 @@ def test_a_masked_weight_keeps_its_zeros():
     [(X * float("nan"), r"quantizers\.x.*(NaN|nan|finite|Inf)"), (X * 0, r"quantizers\.x.*zero")],
 )
 def test_calibration_refusals(batch, words):
-    qmodel = insert_quantizers(network(), X[:2], MAX)
+    qmodel = compress.insert_quantizers(network(), X[:2], MAX)
     with pytest.raises(CalibrationError, match=words):
-        calibrate(qmodel, [batch])
+        compress.calibrate(qmodel, [batch])
     assert all(q.calibrator is None and q.enabled for _, q in quantizers(qmodel))
 
 
 def test_refusals():
     with pytest.raises(QuantizationError, match="not a model that compress quantized"):
-        calibrate(network(), [X])
+        compress.calibrate(network(), [X])
     with pytest.raises(QuantizationError, match="num_bits is 9"):
-        insert_quantizers(network(), X[:2], QuantSpec(weights=WeightSpec(num_bits=9)))
+        compress.insert_quantizers(network(), X[:2], compress.QuantSpec(weights=compress.WeightSpec(num_bits=9)))
 
 
 def test_layerwise_sqnr_names_every_layer(qmodel):
@@ -158,7 +156,7 @@ def test_layerwise_sqnr_names_every_layer(qmodel):
 def test_weights_recalibrate_after_training(qmodel):
     with torch.no_grad():
         qmodel.fc.weight.mul_(3)
-    calibrate(qmodel, [X])
+    compress.calibrate(qmodel, [X])
     torch.testing.assert_close(qmodel.fc.weight_quantizer.amax, qmodel.fc.weight.detach().abs().amax(1))
 
 
@@ -166,7 +164,7 @@ def test_the_share_beyond_the_ranges_is_reported():
     # Half of the values at 1, half at 100: a range of 10 cuts off half.
     counts, edges = torch.zeros(100), torch.arange(101.0)
     counts[1], counts[99], counts[0] = 50, 50, 1000  # zeros lose nothing
-    report = CalibrationReport(images=1, amax={"q": torch.tensor(10.0)}, histograms={"q": (counts, edges)})
+    report = compress.CalibrationReport(images=1, amax={"q": torch.tensor(10.0)}, histograms={"q": (counts, edges)})
     assert report.clipped == {"q": 0.5}
     assert replace(report, amax={"q": torch.tensor(100.0)}).clipped == {"q": 0.0}
 
@@ -178,7 +176,7 @@ def test_the_default_keeps_values_that_crowd_at_two_places():
         model[0].weight.zero_()
         model[0].bias.copy_(torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 6.0]))
     x = torch.rand(4, 3, 8, 8)
-    qmodel = quantize(model, x, [x])
+    qmodel = compress.quantize(model, x, [x])
     error = (qmodel(x) - model(x)).norm() / model(x).norm()
     assert error < 0.05
 
@@ -207,16 +205,16 @@ def zero_init():
 def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_stays_float(target):
     torch.manual_seed(0)
     model, x = zero_init().eval(), torch.randn(4, 3, 8, 8)
-    spec = QuantSpec(target=target)
-    qmodel = quantize(model, x, [x], spec=spec)
+    spec = compress.QuantSpec(target=target)
+    qmodel = compress.quantize(model, x, [x], spec=spec)
     torch.testing.assert_close(qmodel(x), model(x), rtol=0.1, atol=0.1)
-    report = calibrate(qmodel, [x])
+    report = compress.calibrate(qmodel, [x])
     assert report.dead and set(report.dead) <= set(report.amax)
     assert all(report.amax[name] == 1 for name in report.dead)
     with torch.no_grad():
         model.stem.bias.fill_(-100)  # these images pass no ReLU, others would
-    with pytest.warns(CompressWarning, match="stay float"):
-        closed = quantize(model, x, [x], spec=spec)
+    with pytest.warns(compress.CompressWarning, match="stay float"):
+        closed = compress.quantize(model, x, [x], spec=spec)
     torch.testing.assert_close(closed(x), model(x), rtol=0.1, atol=0.1)
 
 
@@ -231,7 +229,7 @@ def test_infinite_margins_and_expanded_constants(target):
     torch.manual_seed(0)
     model, images = Net(run, conv=nn.Conv2d(3, 4, 3), fc=nn.Conv2d(4, 4, 1)).eval(), torch.randn(4, 3, 16, 16)
 
-    qmodel = quantize(model, images, [images], spec=QuantSpec(target=target))
+    qmodel = compress.quantize(model, images, [images], spec=compress.QuantSpec(target=target))
     assert len(qmodel.placement.weights) == 2
     with torch.no_grad():
         assert sqnr(model(images), qmodel(images)) > 30
@@ -290,7 +288,7 @@ def test_a_network_in_a_type_that_no_file_has_is_refused(dtype, tmp_path):
 # Methods beyond calibration are measured beside plain PTQ, and those that lose are taken back.
 
 GUARD_X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-GUARD_MAX = ActivationSpec(calibrator="max")
+GUARD_MAX = compress.ActivationSpec(calibrator="max")
 
 
 def clipped(scale=8.0):
@@ -302,12 +300,12 @@ def clipped(scale=8.0):
 
 
 def test_relu_in_the_place_of_relu6_is_measured():
-    model, spec = clipped(), QuantSpec(relu6="relu", activations=GUARD_MAX, insist=True)
-    qmodel = quantize(model, GUARD_X, (x for x in [GUARD_X]), spec=spec)
+    model, spec = clipped(), compress.QuantSpec(relu6="relu", activations=GUARD_MAX, insist=True)
+    qmodel = compress.quantize(model, GUARD_X, (x for x in [GUARD_X]), spec=spec)
     seen = qmodel.report.comparison
     assert seen.methods == ("relu6",) and seen.worse
     assert seen.sqnr_db == pytest.approx(sqnr(model(GUARD_X), qmodel(GUARD_X)), abs=0.01)
-    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX))
+    simple = compress.quantize(model, GUARD_X, [GUARD_X], spec=compress.QuantSpec(activations=GUARD_MAX))
     assert seen.plain_sqnr_db == pytest.approx(sqnr(model(GUARD_X), simple(GUARD_X)), abs=0.01)
     assert simple.report.comparison is None
     (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
@@ -316,10 +314,12 @@ def test_relu_in_the_place_of_relu6_is_measured():
 
 def test_what_makes_the_network_worse_is_taken_back():
     model = clipped()
-    qmodel = quantize(model, GUARD_X, (x for x in [GUARD_X]), spec=QuantSpec(relu6="relu", activations=GUARD_MAX))
+    qmodel = compress.quantize(
+        model, GUARD_X, (x for x in [GUARD_X]), spec=compress.QuantSpec(relu6="relu", activations=GUARD_MAX)
+    )
     seen = qmodel.report.comparison
     assert seen.taken_back == ("relu6",) and seen.sqnr_db < seen.plain_sqnr_db
-    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX))
+    simple = compress.quantize(model, GUARD_X, [GUARD_X], spec=compress.QuantSpec(activations=GUARD_MAX))
     assert torch.equal(qmodel(GUARD_X), simple(GUARD_X))
     (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
     assert "quantization.relu6 taken back (quantization.insist: true" in note
@@ -327,11 +327,13 @@ def test_what_makes_the_network_worse_is_taken_back():
 
 def test_what_helps_is_kept_beside_what_does_not():
     # ReLU6 clips here, so that ReLU ruins the network; bias correction restores what 3-bit weights shift.
-    model, weights = clipped(), WeightSpec(num_bits=3)
-    spec = QuantSpec(relu6="relu", bias_correction="empirical", activations=GUARD_MAX, weights=weights)
-    qmodel = quantize(model, GUARD_X, [GUARD_X], spec=spec)
+    model, weights = clipped(), compress.WeightSpec(num_bits=3)
+    spec = compress.QuantSpec(relu6="relu", bias_correction="empirical", activations=GUARD_MAX, weights=weights)
+    qmodel = compress.quantize(model, GUARD_X, [GUARD_X], spec=spec)
     assert qmodel.report.comparison.taken_back == ("relu6",)
-    simple = quantize(model, GUARD_X, [GUARD_X], spec=QuantSpec(activations=GUARD_MAX, weights=weights))
+    simple = compress.quantize(
+        model, GUARD_X, [GUARD_X], spec=compress.QuantSpec(activations=GUARD_MAX, weights=weights)
+    )
     assert sqnr(model(GUARD_X), qmodel(GUARD_X)) > sqnr(model(GUARD_X), simple(GUARD_X))
     assert qmodel.report.corrections and not qmodel.report.prepared.relu6
 
@@ -342,8 +344,8 @@ def test_a_gain_needs_no_note():
     with torch.no_grad():
         model[0].weight.mul_(torch.logspace(-2, 2, 8)[:, None, None, None])
         model[2].weight.div_(torch.logspace(-2, 2, 8)[:, None, None])
-    spec = QuantSpec(equalize=True, weights=WeightSpec(axis=None), activations=GUARD_MAX)
-    report = quantize(model, GUARD_X, [GUARD_X], spec=spec).report
+    spec = compress.QuantSpec(equalize=True, weights=compress.WeightSpec(axis=None), activations=GUARD_MAX)
+    report = compress.quantize(model, GUARD_X, [GUARD_X], spec=spec).report
     assert report.comparison.sqnr_db > report.comparison.plain_sqnr_db + 3
     assert not [note for note in report.notes() if "worse" in note]
 
@@ -353,7 +355,9 @@ def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
     seen = Comparison(methods=("bias_correction",), sqnr_db=0.1, plain_sqnr_db=-2.1)
     assert seen.worse
     assert not Comparison(methods=("bias_correction",), sqnr_db=2.0, plain_sqnr_db=-2.1).worse
-    report = replace(quantize(clipped(), GUARD_X, [GUARD_X]).report, comparison=replace(seen, taken_back=seen.methods))
+    report = replace(
+        compress.quantize(clipped(), GUARD_X, [GUARD_X]).report, comparison=replace(seen, taken_back=seen.methods)
+    )
     assert "one that returns zeros, which has 0 dB; quantization.bias_correction taken back" in report.notes()[-1]
 
 
@@ -368,11 +372,11 @@ def few_places(scale=40.0):
 @pytest.mark.parametrize("options", [{}, {"bias_correction": "empirical"}])
 def test_ranges_that_lose_to_the_default_ones_are_noted(options):
     model, x = few_places()
-    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=90.0), **options)
-    qmodel = quantize(model, x, (part for part in [x]), spec=spec)
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="percentile", percentile=90.0), **options)
+    qmodel = compress.quantize(model, x, (part for part in [x]), spec=spec)
     seen = qmodel.report.calibration.compared
-    usual = quantize(model, x, [x], spec=QuantSpec(bias_correction=None))
-    clipped = quantize(model, x, [x], spec=replace(spec, bias_correction=None))
+    usual = compress.quantize(model, x, [x], spec=compress.QuantSpec(bias_correction=None))
+    clipped = compress.quantize(model, x, [x], spec=replace(spec, bias_correction=None))
     assert seen.methods == ("percentile",) and seen.worse
     assert seen.plain_sqnr_db == pytest.approx(sqnr(model(x), usual(x)), abs=0.01)
     assert seen.sqnr_db == pytest.approx(sqnr(model(x), clipped(x)), abs=0.01)
@@ -383,13 +387,13 @@ def test_ranges_that_lose_to_the_default_ones_are_noted(options):
 
 @pytest.mark.parametrize("calibrator", ["max", "mse", "lsq"])
 def test_ranges_that_clip_by_the_error_or_not_at_all_are_not_compared(calibrator):
-    spec = QuantSpec(activations=ActivationSpec(calibrator=calibrator))
-    assert quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report.calibration.compared is None
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator=calibrator))
+    assert compress.quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report.calibration.compared is None
 
 
 def test_ranges_that_are_as_good_need_no_note():
-    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=100.0))
-    report = quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report
+    spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="percentile", percentile=100.0))
+    report = compress.quantize(clipped(), GUARD_X, [GUARD_X], spec=spec).report
     assert report.calibration.compared is not None
     assert not [note for note in report.notes() if "worse" in note]
 
@@ -403,7 +407,7 @@ FOLDER = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
 EVALUATED, CALIBRATED, SIDE = 48, 8, 128
 OPTIONS = (
     {"relu6": "relu", "equalize": True, "bias_correction": "empirical"},  # 52 points worse, before the guard
-    {"activations": ActivationSpec(calibrator="entropy"), "bias_correction": "analytic"},
+    {"activations": compress.ActivationSpec(calibrator="entropy"), "bias_correction": "analytic"},
 )
 CERTAIN = 22  # of 56 parts of photographs
 
@@ -447,7 +451,7 @@ def logits(model, images):
 
 
 def quantized_subject(subject, **more):
-    spec = QuantSpec(target="openvino", **more)
+    spec = compress.QuantSpec(target="openvino", **more)
     return compress.quantize(subject[0], subject[1][:1], [subject[1]], spec=spec)
 
 
@@ -490,7 +494,7 @@ def test_several_inputs_of_a_forward_that_takes_any_number():
     model, inputs = AnyNumber().eval(), tuple(torch.randn(4, 8) for _ in range(3))
     expected = model(*inputs)
     for batches in ([inputs], [(inputs, torch.zeros(4))]):
-        result = quantize(model, inputs, batches, spec=QuantSpec(target="openvino"))(*inputs)
+        result = compress.quantize(model, inputs, batches, spec=compress.QuantSpec(target="openvino"))(*inputs)
         assert (result - expected).square().mean() < 1e-3 * expected.square().mean()
 
 
@@ -502,7 +506,7 @@ def test_a_deep_network_is_quantized():
         return net.last(x)
 
     model, x = Net(run, first=nn.Conv2d(3, 4, 1), last=nn.Conv2d(4, 4, 1)).eval(), torch.rand(2, 3, 4, 4)
-    spec = QuantSpec(target="openvino", activations=ActivationSpec(calibrator="max"))
+    spec = compress.QuantSpec(target="openvino", activations=compress.ActivationSpec(calibrator="max"))
     qmodel = compress.quantize(model, x, [x], spec=spec)
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 20

@@ -12,16 +12,6 @@ from scipy import integrate, stats
 from torch import nn
 
 import compress
-from compress import (
-    ActivationSpec,
-    AdaRoundSpec,
-    QuantSpec,
-    ReconstructSpec,
-    Rule,
-    WeightSpec,
-    insert_quantizers,
-    quantize,
-)
 from compress.errors import QuantizationError
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.ptq.bias_correction import expected_shift
@@ -49,7 +39,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 MIXING = torch.randn(6, 3 * 16 * 16, generator=GENERATOR)
 # Images of six causes, so that errors of weights add up, and rounding to nearest is far from best.
 X, UNSEEN = ((torch.randn(64, 6, generator=GENERATOR) @ MIXING).view(-1, 3, 16, 16) for _ in range(2))
-SHORT = ReconstructSpec(steps=100, images=64, lr=0.05)
+SHORT = compress.ReconstructSpec(steps=100, images=64, lr=0.05)
 
 
 def model():
@@ -60,10 +50,10 @@ def model():
 
 
 def spec(target="any", bits=4, activation_bits=None, **more):
-    return QuantSpec(
+    return compress.QuantSpec(
         target=target,
-        weights=WeightSpec(num_bits=bits, calibrator="mse"),
-        activations=ActivationSpec(num_bits=activation_bits or bits),
+        weights=compress.WeightSpec(num_bits=bits, calibrator="mse"),
+        activations=compress.ActivationSpec(num_bits=activation_bits or bits),
         first_last_bits=8,
         **more,
     )
@@ -111,9 +101,9 @@ def test_better_than_calibration_on_images_that_it_did_not_see():
 
 
 def test_the_saved_state_loads_into_a_fresh_graph_of_the_same_spec():
-    network, chosen = model(), spec(reconstruct=ReconstructSpec(steps=5, images=32))
+    network, chosen = model(), spec(reconstruct=compress.ReconstructSpec(steps=5, images=32))
     qmodel = compress.quantize(network, X[:2], [X], spec=chosen)
-    fresh = insert_quantizers(network, X[:2], chosen)
+    fresh = compress.insert_quantizers(network, X[:2], chosen)
     fresh.load_state_dict(copy.deepcopy(qmodel.state_dict()))
     with torch.no_grad():
         assert torch.equal(fresh(UNSEEN), qmodel(UNSEEN))
@@ -122,7 +112,7 @@ def test_the_saved_state_loads_into_a_fresh_graph_of_the_same_spec():
 
 def test_refusals():
     with pytest.raises(QuantizationError, match="both learn how to round"):
-        compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, adaround=AdaRoundSpec()))
+        compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, adaround=compress.AdaRoundSpec()))
     with pytest.raises(QuantizationError, match="reconstruct works on weights that hold their BatchNorm"):
         compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, batchnorm="keep"))
 
@@ -168,13 +158,13 @@ def test_the_number_of_images_keeps_no_block_together(way):
 )
 def test_blocks_of_large_images_take_few_of_them(x, y, images):
     # 32,768 positions: 12,544 of 112 x 112 leave 2, and 4 are the fewest; 3,136 leave 10; else the batch size.
-    assert images_of_a_step(torch.empty(x), torch.empty(y), ReconstructSpec()) == images
+    assert images_of_a_step(torch.empty(x), torch.empty(y), compress.ReconstructSpec()) == images
 
 
 # AdaRound against brute force on tiny layers, and against rounding to nearest on images it did not see.
 
-ADAROUND_SHORT = AdaRoundSpec(steps=200, images=128)
-FINE = ActivationSpec(calibrator="max")
+ADAROUND_SHORT = compress.AdaRoundSpec(steps=200, images=128)
+FINE = compress.ActivationSpec(calibrator="max")
 
 
 def correlated(count, channels, seed=0, size=None):
@@ -201,7 +191,7 @@ def test_soft_rounding_reaches_both_ends_and_inverts():
     h = torch.linspace(0.01, 0.99, 9, dtype=torch.float64).requires_grad_()
     (1 - (2 * h - 1).abs().pow(3.5)).sum().backward()
     torch.testing.assert_close(regularizer_gradient(h.detach(), 3.5), h.grad)
-    spec = AdaRoundSpec(steps=100)
+    spec = compress.AdaRoundSpec(steps=100)
     assert beta_at(0, spec) == spec.beta_start and beta_at(100, spec) == pytest.approx(spec.beta_end)
 
 
@@ -216,7 +206,7 @@ def test_close_to_the_best_of_all_roundings():
         every = torch.tensor(list(itertools.product([0.0, 1.0], repeat=8)))
         candidates = (floor[:, None] + every).clamp(-7, 7) * scale[:, None]  # (rows, 256, 8)
         errors = ((x @ (candidates - layer.weight[:, None]).flatten(0, 1).T).square().mean(0)).view(16, 256)
-        learned = learn_rounding(layer, [x], [targets], AdaRoundSpec(steps=600))
+        learned = learn_rounding(layer, [x], [targets], compress.AdaRoundSpec(steps=600))
         got, nearest = ((x @ (w - layer.weight).T).square().mean(0) for w in (learned, layer.quantized_weight))
     assert bool((candidates == learned[:, None]).all(2).any(1).all())  # each weight went up or down, by one step
     rank = (errors < got[:, None] * (1 - 1e-4)).float().mean(1)
@@ -259,9 +249,11 @@ def test_whole_network_better_hard_rounded_and_exported_as_it_is():
     model, generator = network(), torch.Generator().manual_seed(0)
     x, unseen = torch.randn(64, 3, 16, 16, generator=generator), torch.randn(64, 3, 16, 16, generator=generator)
     noise = {}
-    for spec in (None, AdaRoundSpec(steps=80, images=64)):
-        whole = QuantSpec(weights=WeightSpec(num_bits=4), activations=FINE, adaround=spec, bias_correction=None)
-        q = quantize(model, x[:2], x.split(32), spec=whole)
+    for spec in (None, compress.AdaRoundSpec(steps=80, images=64)):
+        whole = compress.QuantSpec(
+            weights=compress.WeightSpec(num_bits=4), activations=FINE, adaround=spec, bias_correction=None
+        )
+        q = compress.quantize(model, x[:2], x.split(32), spec=whole)
         with torch.no_grad():
             noise[spec is not None] = sqnr(model(unseen), q(unseen))
     assert noise[True] > noise[False] + 1
@@ -287,10 +279,12 @@ class Stopping(NoProgress):
 
 def test_goes_on_where_it_was_stopped(tmp_path):
     x = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    spec = AdaRoundSpec(steps=20, images=32)
+    spec = compress.AdaRoundSpec(steps=20, images=32)
 
     def fresh():
-        return quantize(network(), x[:2], [x], spec=QuantSpec(weights=WeightSpec(num_bits=3), activations=FINE))
+        return compress.quantize(
+            network(), x[:2], [x], spec=compress.QuantSpec(weights=compress.WeightSpec(num_bits=3), activations=FINE)
+        )
 
     whole = fresh()
     walk(whole, [x], Rounder(spec).visit, images=32)
@@ -329,7 +323,7 @@ def test_zeros_stay_zeros():
 def test_bad_specs_are_refused(bad, words):
     x = torch.randn(2, 3, 16, 16)
     with pytest.raises(QuantizationError, match=words):
-        quantize(network(), x, [x], spec=QuantSpec(adaround=AdaRoundSpec(**bad)))
+        compress.quantize(network(), x, [x], spec=compress.QuantSpec(adaround=compress.AdaRoundSpec(**bad)))
 
 
 # Sampled positions of layers, against torch's own convolutions at those positions.
@@ -374,7 +368,7 @@ def test_other_layers_have_none(layer):
 
 # Bias correction: closed-form moments against samples, and a mean output error that becomes zero.
 
-W3 = WeightSpec(num_bits=3, axis=None)
+W3 = compress.WeightSpec(num_bits=3, axis=None)
 
 
 @settings(max_examples=25)
@@ -434,8 +428,10 @@ def test_analytic_correction_removes_the_mean_error_of_normal_inputs(relu):
     model, x = gaussian_pair(relu)
     error = {}
     for way in (None, "analytic"):
-        spec = QuantSpec(weights=W3, activations=FINE, bias_correction=way, rules=(Rule(match="0", enable=False),))
-        quantized = quantize(model, x[:2], [x], spec=spec)
+        spec = compress.QuantSpec(
+            weights=W3, activations=FINE, bias_correction=way, rules=(compress.Rule(match="0", enable=False),)
+        )
+        quantized = compress.quantize(model, x[:2], [x], spec=spec)
         with torch.no_grad():
             error[way] = (quantized(x) - model(x)).mean((0, 2, 3)).abs().max().item()
     assert error["analytic"] < 0.02 * model(x).std() and error["analytic"] < error[None] / 5
@@ -445,7 +441,9 @@ def test_empirical_correction_gives_every_channel_its_float_mean():
     model, x = network(), torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     seen = {}
     for way in (None, "empirical"):
-        quantized = quantize(model, x[:2], [x], spec=QuantSpec(weights=W3, activations=FINE, bias_correction=way))
+        quantized = compress.quantize(
+            model, x[:2], [x], spec=compress.QuantSpec(weights=W3, activations=FINE, bias_correction=way)
+        )
         with torch.no_grad():
             seen[way] = (quantized(x) - model(x)).mean(0).abs().max().item(), sqnr(model(x), quantized(x))
     assert seen["empirical"][0] < 1e-5  # the last layer is a linear one: its outputs are the model's
@@ -456,9 +454,9 @@ def test_empirical_correction_gives_every_channel_its_float_mean():
 
 def test_layers_without_bias_get_one_and_load_back():
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False)), torch.randn(8, 3, 4, 4)
-    spec = QuantSpec(weights=W3, activations=FINE, bias_correction="empirical")
-    quantized = quantize(model, x[:2], [x], spec=spec)
-    again = insert_quantizers(model, x[:2], spec)
+    spec = compress.QuantSpec(weights=W3, activations=FINE, bias_correction="empirical")
+    quantized = compress.quantize(model, x[:2], [x], spec=spec)
+    again = compress.insert_quantizers(model, x[:2], spec)
     again.load_state_dict(quantized.state_dict())
     torch.testing.assert_close(again(x), quantized(x))
     assert model[0].bias is None and quantized.get_submodule("0").bias.abs().max() > 0
@@ -468,7 +466,7 @@ def test_analytic_needs_statistics():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
     x = torch.randn(4, 3, 4, 4)
     with pytest.raises(QuantizationError, match="empirical"):
-        quantize(model, x[:2], [x], spec=QuantSpec(activations=FINE, bias_correction="analytic"))
+        compress.quantize(model, x[:2], [x], spec=compress.QuantSpec(activations=FINE, bias_correction="analytic"))
 
 
 @pytest.mark.parametrize(
@@ -482,11 +480,11 @@ def test_analytic_needs_statistics():
 def test_bad_values_are_refused(key, value, words):
     x = torch.randn(2, 3, 16, 16)
     with pytest.raises(QuantizationError, match=words):
-        quantize(network(), x, [x], spec=QuantSpec(**{key: value}))
+        compress.quantize(network(), x, [x], spec=compress.QuantSpec(**{key: value}))
 
 
 @pytest.mark.parametrize("asked", [{"equalize": True}, {"bias_correction": "empirical"}])
 def test_kept_batchnorm_does_not_go_with_it(asked):
     x = torch.randn(2, 3, 16, 16)
     with pytest.raises(QuantizationError, match="batchnorm: fold"):
-        quantize(network(), x, [x], spec=QuantSpec(batchnorm="keep", **asked))
+        compress.quantize(network(), x, [x], spec=compress.QuantSpec(batchnorm="keep", **asked))

@@ -7,16 +7,15 @@ import torch
 from torch import nn
 
 import compress
-from compress import ActivationSpec, QuantSpec, WeightSpec
 from compress.errors import QuantizationError
 from compress.quantization.sensitivity.compare import sqnr
 from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_ptq.test_improve import outliers, unequal
 
 X = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-MAX = ActivationSpec(calibrator="max")
-CLIPPED = ActivationSpec(calibrator="percentile", percentile=70)
-PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX, smooth=None)
+MAX = compress.ActivationSpec(calibrator="max")
+CLIPPED = compress.ActivationSpec(calibrator="percentile", percentile=70)
+PER_TENSOR = compress.QuantSpec(weights=compress.WeightSpec(axis=None), activations=MAX, smooth=None)
 
 
 def logits(inner):
@@ -55,13 +54,13 @@ def faulty(name):
     ("name", "model", "spec"),
     [
         ("channel ranges", logits(unequal()), PER_TENSOR),
-        ("outlier channels", outliers(), QuantSpec(activations=MAX, smooth=None)),
-        ("two ranges", faulty("two ranges"), QuantSpec(activations=MAX)),
-        ("softmax tails", faulty("softmax tails"), QuantSpec(activations=MAX)),
+        ("outlier channels", outliers(), compress.QuantSpec(activations=MAX, smooth=None)),
+        ("two ranges", faulty("two ranges"), compress.QuantSpec(activations=MAX)),
+        ("softmax tails", faulty("softmax tails"), compress.QuantSpec(activations=MAX)),
         (
             "saturation",
             with_statistics(TinyResNet()),
-            QuantSpec(activations=CLIPPED),
+            compress.QuantSpec(activations=CLIPPED),
         ),
     ],
 )
@@ -80,11 +79,11 @@ def test_the_first_tensor_that_diverges():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten()
     )
-    bad = compress.Rule(match="2", weights=WeightSpec(num_bits=2))
-    found = compress.diagnose(model.eval(), X, [X], [X], spec=QuantSpec(rules=(bad,), activations=MAX))
+    bad = compress.Rule(match="2", weights=compress.WeightSpec(num_bits=2))
+    found = compress.diagnose(model.eval(), X, [X], [X], spec=compress.QuantSpec(rules=(bad,), activations=MAX))
     assert found.first.tensor == "_2" and found.first.sqnr_db < 20 < found.first.before_db
     assert found.rows[0].layer == "2" and found.rows[0].share > 0.9
-    good = compress.diagnose(model, X, [X], [X], spec=QuantSpec(activations=MAX))
+    good = compress.diagnose(model, X, [X], [X], spec=compress.QuantSpec(activations=MAX))
     assert good.first is None
 
 
@@ -92,8 +91,8 @@ def test_the_first_tensor_that_diverges():
     ("model", "spec", "words"),
     [
         (logits(unequal()), PER_TENSOR, "equalize: true"),
-        (outliers(), QuantSpec(activations=MAX, smooth=None), "smooth: auto"),
-        (with_statistics(TinyResNet()), QuantSpec(activations=CLIPPED), "calibrator: mse"),
+        (outliers(), compress.QuantSpec(activations=MAX, smooth=None), "smooth: auto"),
+        (with_statistics(TinyResNet()), compress.QuantSpec(activations=CLIPPED), "calibrator: mse"),
     ],
 )
 def test_one_change_of_the_whole_network_mends_it(model, spec, words):
@@ -105,8 +104,8 @@ def test_one_change_of_the_whole_network_mends_it(model, spec, words):
 
 def test_layers_are_changed_where_nothing_else_helps():
     model = with_statistics(TinyResNet()).eval()
-    bad = compress.Rule(match="block*", weights=WeightSpec(num_bits=2))
-    done = compress.mend(model, X, [X], [X], spec=QuantSpec(rules=(bad,), activations=MAX), sqnr_db=25)
+    bad = compress.Rule(match="block*", weights=compress.WeightSpec(num_bits=2))
+    done = compress.mend(model, X, [X], [X], spec=compress.QuantSpec(rules=(bad,), activations=MAX), sqnr_db=25)
     assert done.met and done.changes
     assert {change.layer for change in done.changes} <= {row.layer for row in done.diagnosis.rows}
     for change in done.changes:
@@ -124,8 +123,8 @@ def assert_holds(model, done, least):
 def test_a_network_that_is_good_is_left_alone():
     model = with_statistics(TinyResNet()).eval()
     targets = model(X).argmax(1)
-    done = compress.mend(model, X, [X], [(X, targets)], spec=QuantSpec(activations=MAX), drop=100)
-    assert done.met and not done.changes and done.spec == QuantSpec(activations=MAX)
+    done = compress.mend(model, X, [X], [(X, targets)], spec=compress.QuantSpec(activations=MAX), drop=100)
+    assert done.met and not done.changes and done.spec == compress.QuantSpec(activations=MAX)
     assert done.diagnosis.float_score == 1.0
 
 
