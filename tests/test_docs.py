@@ -24,8 +24,7 @@ def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
     config = pytest.importorskip("mkdocs.config", reason="the extra `docs` is not installed")
     from mkdocs.commands.build import build
 
-    found = config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
-    build(found)
+    build(config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
     assert {path.stem for path in DOCS.glob("*.md")} <= {
         path.parent.name or "index" for path in tmp_path.rglob("*.html")
     } | {"index"}

@@ -47,8 +47,7 @@ def test_an_example_makes_a_file_that_runs(name, monkeypatch, tmp_path):
     if name == "ddp":  # as torchrun sets it, for one process
         for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
             monkeypatch.setenv(key, value)
-    path = made_by(name, monkeypatch, tmp_path, model=tiny())
-    check(path)
+    check(made_by(name, monkeypatch, tmp_path, model=tiny()))
 
 
 OWN = (("timm_finetune", {"name": "resnet10t"}), ("transformers_trainer", {}))

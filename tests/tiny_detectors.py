@@ -24,8 +24,7 @@ class Backbone(nn.Module):
 
 
 def layer(inputs, outputs):
-    conv = nn.Conv2d(inputs, outputs, 3, 2, padding=1, bias=False)
-    return conv, nn.BatchNorm2d(outputs), nn.ReLU()
+    return nn.Conv2d(inputs, outputs, 3, 2, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
 
 
 # The tests' images have their size and normalization already.

@@ -46,8 +46,7 @@ def test_a_study_has_a_page_with_its_command_and_a_row_in_the_index(study):
 @pytest.mark.parametrize("page", [ANALYSIS / "README.md", *sorted(ANALYSIS.glob("*/README.md"))], ids=str)
 def test_links_of_a_page_exist(page):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
 # The page of the engine's layers names what keeps each from its roof.
@@ -146,8 +145,7 @@ def test_the_check_sees_a_wrong_result(monkeypatch):
 
 
 def test_every_operation_is_drawn():
-    drawn = {step.name for seed in range(2000) for step in steps_of(seed)}
-    assert drawn == set(OPERATIONS)
+    assert {step.name for seed in range(2000) for step in steps_of(seed)} == set(OPERATIONS)
 
 
 # Truth and scores of the study on text: a decoded line is the one that was coded.

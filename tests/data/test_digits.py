@@ -44,8 +44,7 @@ def test_a_nearest_neighbour_learns_one_split_and_knows_the_other(small):
 
 
 def test_the_split_does_not_depend_on_the_seed(small):
-    other = load_data(DataSpec(image_size=8, seed=7))
-    assert torch.equal(other.val.images, small.val.images)
+    assert torch.equal(load_data(DataSpec(image_size=8, seed=7)).val.images, small.val.images)
 
 
 def test_images_are_resized_as_pillow_does_and_normalized(small):
@@ -71,8 +70,7 @@ def test_training_images_move_a_little_and_evaluation_ones_do_not():
     still, _ = data.train.load([3], epoch=None, device=cpu)
     moved, _ = data.train.load([3], epoch=0, device=cpu)
     assert not torch.allclose(still, moved)
-    similarity = torch.nn.functional.cosine_similarity(still.flatten(), moved.flatten(), dim=0)
-    assert similarity > 0.5
+    assert torch.nn.functional.cosine_similarity(still.flatten(), moved.flatten(), dim=0) > 0.5
     assert not torch.allclose(moved, data.train.load([3], epoch=1, device=cpu)[0])
     assert torch.equal(data.val.load([3], epoch=4, device=cpu)[0], data.val.load([3], epoch=None, device=cpu)[0])
     plain = load_data(DataSpec(image_size=32, augment=False)).train

@@ -344,8 +344,7 @@ def test_worker_processes_stay_for_the_next_pass(made):
     del left, beside  # and those of a pass that is left end with it
     gc.collect()
     assert set(multiprocessing.active_children()) <= others
-    again = copy.deepcopy(split)
-    assert len(list(again.batches(BatchPlan(batch_size=4)))) == 4
+    assert len(list(copy.deepcopy(split).batches(BatchPlan(batch_size=4)))) == 4
 
 
 # `data.max_pixels`: every reader of pictures keeps to it, and Pillow's own limit does not count.

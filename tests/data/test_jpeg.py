@@ -91,8 +91,7 @@ def test_what_the_decoder_does_not_take_is_decoded_as_usual_and_said(root):
     smooth(3).convert("CMYK").save(others / "cmyk.jpg")
     smooth(4).save(others / "turned.jpg", exif=exif)
     smooth(5).save(others / "rgb.jpg", keep_rgb=True)
-    whole = (root / "train" / "b" / "0.jpg").read_bytes()
-    (others / "tail.jpg").write_bytes(whole + b"more")
+    (others / "tail.jpg").write_bytes((root / "train" / "b" / "0.jpg").read_bytes() + b"more")
     one = split(root)
     names = [file.name for file in one.files]
     given = ("png.png", "grey.jpg", "cmyk.jpg", "turned.jpg", "rgb.jpg", "tail.jpg")
@@ -184,8 +183,7 @@ def test_a_gpu_decodes_what_the_cpu_does(made, epoch):
     for (found, targets), (again, _), (expected, expected_targets) in zip(*runs, one.batches(plan), strict=True):
         assert torch.equal(found, again)
         assert torch.equal(targets.cpu(), expected_targets)
-        apart = (pixels(one, found).cpu() - pixels(one, expected)).abs().float()
-        assert apart.mean() < 1.5
+        assert (pixels(one, found).cpu() - pixels(one, expected)).abs().float().mean() < 1.5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

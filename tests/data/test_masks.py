@@ -42,8 +42,7 @@ def test_each_layout_is_read(tmp_path, images, masks):
     pictures, targets = data.val.load([0, 4], epoch=None, device=torch.device("cpu"))
     assert pictures.shape == (2, 3, *SIZE)
     assert targets.shape == (2, *SIZE)
-    pixels = data.val.preprocessing.pixels(pictures)
-    assert torch.equal(pixels[:, 0, 2:] == 200, targets[:, 2:] == 1)
+    assert torch.equal(data.val.preprocessing.pixels(pictures)[:, 0, 2:] == 200, targets[:, 2:] == 1)
     assert (targets[:, :2] == 255).all()
     assert data.train.labels == CLASSES
 

@@ -118,8 +118,7 @@ def test_noise_is_uniform_and_differs_between_channels():
     assert values.max() < 1
     assert values.mean().abs() < 0.01
     assert float(values.var()) == pytest.approx(1 / 3, rel=0.03)
-    related = np.corrcoef(values.transpose(0, 1).flatten(1).numpy()) - np.eye(3)
-    assert np.abs(related).max() < 0.05
+    assert np.abs(np.corrcoef(values.transpose(0, 1).flatten(1).numpy()) - np.eye(3)).max() < 0.05
 
 
 # --- classes ---------------------------------------------------------------------------------------------------
@@ -197,8 +196,7 @@ def test_augmentation_moves_the_camera_in_training_only():
     assert not torch.allclose(second, first, atol=0.1)
     assert torch.equal(first, data.train.load([3], epoch=0, device=CPU)[0])
     assert torch.equal(data.val.load([3], epoch=1, device=CPU)[0], data.val.load([3], epoch=None, device=CPU)[0])
-    plain = shapes(augment=False).train
-    assert torch.equal(plain.load([3], epoch=1, device=CPU)[0], still)
+    assert torch.equal(shapes(augment=False).train.load([3], epoch=1, device=CPU)[0], still)
 
 
 def test_the_camera_moves_the_drawn_scene_as_it_would_move_the_picture():

@@ -293,8 +293,7 @@ def joined():
 
 
 def by_runtime(model):
-    session = open_session(model, optimize=False)
-    return session.run(None, {"x": X})[0]
+    return open_session(model, optimize=False).run(None, {"x": X})[0]
 
 
 @pytest.mark.parametrize("external", [False, True])

@@ -100,10 +100,8 @@ def test_the_table_is_torchs_own_and_no_export_changes_the_next():
     registry = registration.ONNXRegistry
     before = registry.__dict__["from_torchlib"]
     with table_built_once():
-        first = registry().from_torchlib(opset_version=19)
-        first.functions.clear()
-        second = registry.from_torchlib(opset_version=19)
-        second.functions["aten::relu"].clear()
+        registry().from_torchlib(opset_version=19).functions.clear()
+        registry.from_torchlib(opset_version=19).functions["aten::relu"].clear()
         third = registry.from_torchlib(opset_version=19)
     assert registry.__dict__["from_torchlib"] is before
     own = registry.from_torchlib(opset_version=19)

@@ -234,8 +234,7 @@ def new_tensors_and_words_of_python(self, x):  # as detection heads have them
 
 def sizes_as_plain_numbers(self, x):  # as published backbones have them
     b, _, h, w = map(int, x.shape)
-    y = self.conv(x).view(b, 8, h * w) + int(w / 2)
-    return y.view(int(x.size(0)), -1)
+    return (self.conv(x).view(b, 8, h * w) + int(w / 2)).view(int(x.size(0)), -1)
 
 
 def takes_lists_and_nested_tensors_too(self, x):  # as DETR does
@@ -557,8 +556,7 @@ def test_batches_in_another_order_reach_the_right_inputs(network):
     mask = torch.rand(4, 1, 8, 8)
     batch = {"mask": mask, "labels": torch.zeros(4), "pixel_values": IMAGES}
     example = {"pixel_values": IMAGES[:2], "mask": mask[:2]}
-    qmodel = compress.quantize(network, example, [batch])
-    assert qmodel.report.calibration.images == 4
+    assert compress.quantize(network, example, [batch]).report.calibration.images == 4
 
 
 def test_the_file_has_the_names_of_the_results(qmodel, tmp_path):

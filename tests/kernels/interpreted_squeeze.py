@@ -123,8 +123,7 @@ class ResponseNet(nn.Module):
 
     def forward(self, x):
         x = self.stem(x).permute(0, 2, 3, 1)
-        y = self.grn(self.drop(F.gelu(self.one(self.norm(x)))))
-        return self.head(self.two(y) + x).mean((1, 2))
+        return self.head(self.two(self.grn(self.drop(F.gelu(self.one(self.norm(x)))))) + x).mean((1, 2))
 
 
 def response_net():

@@ -37,8 +37,7 @@ def interpreted(module):
     server = _server()
     with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
         print(module, output.name, errors.name, file=server.stdin, flush=True)
-        status = server.stdout.readline().strip()
-        assert status == "0", errors.read()[-3000:]
+        assert server.stdout.readline().strip() == "0", errors.read()[-3000:]
         return output.read()
 
 

@@ -261,8 +261,7 @@ def test_files_that_state_all_types(tmp_path):
     model.graph.value_info.extend(
         helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
     )
-    path = saved(model, tmp_path / "m.onnx")
-    assert compress.cast_onnx(path).casting.nodes > 10
+    assert compress.cast_onnx(saved(model, tmp_path / "m.onnx")).casting.nodes > 10
 
 
 def test_constants_of_nodes_are_no_results(tmp_path):

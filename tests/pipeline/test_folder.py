@@ -98,8 +98,7 @@ def changed(section, **values):
 def test_keys_of_steps_to_come_may_change(tmp_path, steps, section, values):
     begun(tmp_path, *steps)
     other = changed(section, **values)
-    folder = open_run(tmp_path, other, "qat", resume=True)
-    folder.release()
+    open_run(tmp_path, other, "qat", resume=True).release()
     assert recipe_of(tmp_path) == other and read_state(tmp_path).recipe == other.digest()
     (line,) = read_state(tmp_path).changes
     assert f"{section}.{next(iter(values))}" in line

@@ -145,8 +145,7 @@ def test_the_engine_is_measured_with_that_file(finished):
 
 def test_a_form_that_the_file_cannot_have_is_exported_by_torch(finished, tmp_path):
     changes = {"export": {"precision": "fp16"}, "quantization": {"target": "tensorrt", "calibration_images": 32}}
-    recipe = parse_recipe(tree(finished / "float.onnx", **changes))
-    run(recipe, "ptq", tmp_path / "run", device="cpu")
+    run(parse_recipe(tree(finished / "float.onnx", **changes)), "ptq", tmp_path / "run", device="cpu")
     assert [value.name for value in onnx.load(tmp_path / "run" / "ptq.onnx").graph.input] == ["input"]
     assert any("export.precision is fp16" in note for note in read_run(tmp_path / "run").notes)
 

@@ -55,8 +55,7 @@ def test_the_chosen_network_is_int8_and_as_narrow_as_its_configuration(searched)
     folder = searched.chosen.folder
     assert json.loads((searched.folder / "front.json").read_text())["chosen"]["folder"] == folder
     file = searched.folder / searched.chosen.file
-    session = open_session(file)
-    assert session.get_inputs()[0].shape[1:] == [3, 16, 16]
+    assert open_session(file).get_inputs()[0].shape[1:] == [3, 16, 16]
     recipe = load_recipe(searched.folder / f"{folder}.yaml")
     assert recipe.quantization is not None
     assert recipe.model.options["configuration"] == dict(searched.point.configuration)

@@ -267,8 +267,7 @@ def test_activations_with_other_readers_or_of_another_kind_keep_theirs():
     qmodel, x = between(lambda self, y: (F.gelu(y), y))
     assert "one" not in chain_of(compress.fuse_for_training(qmodel), "gelu").nodes
     qmodel, x = between(lambda self, y: F.mish(y))
-    fused = fused_as_plain(qmodel, x, rtol=0.0001, atol=0.0001)
-    assert chain_of(fused, "mish").nodes == ()
+    assert chain_of(fused_as_plain(qmodel, x, rtol=0.0001, atol=0.0001), "mish").nodes == ()
 
 
 def test_convolutions_and_int8_forward():
@@ -394,8 +393,7 @@ def layers_with_recipes(fused):
 )
 def test_which_layers_compute_their_input_again(make, expected):
     qmodel, x = between(make, three=nn.Linear(16, 16))
-    fused = fused_as_plain(qmodel, x, rtol=0.0001, atol=0.0001)
-    assert layers_with_recipes(fused) == expected
+    assert layers_with_recipes(fused_as_plain(qmodel, x, rtol=0.0001, atol=0.0001)) == expected
     assert layers_with_recipes(compress.fuse_for_training(qmodel, kernels="torch")) == []
 
 

@@ -17,8 +17,7 @@ from tests.qat_fusion.common import assert_same, compiled_gradients, fused_as_pl
 def block(excite, activation, normalized):
     def run(net, x):
         x = net.stem(x)
-        y = net.excite(net.between(net.one(x)))
-        return net.head(net.depth(net.project(y)) + x).mean((2, 3))
+        return net.head(net.depth(net.project(net.excite(net.between(net.one(x))))) + x).mean((2, 3))
 
     between = [nn.BatchNorm2d(16)] if normalized else []
     return Net(
@@ -100,16 +99,14 @@ def test_a_batch_norm_that_is_kept_stays_outside():
 )
 def test_which_blocks_are_two_operations(run, count):
     qmodel, x = made(lambda: Net(run, down=nn.Conv2d(16, 8, 1), up=nn.Conv2d(8, 16, 1)))
-    fused = fused_as_plain(qmodel.double(), x.double(), rtol=1e-10, atol=1e-10)
-    assert len(squeezes(fused)) == count
+    assert len(squeezes(fused_as_plain(qmodel.double(), x.double(), rtol=1e-10, atol=1e-10))) == count
 
 
 @pytest.mark.parametrize("name", ["SqueezeExcite", "SEModule", "EffectiveSEModule"])
 def test_modules_of_timm(name):
     layers = pytest.importorskip("timm.layers")
     qmodel, x = made(lambda: getattr(layers, name)(16))
-    fused = fused_as_plain(qmodel.double(), x.double(), rtol=1e-10, atol=1e-10)
-    assert len(squeezes(fused)) == 1
+    assert len(squeezes(fused_as_plain(qmodel.double(), x.double(), rtol=1e-10, atol=1e-10))) == 1
 
 
 def test_a_global_response_norm_and_its_layer_are_one_operation():
@@ -142,8 +139,7 @@ def test_learned_ranges_int8_and_torchs_operations_keep_what_is_there():
     assert not squeezes(compress.fuse_for_training(qmodel, forward="int8"))
     assert not squeezes(compress.fuse_for_training(qmodel, kernels="torch"))
     compress.learn_scales(qmodel)
-    fused = fused_as_plain(qmodel, x, rtol=0.001, atol=0.001)
-    assert not squeezes(fused)
+    assert not squeezes(fused_as_plain(qmodel, x, rtol=0.001, atol=0.001))
 
 
 def test_quantizers_that_do_not_round():

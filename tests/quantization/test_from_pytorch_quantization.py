@@ -113,8 +113,7 @@ def test_a_shared_tensor_gets_one_quantizer_and_what_is_off_stays_off():
     ours = same(model, x)
     assert [n for n, _ in quantizers(ours)] == ["a.weight_quantizer", "b.weight_quantizer", "quantizers.a"]
     assert type(ours.c) is nn.Linear
-    edges = placement_of(ours).activations[0].edges
-    assert edges == (("x", "a"), ("x", "b"))
+    assert placement_of(ours).activations[0].edges == (("x", "a"), ("x", "b"))
     compress.calibrate(ours, [2 * x])  # it is one of ours: ranges can be measured again
     assert dict(quantizers(ours))["quantizers.a"].amax == 2 * x.abs().max()
 

@@ -42,8 +42,7 @@ SPEC = compress.QuantSpec(
 def definition(v, s, low, high):
     # LSQ's equations 1 to 3 for autograd: straight through the rounding, nowhere else.
     clipped = (v / s).clamp(low, high)
-    rounded = clipped + (clipped.round() - clipped).detach()
-    return rounded * s
+    return (clipped + (clipped.round() - clipped).detach()) * s
 
 
 @given(
@@ -105,8 +104,7 @@ def fixed():
 @pytest.fixture
 def learned(fixed):
     qmodel = copy.deepcopy(fixed)
-    names = compress.learn_scales(qmodel)
-    assert set(names) == {name for name, _ in quantizers(fixed)}
+    assert set(compress.learn_scales(qmodel)) == {name for name, _ in quantizers(fixed)}
     return qmodel
 
 
@@ -201,8 +199,7 @@ def test_ranges_get_their_gradients_through_ddp(learned, tmp_path):
     learned.zero_grad()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(learned)
-        wrapped(X).square().mean().backward()
+        torch.nn.parallel.DistributedDataParallel(learned)(X).square().mean().backward()
     finally:
         torch.distributed.destroy_process_group()
     for name, p in learned.named_parameters():
@@ -326,8 +323,7 @@ def test_products_alone_are_quantized_with_all_integers():
     assert found["block1.conv1.weight_quantizer"] == (2, -2, 1)
     inner = {f for name, f in found.items() if name.startswith("quantizers.")}
     assert (2, 0, 3) in inner and not any(low == 0 and bits not in (2, 8) for bits, low, _ in inner)
-    adds = [row for row in qmodel.placement.decisions if row.rule == "add stays float"]
-    assert adds
+    assert [row for row in qmodel.placement.decisions if row.rule == "add stays float"]
 
 
 def test_a_rule_decides_before_first_and_last():
@@ -361,8 +357,7 @@ def test_normalized_weights_keep_mean_and_width_and_are_baked():
     assert "conv1" not in names and "fc" not in names and "block1.conv1" in names
     with torch.no_grad():
         qmodel.block1.conv1.parametrizations.weight.original.mul_(3).add_(0.7)
-    weight = qmodel.block1.conv1.weight
-    torch.testing.assert_close(weight, before - before.mean(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(qmodel.block1.conv1.weight, before - before.mean(), rtol=1e-4, atol=1e-6)
     expected = qmodel(X)
     qmodel.block1.conv1.parametrizations.weight.original.grad = None
     again = copy.deepcopy(qmodel)
@@ -385,8 +380,7 @@ def test_damping_pulls_weights_to_their_integer():
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     loss.backward()
     assert all(q.amax.grad is None for _, q in quantizers(qmodel))
-    weight = qmodel.block1.conv1.weight
-    assert bool((weight.grad != 0).any())
+    assert bool((qmodel.block1.conv1.weight.grad != 0).any())
     with torch.no_grad():
         for layer in qmodel.modules():
             if hasattr(layer, "weight_quantizer"):

@@ -139,8 +139,7 @@ def test_notes_tell_the_reason_of_every_gap_and_mark():
     assert "ONNX Runtime: file_bytes not measured" in notes
     assert "torch: not timed in this run" in notes
     assert "p99_ms not measured" not in notes
-    row = summary_table(metrics)[0]
-    assert row.cells()[SUMMARY_COLUMNS.index("top-1 %")] == "90.00*"
+    assert summary_table(metrics)[0].cells()[SUMMARY_COLUMNS.index("top-1 %")] == "90.00*"
 
 
 def test_no_metrics_no_rows():

@@ -85,8 +85,7 @@ def test_a_cell_reads_as_it_was(value):
         tiles=Tiles(()),
         sections=(Section("s", "s", (table("a", "b", rows=[(value, "end")]),)),),
     )
-    cells = rendered(to_markdown(made)).cells
-    assert cells == ["a", "b", plain(value).strip(), "end"]
+    assert rendered(to_markdown(made)).cells == ["a", "b", plain(value).strip(), "end"]
 
 
 @settings(max_examples=150)

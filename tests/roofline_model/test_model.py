@@ -349,8 +349,7 @@ def test_times_name_every_row_of_the_roofline():
     result = roofline(model, x, device="t4", precision="fp32")
     assert list(times) == [row.name for row in result.rows]
     assert all(ms > 0 for ms in times.values())
-    timed = result.with_times(times)
-    assert timed.measured_ms == pytest.approx(sum(times.values()))
+    assert result.with_times(times).measured_ms == pytest.approx(sum(times.values()))
     fused = roofline(model, x, device="t4", precision="fp32", fused=True).with_times(times)
     assert fused.measured_ms == pytest.approx(sum(times.values()))
 

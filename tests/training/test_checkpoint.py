@@ -104,8 +104,7 @@ def test_checkpoint_comes_back(checkpoint):
     fresh = trained(seed=1, steps=0)
     assert load_checkpoint(checkpoint, **fresh, identity=IDENTITY) == {"epoch": 1, "loss": 0.1 + 0.2}
     torch.manual_seed(0)
-    before = trained()
-    assert before["model"][6].weight.shape == fresh["model"][6].weight.shape
+    assert trained()["model"][6].weight.shape == fresh["model"][6].weight.shape
     states = fresh["optimizer"].state_dict()["state"]
     assert {key for state in states.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
     assert all(state["step"] == 2 for state in states.values())

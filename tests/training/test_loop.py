@@ -203,8 +203,7 @@ def test_layout_changes_nothing_but_speed():
 
 
 def test_bf16_and_compile_run():
-    report = train(smooth(), data=toy_data(train=96), precision="bf16", epochs=4, lr=0.1)
-    assert report.final.top1 > 0.9
+    assert train(smooth(), data=toy_data(train=96), precision="bf16", epochs=4, lr=0.1).final.top1 > 0.9
     assert all(p.dtype == torch.float32 for p in smooth().parameters())
     eager, compiled, teacher = smooth(), smooth(), linear(3)
     train(eager, distill=True, teacher=teacher)

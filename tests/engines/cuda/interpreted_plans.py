@@ -175,8 +175,7 @@ def check_pointwise(device):
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
         expected = (y.round() - 128).clamp(-128, 127)
-        off = (codes[:, :columns].cpu() - expected).abs()
-        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not (codes[:, :columns].cpu() - expected).abs()[((y % 1) - 0.5).abs() > 1e-3].any()
         assert not codes[:, columns:].any()
         assert expected.std() > 10
 
@@ -213,8 +212,7 @@ def check_dots(device):
         )
         y = (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1
         expected = (y.round() - 128).clamp(-128, 127)
-        off = (codes[:, :channels].cpu() - expected).abs()
-        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not (codes[:, :channels].cpu() - expected).abs()[((y % 1) - 0.5).abs() > 1e-3].any()
         assert not codes[:, channels:].any()
         assert expected.std() > 10
 
@@ -255,8 +253,7 @@ def check_windows(device):
         )
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
         expected = (y.round() - 128).clamp(-128, 127)
-        off = (codes[:, :columns].cpu() - expected).abs()
-        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not (codes[:, :columns].cpu() - expected).abs()[((y % 1) - 0.5).abs() > 1e-3].any()
         assert not codes[:, columns:].any()
         assert expected.std() > 10
 

@@ -163,5 +163,4 @@ def all_values(path, inputs):
             if name and name not in known:
                 model.graph.output.append(helper.make_empty_tensor_value_info(name))
     run = session(model)
-    names = [value.name for value in run.get_outputs()]
-    return dict(zip(names, run.run(None, inputs), strict=True))
+    return dict(zip([value.name for value in run.get_outputs()], run.run(None, inputs), strict=True))

@@ -73,8 +73,7 @@ def test_layers_name_the_nodes_that_they_compute(tmp_path):
 
 def test_the_batch_is_fixed_where_it_is_asked_for(tmp_path):
     path, _ = network(tmp_path / "m.onnx")
-    engine = build_engine(path, "cuda", device="cpu", batch_size=2)
-    assert engine.inputs[0].shape == (2, 3, 8, 8)
+    assert build_engine(path, "cuda", device="cpu", batch_size=2).inputs[0].shape == (2, 3, 8, 8)
     assert build_engine(path, "cuda", device="cpu").inputs[0].shape == (-1, 3, 8, 8)
 
 

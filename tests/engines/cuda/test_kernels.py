@@ -155,8 +155,7 @@ def test_products_whose_results_are_values_may_be_computed_in_floating_point(tmp
     executor = Executor(layout, [bind_reference(step, layout, CPU) for step in layout.steps], CPU)
     for i in products[1:]:
         executor.runners[i] = found[i][0].run
-    wrong = [d for d in differences(executor, {"input": torch.from_numpy(b.x)}) if d.wrong]
-    assert not wrong
+    assert not [d for d in differences(executor, {"input": torch.from_numpy(b.x)}) if d.wrong]
     layer = runtime_layer(layout.steps[products[1]], layout, found[products[1]][0].name)
     assert layer.precision == layer.output_precisions[0] == {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
 

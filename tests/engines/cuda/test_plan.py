@@ -268,8 +268,7 @@ def networks(draw):
 @given(networks())
 def test_random_networks_compute_what_onnx_runtime_does(tmp_path_factory, network):
     b, y = network
-    path = b.save(tmp_path_factory.mktemp("net") / "m.onnx", y)
-    check(path, b.x, share=5e-3)
+    check(b.save(tmp_path_factory.mktemp("net") / "m.onnx", y), b.x, share=5e-3)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

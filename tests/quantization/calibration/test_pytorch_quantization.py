@@ -107,8 +107,7 @@ def test_percentile(data, percentile):
 def test_percentile_on_a_count_is_within_that_count():
     counts, edges = torch.tensor([0, 7, 0, 0, 2, 0, 1]), np.arange(8.0)
     for percentile in (70, 90):
-        ours = percentile_amax(counts, torch.tensor(1.0), percentile)
-        assert ours == {70: 1, 90: 4}[percentile]
+        assert percentile_amax(counts, torch.tensor(1.0), percentile) == {70: 1, 90: 4}[percentile]
         assert (
             theirs._compute_amax_percentile(counts.numpy(), edges, percentile) in {70: (1, 4), 90: (4, 6)}[percentile]
         )

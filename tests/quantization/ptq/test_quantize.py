@@ -61,8 +61,7 @@ def test_float_model_is_left_as_it_was():
 
 def test_state_dict_has_the_float_models_names(qmodel):
     own, names = set(qmodel.state_dict()), set(TinyResNet().state_dict())
-    weights = {n for n in names if "bn" not in n and "downsample.1" not in n}
-    assert weights <= own
+    assert {n for n in names if "bn" not in n and "downsample.1" not in n} <= own
     assert all("quantizer" in n or n.endswith(".bias") for n in own - names)
     fresh = compress.insert_quantizers(TinyResNet(), X[:2], MAX)
     fresh.load_state_dict(qmodel.state_dict())
@@ -176,9 +175,7 @@ def test_the_default_keeps_values_that_crowd_at_two_places():
         model[0].weight.zero_()
         model[0].bias.copy_(torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 6.0]))
     x = torch.rand(4, 3, 8, 8)
-    qmodel = compress.quantize(model, x, [x])
-    error = (qmodel(x) - model(x)).norm() / model(x).norm()
-    assert error < 0.05
+    assert ((compress.quantize(model, x, [x])(x) - model(x)).norm() / model(x).norm()) < 0.05
 
 
 def zero_init():
