@@ -14,6 +14,7 @@ from compress.errors import CheckpointError, ModelError
 from compress.models.by_name import build_model_with_notes, fit_state, read_state_dict
 
 SMALL = "shufflenet_v2_x0_5"
+OWN_KEYS = ("num_classes", "weights", "pretrained")
 
 
 def load_weights(model, path, num_classes=None):
@@ -82,25 +83,28 @@ def test_models_with_auxiliary_classifiers_train_with_plain_outputs(name, size):
     assert not model.transform_input
 
 
-def test_a_misspelt_name():
-    with pytest.raises(ModelError, match=r"no classifier 'resnet500', did you mean .*'resnet50'"):
-        build("resnet500")
-
-
-def test_detectors_are_no_classifiers():
-    with pytest.raises(ModelError, match="no classifier 'fasterrcnn_resnet50_fpn': it is one for task: detection"):
-        build("fasterrcnn_resnet50_fpn")
-
-
-def test_an_option_that_the_model_does_not_take():
-    with pytest.raises(ModelError, match=r"model\.options {'colour': 3} .*colour"):
-        build("resnet18", options={"colour": 3})
-
-
-@pytest.mark.parametrize("key", ["num_classes", "weights", "pretrained"])
-def test_options_that_have_a_key_of_their_own(key):
-    with pytest.raises(ModelError, match=rf"model\.options\.{key} is not an option"):
-        build(SMALL, options={key: 3})
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("resnet500", {}, r"no classifier 'resnet500', did you mean .*'resnet50'"),
+        ("fasterrcnn_resnet50_fpn", {}, "no classifier 'fasterrcnn_resnet50_fpn': it is one for task: detection"),
+        ("resnet18", {"options": {"colour": 3}}, r"model\.options {'colour': 3} .*colour"),
+        *((SMALL, {"options": {key: 3}}, rf"model\.options\.{key} is not an option") for key in OWN_KEYS),
+        ("resnet50", {"weights": "IMAGENET1K_V3"}, r"'IMAGENET1K_V3', did you mean .*resnet50 has IMAGENET1K_V1, IM"),
+        ("resnet50", {"weights": "ResNet18_Weights.IMAGENET1K_V1"}, "ResNet50_Weights"),
+        ("timm:test_resnt", {}, r"timm .* has no model 'test_resnt', did you mean 'test_resnet'"),
+        ("timm:test_resnet", {"weights": "DEFAULT"}, "`pretrained` or a file"),
+        (
+            "timm:test_resnet",
+            {"weights": "pretrained"},
+            r"test_resnet are not on this machine.*set model\.weights to its path",
+        ),
+        ("my_models:tiny", {"weights": "DEFAULT"}, "must be a file"),
+    ],
+)
+def test_refusals(factory, offline, name, values, message):
+    with pytest.raises(ModelError, match=message):
+        build(name, **values)
 
 
 @pytest.fixture
@@ -136,13 +140,6 @@ def test_torchvisions_weights_for_other_classes_keep_all_but_the_classifier(cach
     assert same(model.fc, fresh.fc)
     assert len(notes) == 1
     assert "1000 classes, not 5" in notes[0]
-
-
-def test_misspelt_weights():
-    with pytest.raises(ModelError, match=r"'IMAGENET1K_V3', did you mean .*resnet50 has IMAGENET1K_V1, IM"):
-        build("resnet50", weights="IMAGENET1K_V3")
-    with pytest.raises(ModelError, match="ResNet50_Weights"):
-        build("resnet50", weights="ResNet18_Weights.IMAGENET1K_V1")
 
 
 def test_weights_that_cannot_be_fetched(cache, tmp_path):
@@ -224,25 +221,10 @@ def test_timms_weights_from_a_file(tmp_path):
     assert "9 classes, not 5" in notes[0]
 
 
-def test_a_name_that_timm_does_not_have():
-    with pytest.raises(ModelError, match=r"timm .* has no model 'test_resnt', did you mean 'test_resnet'"):
-        build("timm:test_resnt")
-
-
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-
-
-def test_timms_weights_that_cannot_be_fetched(offline):
-    with pytest.raises(ModelError, match=r"test_resnet are not on this machine.*set model\.weights to its path"):
-        build("timm:test_resnet", weights="pretrained")
-
-
-def test_timm_takes_pretrained_or_a_file():
-    with pytest.raises(ModelError, match="`pretrained` or a file"):
-        build("timm:test_resnet", weights="DEFAULT")
 
 
 def test_timm_without_weights_of_its_own(offline):
@@ -288,11 +270,6 @@ def test_functions_that_do_not_work(factory, name, message):
 
 def test_a_function_without_a_number_of_classes(factory):
     assert isinstance(build("my_models:plain"), nn.Identity)
-
-
-def test_a_function_takes_weights_from_files_only(factory):
-    with pytest.raises(ModelError, match="must be a file"):
-        build("my_models:tiny", weights="DEFAULT")
 
 
 def network(classes=3, width=4, seed=0):

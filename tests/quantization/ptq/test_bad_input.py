@@ -108,10 +108,26 @@ def test_a_quantizer_that_nothing_reached_is_named():
         qmodel(X)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_say_what_to_do(dtype):
-    with pytest.raises(QuantizationError, match=rf"{dtype} .*model\.float\(\)"):
-        quantize(network().to(dtype), X.to(dtype), [X.to(dtype)], spec=MAX)
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+NO_BATCHES = (None, 3, X)
+WRONG_BATCHES = (X[:, :1], X.double(), X.to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batches", "spec", "error", "words"),
+    [
+        *((dtype, [X.to(dtype)], MAX, QuantizationError, rf"{dtype} .*model\.float\(\)") for dtype in DTYPES),
+        (torch.float32, [X], "openvino", QuantizationError, "'openvino'.*QuantSpec"),
+        *((torch.float32, none, MAX, CalibrationError, "give an iterable of batches") for none in NO_BATCHES),
+        *(
+            (torch.float32, [X, wrong], MAX, CalibrationError, r"fails on a calibration batch of \(4, [13], 16, 16\)")
+            for wrong in WRONG_BATCHES
+        ),
+    ],
+)
+def test_other_types_batches_and_specs_are_refused(dtype, batches, spec, error, words):
+    with pytest.raises(error, match=words):
+        quantize(network().to(dtype), X[:2].to(dtype), batches, spec=spec)
 
 
 def root():
@@ -222,23 +238,6 @@ def test_weights_pruned_by_a_hook_are_refused():
     prune.remove(model.b, "weight")
     layer = quantize(model, X[:2], [X], spec=MAX).get_submodule("b")
     assert (layer.weight_quantizer(layer.weight)[model.b.weight == 0] == 0).all()
-
-
-def test_a_spec_that_is_none():
-    with pytest.raises(QuantizationError, match="'openvino'.*QuantSpec"):
-        quantize(network(), X[:2], [X], spec="openvino")
-
-
-@pytest.mark.parametrize("batches", [None, 3, X])
-def test_batches_that_are_none(batches):
-    with pytest.raises(CalibrationError, match="give an iterable of batches"):
-        quantize(network(), X[:2], batches, spec=MAX)
-
-
-@pytest.mark.parametrize("batch", [X[:, :1], X.double(), X.to(torch.uint8)], ids=["channels", "double", "uint8"])
-def test_a_batch_that_the_model_fails_on_is_described(batch):
-    with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(4, [13], 16, 16\)"):
-        quantize(network(), X[:2], [X, batch], spec=MAX)
 
 
 def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
