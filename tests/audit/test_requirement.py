@@ -84,7 +84,6 @@ CASES = [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT
     ("name", "target"), further(CASES, [c for c in CASES if c[0] in {"residual", "squeeze and excite", "attention"}])
 )
 def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, tmp_path):
-    torch.manual_seed(0)
     network, x = NETWORKS[name]()
     answer = ask(network.eval(), x, target, tmp_path)
     assert answer.int8 and answer.lost == ()
@@ -105,7 +104,6 @@ def moved():
 
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
 def test_moved_and_clipped_tensors_are_int8_where_the_audit_says_so(target, tmp_path):
-    torch.manual_seed(0)
     answer = ask(moved().eval(), torch.randn(2, 3, 8, 8), target, tmp_path)
     assert len(answer.int8) >= 6 and answer.lost == ()
 
@@ -121,7 +119,6 @@ def test_moved_and_clipped_tensors_are_int8_where_the_audit_says_so(target, tmp_
     ],
 )
 def test_a_convolution_whose_result_is_not_rounded_is_float_on_onnx_runtime(network, tmp_path):
-    torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16)
     qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="onnxruntime", head="quantize"))
     path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
@@ -188,7 +185,6 @@ def test_a_few_names_are_all_shown():
 
 def test_no_product_is_lost_whose_name_the_engine_does_not_keep(tmp_path):
     # OpenVINO calls a product of attention by the last of the scales after it, which the file computes from sizes.
-    torch.manual_seed(0)
     model, x = TOKENS["attention"]().eval(), torch.randn(2, 8, 32)
     torch.onnx.export(model, (x,), str(tmp_path / "float.onnx"), dynamo=False, opset_version=17)
     spec = compress.QuantSpec(target="openvino")

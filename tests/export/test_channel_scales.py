@@ -99,7 +99,6 @@ def test_what_cannot_be_moved_stays(op, shape, axis, attributes, x_shape):
 
 
 def test_export_option(tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)).eval()
     x = torch.randn(4, 3, 9, 9)
     qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec())
@@ -124,7 +123,6 @@ def test_another_place_is_refused(tmp_path):
 @pytest.mark.parametrize("place", ["weight", "output"])
 def test_fp8_in_a_half_precision_file(tmp_path, place):
     # Weights and zero points stay FP8 though all other floats become float16; ONNX Runtime gets torch's numbers.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     x = torch.randn(4, 3, 9, 9)
     spec = compress.QuantSpec(
@@ -239,13 +237,11 @@ def reparametrized(stride):
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_openvino_computes_both_branches_in_8_bits(tmp_path, stride):
-    torch.manual_seed(0)
     answer = ask(reparametrized(stride).eval(), torch.randn(2, 4, 32, 32), "openvino", tmp_path)
     assert len(answer.int8) == 4 and answer.lost == ()
 
 
 def test_engines_and_parity_follow(tmp_path):
-    torch.manual_seed(0)
     x = torch.randn(8, 4, 16, 16)
     spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
     qmodel = compress.quantize(bottlenecks().eval(), x, [x], spec=spec)

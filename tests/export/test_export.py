@@ -143,7 +143,6 @@ def test_batchnorm_kept_in_training_folds_at_export_and_what_a_rule_left_float_i
 
 def test_batchnorm_kept_after_groups_of_a_transposed_convolution_stays(tmp_path):
     # Its groups share the scales of their outputs, so that no scale could take up BatchNorm's factors.
-    torch.manual_seed(0)
     norm = nn.BatchNorm2d(6)
     for values in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
         values.uniform_(0.5, 2.0)
@@ -324,7 +323,6 @@ def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):
 
 def test_the_audit_follows_what_placement_follows(tmp_path):
     # The quantizer is before a pixel shuffle, and the convolution after it computes in INT8.
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), torch.randn(2, 12, 6, 6)
     audit = compress.audit_onnx(compress.export_onnx(compress.quantize(model, x, [x]), x, tmp_path / "m.onnx"))
     assert "DepthToSpace" in audit.ops and [row.reason for row in audit.rows] == [""]
@@ -367,7 +365,6 @@ def test_the_innermost_module_that_comes_first_is_found():
 
 
 def test_an_exported_file_has_these_names(tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3)), nn.Flatten()).eval()
     x = torch.randn(2, 3, 8, 8)
     qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt"))

@@ -127,7 +127,6 @@ def largest():
     ],
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
-    torch.manual_seed(0)
     qmodel = compress.quantize(model().eval(), X, [X], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
     path = compress.export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
     (expected,) = open_session(path, optimize=False).run(None, {"input": X.numpy()})
@@ -373,7 +372,6 @@ def kinds_on_engine(path, folder):
     ("network", "concats"), [(repeated_pairs_branches, 1), (shuffled, 4), (padded, 0), (resized, 0), (clipped, 0)]
 )
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
-    torch.manual_seed(0)
     model, x, out = with_statistics(network()), torch.randn(4, 3, 16, 16), tmp_path / "int8.onnx"
     quantized_file(way, model, x, compress.QuantSpec(target="onnxruntime"), out)
     kinds = kinds_on_engine(out, tmp_path)
@@ -424,7 +422,6 @@ def test_values_stay_to_the_bit_and_unequal_scales_get_no_pair(other_scale, pair
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(72, 5)).eval()
     nn.init.zeros_(model[0].bias)
     x = torch.randn(4, 3, 8, 8)

@@ -619,7 +619,6 @@ def test_what_does_not_hold_the_inputs_is_refused(batch):
 
 @pytest.mark.parametrize("more", [{}, {"bias_correction": "empirical"}, {"adaround": compress.AdaRoundSpec(steps=2)}])
 def test_a_model_of_two_inputs_is_quantized(more):
-    torch.manual_seed(0)
     model = TwoInputs().eval()
     spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), **more)
     qmodel = compress.quantize(model, (X, Y), [(X, Y, TARGET)], spec=spec)

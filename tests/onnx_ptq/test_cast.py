@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -92,7 +91,6 @@ def test_random_graphs_in_int8_and_half_are_as_near_as_in_int8(tmp_path_factory,
 @pytest.mark.parametrize(("network", "size"), [(TinyResNet, 16), (gated_net, 16), (attention, 16)])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_networks_have_no_product_in_float32(tmp_path, network, size, precision):
-    torch.manual_seed(0)
     file = export(with_statistics(network()), tmp_path / "float.onnx")
     done = compress.cast_onnx(file, precision=precision, batches=batches(size=size))
     assert done.path == tmp_path / f"float.{precision}.onnx"
@@ -223,7 +221,6 @@ def test_graphs_inside_functions_and_other_domains_stay_float32(tmp_path):
 
 
 def test_quantized_files_have_scales_of_half_precision(tmp_path):
-    torch.manual_seed(0)
     file = export(with_statistics(gated_net()), tmp_path / "float.onnx")
     done = quantize_onnx_file(file, batches(), precision="fp16", out=tmp_path / "q.onnx")
     assert compress.audit_onnx(done.path).float_type == "float16"

@@ -61,7 +61,6 @@ def quantized(model, tmp_path, x, reader="file", **options):
     ("target", "reader"), [("openvino", "file"), ("onnxruntime", "file"), ("onnxruntime", "torch")]
 )
 def test_no_integers_for_values_that_images_do_not_have(tmp_path, target, reader):
-    torch.manual_seed(0)
     model, x = affine(), torch.cat(batches(4))
     wanted, plain, _ = quantized(model, tmp_path, x, reader, target=target, smooth=None, bias_correction=None)
     _, found, path = quantized(model, tmp_path, x, reader, target=target, bias_correction=None)
@@ -73,7 +72,6 @@ def test_no_integers_for_values_that_images_do_not_have(tmp_path, target, reader
 
 
 def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
-    torch.manual_seed(0)
     _, _, path = quantized(affine(), tmp_path, torch.cat(batches(2)), target="tensorrt")
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     assert not any(value.any() for name, value in constants.items() if name.endswith("zero_point"))
@@ -85,7 +83,6 @@ def test_a_target_with_signed_integers_has_no_zero_points(tmp_path):
 )
 def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
     # With padding, a stride and a dilation, each channel's mean over more images than were looked at comes closer.
-    torch.manual_seed(0)
     model, x = affine(depthwise), torch.cat(batches(16))
     error = {}
     for chosen in ("auto", None):
@@ -96,7 +93,6 @@ def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
 
 def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
     # ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each.
-    torch.manual_seed(0)
     model, x = Excited(), torch.cat(batches(8))
     options = {"target": "onnxruntime", "bias_correction": None}
     wanted, plain, _ = quantized(model, tmp_path, x, smooth=None, **options)

@@ -73,7 +73,6 @@ def test_names_open_batch_and_metadata_are_kept(gated, tmp_path):
 
 @pytest.mark.parametrize("opset", [9, 11, 12, 14, 18])
 def test_opsets(tmp_path, opset):
-    torch.manual_seed(0)
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=opset)
     result = quantize_onnx_file(file, batches())
     assert onnx.load(result.path).opset_import[0].version == max(opset, 13)
@@ -351,7 +350,6 @@ def test_nothing_unread_stays(target, tmp_path):
 
 
 def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
-    torch.manual_seed(0)
     file = export(attention(), tmp_path / "float.onnx", opset=14)  # LayerNorm and GELU in primitives
     result = quantize_onnx_file(file, batches())
     rules = [row.rule for row in result.placement.decisions]
@@ -384,7 +382,6 @@ def viewed():
 
 
 def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
-    torch.manual_seed(0)
     path = export(viewed(), tmp_path / "float.onnx")
     assert "Shape" in {node.op_type for node in nodes_of(path).values()}
     data = batches()
@@ -429,7 +426,6 @@ def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
 )
 def test_an_activation_is_known_in_whatever_way_it_is_written(tmp_path, activation, known, opset):
     # The lowest value of a known activation is its zero point; torch's values of the activation are the oracle.
-    torch.manual_seed(0)
     model, spec = (
         Net(
             lambda net, x: net.last(net.activation(net.first(4 * x))),
@@ -470,7 +466,6 @@ class Modern(nn.Module):
     ("opset", "masked"), further(itertools.product([21, 23, 25], [False, True]), [(21, False), (25, True)])
 )
 def test_attention_and_rms_norm_as_operators(tmp_path, opset, masked):
-    torch.manual_seed(0)
     model, x = Modern().eval(), batches()
     mask = (torch.rand(16, 16) > 0.3,) if masked else ()
     file = tmp_path / "float.onnx"

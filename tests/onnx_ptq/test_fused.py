@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 from onnx import helper
 from onnxruntime import GraphOptimizationLevel as Level
 from onnxruntime.transformers.optimizer import optimize_model
@@ -29,7 +28,6 @@ def domains(path):
 
 @pytest.mark.parametrize("network", [TinyResNet, gated_net, attention])
 def test_fused_operators_are_opened(tmp_path, network):
-    torch.manual_seed(0)
     file, x = export(with_statistics(network()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
     fused = optimized(file, Level.ORT_ENABLE_EXTENDED)
     assert "com.microsoft" in domains(fused)
@@ -43,7 +41,6 @@ def test_fused_operators_are_opened(tmp_path, network):
 
 
 def test_norms_with_a_skip_are_opened(tmp_path):
-    torch.manual_seed(0)
     file, x = export(with_statistics(attention()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
     optimize_model(str(file), model_type="vit", num_heads=2, hidden_size=16, opt_level=0).save_model_to_file(
         str(tmp_path / "fused.onnx")
@@ -78,7 +75,6 @@ def test_each_is_what_onnx_runtime_computes(tmp_path, op, attributes, inputs):
 
 
 def test_the_layout_of_a_machine_is_refused(tmp_path):
-    torch.manual_seed(0)
     file = optimized(export(with_statistics(TinyResNet()), tmp_path / "float.onnx"), Level.ORT_ENABLE_ALL)
     if not any(domain.endswith("nchwc") for domain in domains(file)):
         pytest.skip("ONNX Runtime has no such layout on this processor")

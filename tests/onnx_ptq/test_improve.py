@@ -102,7 +102,6 @@ def test_a_file_gains_what_its_model_does(tmp_path, name):
 
 def test_what_makes_a_file_worse_is_taken_back(tmp_path):
     # Most values before this ReLU6 exceed 6.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
     with torch.no_grad():
         model[0].weight.mul_(8)
@@ -205,7 +204,6 @@ def decibel(path, wanted, x):
     [(Peaked, TOKENS, 4), (lambda: Wide(nn.ReLU()), IMAGES, 8), (lambda: Wide(nn.Hardswish()), IMAGES, 8)],
 )
 def test_outlier_channels_cost_less_by_default(tmp_path, target, model, x, gain):
-    torch.manual_seed(0)
     model = model().eval()
     with torch.no_grad():
         wanted = model(x).numpy()
@@ -221,7 +219,6 @@ def test_outlier_channels_cost_less_by_default(tmp_path, target, model, x, gain)
 
 
 def test_a_poor_product_stays_float_with_its_reason_unless_a_rule_says_otherwise(tmp_path):
-    torch.manual_seed(0)
     file = export(Sink().eval(), tmp_path / "float.onnx", x=TOKENS)
     for rules in ((), (compress.Rule(match="*MatMul*"),)):
         spec = compress.QuantSpec(target="openvino", rules=rules)
@@ -231,7 +228,6 @@ def test_a_poor_product_stays_float_with_its_reason_unless_a_rule_says_otherwise
 
 
 def test_ordinary_ranges_add_nothing(tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
     file = export(model, tmp_path / "float.onnx", x=IMAGES)
     for smooth in ("auto", None):

@@ -284,7 +284,6 @@ def test_two_processes_give_the_metrics_of_one(finished, tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "ptq"])
 def test_weights_for_other_classes_are_refused_where_nothing_trains_their_classifier(tmp_path, command):
-    torch.manual_seed(0)
     torch.save(tiny(num_classes=3).state_dict(), tmp_path / "three.pth")
     tree = {**TREE, "model": {**TREE["model"], "weights": str(tmp_path / "three.pth")}, "train": {"epochs": 0}}
     with pytest.raises(ModelError, match=r"classifies 3 classes.*10.*train.epochs is 0.*random.*train.epochs of 1 or"):

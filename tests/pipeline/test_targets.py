@@ -244,7 +244,6 @@ class Counted:
 
 @pytest.mark.parametrize("calibrator", further(["mse", "entropy", "max", "lsq"], ["entropy", "lsq"]))
 def test_shared_calibration_gives_each_target_the_ranges_of_its_own(calibrator):
-    torch.manual_seed(0)
     model, batches = tiny().eval(), [torch.randn(8, 3, 16, 16) for _ in range(2)]
     spec = compress.QuantSpec(
         target=("tensorrt", "openvino", "onnxruntime"), activations=compress.ActivationSpec(calibrator=calibrator)

@@ -160,7 +160,6 @@ def test_an_activation_costs_its_quantized_tensor_and_one_bit():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_training(precision):
     # 20 steps with momentum: the same losses, ranges and weights, but for rounding.
-    torch.manual_seed(0)
     start, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
     runs = []
     for fused in ("on", "off"):
@@ -275,7 +274,6 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, kernels, compiled):
 
 def test_a_tied_weight_is_fused_and_the_model_stays_whole():
     # A weight that is a layer's, and transposed another's: a module of the graph is part of another's path.
-    torch.manual_seed(0)
     x = torch.randn(4, 8)
     model = Net(
         lambda net, x: net.head(torch.relu(F.linear(torch.relu(net.encode(x)), net.encode.weight.t()))),
@@ -387,7 +385,6 @@ def test_how_many_groups_become_one(groups, width, expected):
 @pytest.mark.parametrize(("groups", "count"), [(6, 2), (6, 3), (6, 6), (6, 1)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_merged_groups_are_the_same_convolution(groups, count, stride):
-    torch.manual_seed(0)
     x = torch.randn(2, 6 * 5, 7, 9, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6 * 4, 5, 3, 3, dtype=torch.float64, requires_grad=True)
     one = F.conv2d(x, weight, None, stride, 1, 1, groups)
@@ -399,7 +396,6 @@ def test_merged_groups_are_the_same_convolution(groups, count, stride):
 
 
 def test_a_layer_with_narrow_groups_computes_what_float64_does(monkeypatch):
-    torch.manual_seed(0)
     layer = nn.Conv2d(72, 72, 3, padding=1, groups=3)
     weight = layer.weight.detach().bfloat16()
     x = torch.randn(2, 72, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)

@@ -119,7 +119,6 @@ def test_a_shared_tensor_gets_one_quantizer_and_what_is_off_stays_off():
 
 
 def test_ranges_measured_at_each_call_learned_ones_and_dead_channels():
-    torch.manual_seed(0)
     x = torch.randn(16, 6)
     model = calibrated(nn.Sequential(theirs.QuantLinear(6, 4)), x)
     del model[0]._weight_quantizer._amax  # dynamic: for a weight that is still known

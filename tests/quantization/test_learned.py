@@ -335,7 +335,6 @@ def test_a_rule_decides_before_first_and_last():
 
 @pytest.mark.parametrize("axis", [None, 0])
 def test_the_file_computes_what_was_trained_also_where_batchnorm_changes_the_sign(axis, tmp_path):
-    torch.manual_seed(0)
     model = tiny()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -390,7 +389,6 @@ def test_damping_pulls_weights_to_their_integer():
 
 def test_two_bits_learn():
     # Two classes of images, told apart by a trained network of 2 bits: the loss falls to a half and stays finite.
-    torch.manual_seed(0)
     model = network().eval()
     qmodel = compress.quantize(model, X[:2], [X], spec=spec())
     compress.learn_scales(qmodel)

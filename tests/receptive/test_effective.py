@@ -150,7 +150,6 @@ def test_random_upstream_is_repeatable_and_measures_the_norm(small):
 
 
 def test_influence_lies_within_the_theoretical_field():
-    torch.manual_seed(0)
     model = torchvision.models.resnet18(weights=None)
     field = effective_receptive_field(model, torch.rand(2, 3, 80, 80), layer="layer2")
     (top, bottom), (left, right) = field.theoretical.interval(field.unit)
@@ -180,7 +179,6 @@ def test_transformers_and_convnext_without_editing(model, layer, grid):
 
 def test_tokens_are_found_behind_the_class_token():
     # The gradient of a token of a patch embedding covers its own patch.
-    torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3).eval()
     field = effective_receptive_field(
         model, torch.rand(1, 3, 32, 32), layer="encoder.dropout", options=ErfOptions(unit=(1, 3))
@@ -207,7 +205,6 @@ def loops():
 
 
 def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
-    torch.manual_seed(0)
     model = loops().double()
     images = torch.rand(2, 3, 9, 9, dtype=torch.float64)
     field = effective_receptive_field(model, images, layer="steps.1", options=ONES)
@@ -221,7 +218,6 @@ def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
 
 
 def test_a_layer_inside_a_part_that_was_kept_whole():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), loops())
     images = torch.rand(1, 3, 9, 9)
     field = effective_receptive_field(model, images, layer="1.steps.0")
@@ -273,7 +269,6 @@ def test_images_in_which_a_unit_is_dead_are_counted():
 
 
 def test_channels_that_sum_to_zero_are_said_not_measured_as_noise():
-    torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3)
     with pytest.raises(ReceptiveFieldError, match="sum to zero"):
         effective_receptive_field(model, torch.rand(2, 3, 32, 32), layer="encoder.ln", options=ONES)
@@ -341,7 +336,6 @@ def test_a_unit_outside_and_images_of_two_sizes_are_refused(images, unit, messag
 
 
 def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
-    torch.manual_seed(0)
     model = uniform_network(6, 3)
     images = torch.rand(2, 1, 21, 21)
     first = effective_receptive_field(model, images)

@@ -294,7 +294,6 @@ def test_batch_scales_what_computes():
 
 
 def test_nothing_masked_is_nothing_gained_and_totals_are_the_rooflines():
-    torch.manual_seed(0)
     model, x = models.resnet18(), torch.zeros(2, 3, 64, 64)
     bound = sparse_bound(model, x, masked=[], device="a100")
     whole = roofline(model, x, device="a100", precision="int8", fused=True)

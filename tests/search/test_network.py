@@ -163,7 +163,6 @@ def test_a_rebuilt_network_takes_the_weights():
 
 
 def test_reconstruction_comes_nearer():
-    torch.manual_seed(0)
     model = build_model(ModelSpec(name="tests.networks:tiny"), num_classes=10)
     pictures = torch.randn(64, 3, 16, 16)
     model.train()(pictures)  # statistics of these pictures

@@ -192,7 +192,6 @@ class Sneaky(nn.Conv2d):
 
 
 def test_network_that_would_change_is_put_back_and_refused(monkeypatch):
-    torch.manual_seed(0)
     model = nn.Sequential(*conv(3, 16, 3), Sneaky(16, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 1)).eval()
     monkeypatch.setattr(channel_permutation, "trace", lambda model, inputs: leafy(model))
     with unchanged(model), pytest.raises(SparsityError, match="would compute|so the permutation was undone"):
@@ -390,7 +389,6 @@ def test_families_of_torchvision(family):
 
 
 def test_transformer_blocks_are_permuted_inside_and_say_why_not_between():
-    torch.manual_seed(0)
     model = models.VisionTransformer(16, 8, 1, 2, 32, 64, num_classes=8)
     nn.init.normal_(model.heads.head.weight)
     x = torch.randn(1, 3, 16, 16)

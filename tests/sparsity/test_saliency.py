@@ -131,7 +131,6 @@ def test_hessians_without_meaning_are_refused(hessian):
 
 
 def test_layers_are_measured_in_order_and_the_model_is_not_changed(monkeypatch):
-    torch.manual_seed(0)
     model = Net(
         lambda net, x: net.second(F.relu(net.first(x))),
         first=nn.Conv2d(8, 16, 3, padding=1, groups=2),
@@ -243,7 +242,6 @@ def branches():
 
 def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
     # Channels of zeros are the weakest, so the network before pruning is the oracle.
-    torch.manual_seed(0)
     model, x = branches().eval(), batch()
     with torch.no_grad():
         for layer in (model.a[0], model.b[0], model.dw, model.c, model.a[1], model.b[1]):

@@ -452,7 +452,6 @@ def test_the_update_is_adam_on_the_papers_loss(seed, kind, temperature, scale):
 
 def test_a_choice_that_magnitudes_cannot_see_is_learned():
     # Inputs whose weights are small carry the target; those of large weights are zero.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8, bias=False))
     planted = torch.zeros(8, 16, dtype=torch.bool)
     planted.view(8, 4, 4)[..., [1, 2]] = True

@@ -47,7 +47,6 @@ def test_compiled_by_regions_is_the_same_training():
 
 # ---------------------------------------------------------------------------------------------- mean of the weights
 def test_mean_is_that_of_torch():
-    torch.manual_seed(0)
     model, decay = linear(), 0.6
 
     def average(mean, own, step):
@@ -180,7 +179,6 @@ def test_a_range_that_is_not_a_number_is_found():
 
 
 def test_statistics_are_the_means_over_the_batches():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.9), nn.Conv2d(8, 4, 3))
     model = model.append(nn.BatchNorm2d(4)).eval()
     model[5].train()  # the modes come back, one by one
@@ -213,7 +211,6 @@ def test_a_model_without_batchnorm_is_left_alone():
 
 def test_a_masked_network_gets_its_own_statistics():
     # Recalibration restores most of the shift that a mask causes in the outputs of later layers.
-    torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
     dense = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     images = ToySplit(64, size=8).images

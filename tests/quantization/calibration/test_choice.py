@@ -179,7 +179,6 @@ def test_largest_magnitude_keeps_nan():
 @pytest.mark.parametrize("kind", ["entropy", "mse", "percentile"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_many_choose_together_what_each_chooses_alone(kind, signed):
-    torch.manual_seed(0)
     group = [make_calibrator(kind, signed=signed) for _ in range(4)]
     for i, calibrator in enumerate(group):
         for _ in range(2):
@@ -205,7 +204,6 @@ def test_small_tensors_are_copied_to_the_processor_together():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("kind", ["max", "entropy", "mse", "percentile"])
 def test_a_gpu_counts_and_chooses_what_the_processor_does(kind):
-    torch.manual_seed(0)
     batches = [torch.randn(8, 16, 33, 31).relu(), 2 * torch.randn(8, 16, 33, 31), 40 * torch.randn(8, 16, 33, 31)]
     cpu, gpu = make_calibrator(kind), make_calibrator(kind)
     for batch in batches:

@@ -33,7 +33,6 @@ def layers_with_quantized_weights(path):
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("source", ["torch", "file"])
 def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
-    torch.manual_seed(0)
     model, spec, out = Gated().eval(), compress.QuantSpec(target=target), tmp_path / "int8.onnx"
     with pytest.warns(compress.CompressWarning, match="branch"):
         if source == "torch":
@@ -86,7 +85,6 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("source", ["torch", "file"])
 def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(target, source, tmp_path):
-    torch.manual_seed(0)
     model, spec, out = Dense().eval(), compress.QuantSpec(target=target), tmp_path / "int8.onnx"
     if source == "torch":
         qmodel = compress.quantize(model, X[:1], [X], spec=spec)
@@ -126,7 +124,6 @@ class Casts(nn.Module):
 
 @pytest.mark.parametrize("make", [Skip, lambda: Casts(torch.float16), lambda: Casts(torch.float64)])
 def test_onnx_runtime_computes_as_many_convolutions_in_integers_as_the_audit_says(make, tmp_path):
-    torch.manual_seed(0)
     qmodel = compress.quantize(make().eval(), X[:1], [X], spec=compress.QuantSpec(target="onnxruntime"))
     path = compress.export_onnx(qmodel, X[:1], tmp_path / "q.onnx")
     with compress.build_engine(path, "onnxruntime", batch_size=2, profile="yes") as engine:
@@ -144,7 +141,6 @@ def test_onnx_runtime_computes_as_many_convolutions_in_integers_as_the_audit_say
     ),
 )
 def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, source, tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     model = nn.Sequential(*model, nn.Softmax(-1)).eval()
     with torch.no_grad():
@@ -164,7 +160,6 @@ def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, so
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_transposed_convolutions_of_any_rank_are_quantized(rank):
-    torch.manual_seed(0)
     layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 1]
     model, x = layer(4, 6, 3, 2, output_padding=1).eval(), torch.randn(2, 4, *(5,) * rank)
     qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino"))

@@ -471,7 +471,6 @@ def block():
     [(None, [False, True]), ("identity", [False, True]), ("both", [True, True]), ("none", [False, False])],
 )
 def test_branches(residual, expected):
-    torch.manual_seed(0)
     x = torch.randn(2, 4, 6, 6)
     qmodel = compress.insert_quantizers(block(), x, compress.QuantSpec(residual=residual))
     (add,) = [node for node in qmodel.graph.nodes if node.target in {operator.add, torch.add}]

@@ -182,7 +182,6 @@ def test_models_that_cannot_be_quantized_say_what_to_give(make, error, words):
     "layer", [None, lambda: nn.Linear(16, 5), lambda: nn.Conv2d(3, 8, 3), lambda: nn.Conv1d(16, 4, 1)]
 )
 def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
-    torch.manual_seed(0)
     model = layer() if layer else root()
     x = X[:, 0] if isinstance(model, nn.Conv1d) else X
     qmodel = quantize(model, x[:2], [x], spec=MAX)

@@ -344,7 +344,6 @@ def quantized(model, x, target, **keys):
     ids=["norm", "vit", "conv"],
 )
 def test_outlier_channels_cost_less(make, x, target):
-    torch.manual_seed(0)
     model = make().eval()
     with unchanged(model):
         found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
@@ -356,7 +355,6 @@ def test_outlier_channels_cost_less(make, x, target):
 
 def test_the_float_network_stays_what_it_was():
     # Without quantizers the scaled network computes what the caller's does.
-    torch.manual_seed(0)
     model = norm_alone().eval()
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)
     for _, quantizer in quantizers(qmodel):
@@ -366,7 +364,6 @@ def test_the_float_network_stays_what_it_was():
 
 
 def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(tmp_path):
-    torch.manual_seed(0)
     model = Sink().eval()
     qmodel = quantized(model, TOKENS, "openvino")
     (rule,) = qmodel.placement.measured_rules
@@ -383,7 +380,6 @@ def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(tmp_path):
 
 
 def test_a_generator_and_ordinary_ranges():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
     read = []
 

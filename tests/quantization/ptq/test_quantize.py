@@ -200,7 +200,6 @@ def zero_init():
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_stays_float(target):
-    torch.manual_seed(0)
     model, x = zero_init().eval(), torch.randn(4, 3, 8, 8)
     spec = compress.QuantSpec(target=target)
     qmodel = compress.quantize(model, x, [x], spec=spec)
@@ -336,7 +335,6 @@ def test_what_helps_is_kept_beside_what_does_not():
 
 
 def test_a_gain_needs_no_note():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     with torch.no_grad():
         model[0].weight.mul_(torch.logspace(-2, 2, 8)[:, None, None, None])

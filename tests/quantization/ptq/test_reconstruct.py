@@ -134,7 +134,6 @@ class Sized(nn.Module):
 @pytest.mark.parametrize("way", ["size", "shape", "whole"])
 def test_the_number_of_images_keeps_no_block_together(way):
     # EfficientNet-Lite0 was one block, and its reconstruction took hours.
-    torch.manual_seed(0)
     network, x = Sized(way).eval(), torch.randn(6, 3, 8, 8)
     qmodel = compress.quantize(network, x[:2], [x], spec=spec())
     found = blocks(qmodel, most=1)
@@ -197,7 +196,6 @@ def test_soft_rounding_reaches_both_ends_and_inverts():
 
 def test_close_to_the_best_of_all_roundings():
     # A row of 8 weights has 256 roundings up or down; all of them are tried, for 16 rows.
-    torch.manual_seed(0)
     layer, x = quantized(nn.Linear(8, 16), 4), correlated(256, 8)
     with torch.no_grad():
         targets = layer.bias + x @ layer.weight.T
@@ -302,7 +300,6 @@ def test_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_zeros_stay_zeros():
-    torch.manual_seed(0)
     layer = nn.Linear(8, 6)
     with torch.no_grad():
         layer.weight[:, ::2] = 0

@@ -53,7 +53,6 @@ def test_rows_are_what_recipes_with_those_rules_give(target):
 
 def test_noise_of_layers_alone_adds_up_to_about_that_of_all():
     # The assumption that mixed precision rests on, where no layer shares a tensor with another.
-    torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU())], nn.Linear(64, 10)).eval()
     x = torch.randn(256, 64)
     spec = QuantSpec(activations=ActivationSpec(num_bits=6, calibrator="max"))
@@ -91,7 +90,6 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_network_of_two_inputs(nested):
-    torch.manual_seed(0)
     model, facts = Two().eval(), torch.randn(8, 6)
     batch = ((X, facts), Y) if nested else (X, facts, Y)
     report = sensitivity(model, (X[:2], facts[:2]), [batch], [batch])
