@@ -54,7 +54,6 @@ LAZY = {"cli", "__init__"}
 class Import:
     # One import statement.
     #
-    # Attributes:
     # modules: what it names; `from a import b` names a.b where that is a module, else a.
     # line: its number.
     # inside: True inside a function.

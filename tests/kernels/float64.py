@@ -9,7 +9,6 @@ from compress.qat_fusion.chain import product
 def beside_float64(run, reference, made, generator):
     # (the result, it and its gradients, those of the reference, where they are sure); zeros stand elsewhere.
     #
-    # Args:
     # run: takes what is `made`.
     # reference: takes the same in float64; (its result, which of it is sure): elsewhere no gradient comes in either.
     # made: tensors.

@@ -37,7 +37,6 @@ def happens(kind: Kind, operation: str) -> bool:
 class Point(NamedTuple):
     # A file operation of a run.
     #
-    # Attributes:
     # file: that is written.
     # operation: `create`, `fsync` or `rename`.
     # steps: of the run that were finished before it; several files are written anew after each step.
@@ -52,7 +51,6 @@ def faults(
 ) -> Iterator[list[Point]]:
     # Make the chosen operations on files in `out` go wrong while the block runs; yields the operations so far.
     #
-    # Args:
     # out: folder of the run.
     # kind: what goes wrong; a file is cut short where it is synchronized, and from the making of a file on the disk is
     # `full`: nothing can be written to any file while the block runs.

@@ -10,7 +10,6 @@ from tests.exact import open_session
 class Builder:
     # Adds layers one after another; every tensor is named, and runs in ONNX Runtime to find ranges.
     #
-    # Args:
     # shape: of the input; the batch is left open in the file.
     # seed: of weights and of the calibration input.
     # unsigned: activations are quantized to uint8 with a zero point of their own, as ONNX Runtime's quantizer does.
@@ -132,7 +131,6 @@ def convnext(b):
 def windows(b, x, sizes):
     # Attention of x to itself in windows, as Swin's shifted ones: a bias of heads and pixels, a mask of windows.
     #
-    # Args:
     # b: builder.
     # x: (images, windows, pixels, channels), quantized.
     # sizes: windows, pixels, heads, depth.
