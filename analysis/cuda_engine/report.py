@@ -229,7 +229,6 @@ def _layer(group: Sequence[Row], total: float, device: Device) -> Sequence[str]:
 
 
 def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:
-    """Return the word of `REASONS` for a layer that takes `ms`; "" for one that reaches a roof."""
     if round(max(bandwidth, peak), 2) >= _REACHED:
         return ""
     if ms < _LAUNCH_MS:
