@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import compress
+from compress import TrainSpec, fit
 from compress.data.base import BatchPlan
 from compress.errors import CheckpointError
 from compress.training.checkpoint import save_model
@@ -76,7 +77,7 @@ def die_at_rename(suffix, count):
     sys.addaudithook(hook)
 
 
-SPEC = compress.TrainSpec(
+SPEC = TrainSpec(
     epochs=3,
     lr=0.05,
     warmup_epochs=0.5,
@@ -89,7 +90,7 @@ SPEC = compress.TrainSpec(
 
 def train(folder, optimizer, progress=QUIET, resume=False):
     model, spec = convnet(), replace(SPEC, optimizer=optimizer)
-    report = compress.fit(model, toy_data(), spec, batch_size=5, folder=folder, resume=resume, progress=progress)
+    report = fit(model, toy_data(), spec, batch_size=5, folder=folder, resume=resume, progress=progress)
     save_model(model, folder / "final.safetensors", {"resumed_from": report.resumed_from, "steps": report.steps})
 
 
@@ -144,11 +145,11 @@ def member(folder, environment):
     who = f"{processes.world_size}-{processes.rank}"
     facts = {"is_main": processes.is_main, "exchange": exchange(processes)}
     options = {"device": None, "processes": processes, "batch_size": 7}  # shares of 4 and 3
-    spec = compress.TrainSpec(epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5)
+    spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5)
 
     model = smooth(seed=processes.rank)  # rank 0's weights are to be everybody's
     place = folder / f"files-{processes.world_size}"
-    report = compress.fit(model, toy_data(), spec, folder=place, **options)
+    report = fit(model, toy_data(), spec, folder=place, **options)
     save_model(model, folder / f"smooth-{who}.safetensors")
     facts["history"] = [(row.train_loss, row.train_top1, row.val_top1) for row in report.history]
     facts["accuracy"] = vars(compress.evaluate(model, toy_data().val, **options))
@@ -156,40 +157,36 @@ def member(folder, environment):
     stopped = folder / f"stopped-{processes.world_size}"
     spec = replace(spec, checkpoint_steps=1)
     try:
-        compress.fit(smooth(), interrupted_data(loads=10), spec, folder=stopped, **options)
+        fit(smooth(), interrupted_data(loads=10), spec, folder=stopped, **options)
     except KeyboardInterrupt:
         resumed = smooth(seed=5)
-        facts["resumed_from"] = compress.fit(
-            resumed, toy_data(), spec, folder=stopped, resume=True, **options
-        ).resumed_from
+        facts["resumed_from"] = fit(resumed, toy_data(), spec, folder=stopped, resume=True, **options).resumed_from
         save_model(resumed, folder / f"resumed-{who}.safetensors")
 
-    compress.fit(rounded := smooth(), toy_data(), replace(spec, gradients="bf16"), folder=None, **options)
+    fit(rounded := smooth(), toy_data(), replace(spec, gradients="bf16"), folder=None, **options)
     save_model(rounded, folder / f"rounded-{who}.safetensors")
     crossed = smooth(seed=0 if processes.world_size > 1 else 5)  # two are stopped, and one goes on
     try:
         data = interrupted_data(loads=10) if processes.world_size > 1 else toy_data()
-        compress.fit(crossed, data, spec, folder=folder / "crossed", resume=True, **options)
+        fit(crossed, data, spec, folder=folder / "crossed", resume=True, **options)
         save_model(crossed, folder / "crossed.safetensors")
     except KeyboardInterrupt:
         pass
 
-    compress.fit(with_aux := WithAuxiliary(), toy_data(), spec, folder=None, **options)
+    fit(with_aux := WithAuxiliary(), toy_data(), spec, folder=None, **options)
     save_model(with_aux, folder / f"auxiliary-{who}.safetensors")
 
     torch.manual_seed(0)
     normed = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, CLASSES))
-    compress.fit(
-        normed, toy_data(), compress.TrainSpec(epochs=1, warmup_epochs=0), folder=None, **{**options, "batch_size": 8}
-    )
+    fit(normed, toy_data(), TrainSpec(epochs=1, warmup_epochs=0), folder=None, **{**options, "batch_size": 8})
     save_model(normed, folder / f"normed-{who}.safetensors")
     torch.manual_seed(0)
     shared = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, CLASSES)
     )
     kept = dict(shared.named_modules())
-    spec = compress.TrainSpec(epochs=2, warmup_epochs=0, sync_batchnorm=True)
-    report = compress.fit(shared, toy_data(), spec, folder=None, **options)  # shares of 4 and 3
+    spec = TrainSpec(epochs=2, warmup_epochs=0, sync_batchnorm=True)
+    report = fit(shared, toy_data(), spec, folder=None, **options)  # shares of 4 and 3
     save_model(shared, folder / f"shared-{who}.safetensors")
     facts["shared"] = [row.train_loss for row in report.history]
     facts["restored"] = all(dict(shared.named_modules())[name] is module for name, module in kept.items())
@@ -246,13 +243,11 @@ def widened(folder):
 def widened_member(folder, environment):
     processes = init_processes("cpu", environment=environment)
     alone = processes.world_size == 1
-    spec = compress.TrainSpec(
-        epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5, checkpoint_steps=1
-    )
+    spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5, checkpoint_steps=1)
     model, data = smooth(seed=0 if alone else 5), interrupted_data(loads=10) if alone else toy_data()
     options = {"device": None, "processes": processes, "batch_size": 7}
     try:
-        compress.fit(model, data, spec, folder=folder / "run", resume=not alone, **options)
+        fit(model, data, spec, folder=folder / "run", resume=not alone, **options)
         save_model(model, folder / f"widened-{processes.rank}.safetensors")
     except KeyboardInterrupt:
         pass
@@ -279,7 +274,7 @@ def fail():
 def dying_member(environment, end):
     processes = init_processes("cpu", environment=environment)
     data = toy_data() if processes.is_main else interrupted_data(5, end)
-    compress.fit(smooth(), data, compress.TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
+    fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
 def sharded_member(folder, environment):
