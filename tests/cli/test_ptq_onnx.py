@@ -103,7 +103,7 @@ def test_refusals(compress, folder, words, text):
 
 
 def test_pictures_become_inputs_as_asked(folder):
-    """Against numpy; a picture that has the size already is not resized."""
+    # Against numpy; a picture that has the size already is not resized.
     form = Preprocessing(
         image_size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR", resize="squash"
     )

@@ -123,7 +123,7 @@ def test_a_graph_that_computes_something_else_is_refused():
 @pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
 def test_a_network_that_is_random_in_evaluation_is_refused_also_where_a_draw_changes_nothing(draw):
     with pytest.raises(ModelError, match="draws random numbers in evaluation too"):
-        trace(networks.Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
+        compress.trace(networks.Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
 
 
 def test_wrong_inputs_are_named():
