@@ -17,7 +17,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
-from compress import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.errors import ExportError
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
