@@ -1221,14 +1221,19 @@ def _pad(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> 
     pads, value, axes = (c.given(node, place) for place in range(1, 4))
     filling = 0.0 if value is None else float(value.reshape(-1)[0])
     mode = attributes.get("mode", "constant")
-    if pads is None or mode not in {"constant", "reflect"} or filling or pads.min() < 0:
+    integers = not filling and _keeps(c, node, [source])  # a value beside 0 is on no grid
+    if pads is None or mode not in {"constant", "reflect"} or pads.min() < 0 or (filling and mode != "constant"):
         raise c.refusal(node, f"of mode {mode!r}, value {filling} or computed or negative sizes is not written")
     ends = np.zeros((rank, 2), np.int32)
     for i, axis in enumerate(range(rank) if axes is None else axes.reshape(-1)):
         ends[int(axis)] = pads.reshape(2, -1)[:, i]
-    integers, last = _keeps(c, node, [source]), c.is_last(source)
+    last = c.is_last(source)
     placed = ends[list(_LAST)] if last else ends
-    _through(c, node, "PAD" if mode == "constant" else "MIRROR_PAD", placed, last=last, integers=integers)
+    if filling:
+        number = np.asarray([filling], c.dtype(source))
+        _through(c, node, "PADV2", placed, number, last=last, integers=False, kind="PadV2")
+    else:
+        _through(c, node, "PAD" if mode == "constant" else "MIRROR_PAD", placed, last=last, integers=integers)
 
 
 def _max_pool(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:

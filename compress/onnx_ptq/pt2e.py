@@ -185,7 +185,9 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     with library_errors(ExportError, f"{file}: ExecuTorch does not take it: "), looked_up_once():
         edge = lower(program, partitioner=[partitioner()], constant_methods={INFORMATION: written})
         content = edge.to_executorch().buffer
-    _compare(source.path, expected, run_program(content, inputs), "as an ExecuTorch file")
+    with library_errors(ExportError, f"{file}: ExecuTorch does not run what it made of it: "):
+        found = run_program(content, inputs)
+    _compare(source.path, expected, found, "as an ExecuTorch file")
     with replacing_model(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)

@@ -38,7 +38,7 @@ def squeeze():
     def run(net, x):
         x = F.hardswish(net.a(x))
         x = x * F.hardsigmoid(net.excite(F.relu(net.squeeze(F.adaptive_avg_pool2d(x, 1)))))
-        return F.avg_pool2d(F.silu(net.b(x)), 2).flatten(1)
+        return F.avg_pool2d(F.pad(F.silu(net.b(x)), (0, 2), value=1.0), 2).flatten(1)
 
     return Net(
         run,

@@ -110,6 +110,12 @@ def test_casts_of_inputs_and_to_half_and_back(tmp_path, dtype):
     assert compress.audit_onnx(out).int8_share == 1
 
 
+def test_a_running_sum_is_read(tmp_path):
+    model = Net(lambda net, x: net.b(net.a(x).cumsum(-1)), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval()
+    x = torch.randn(2, 3, 5, 6)
+    torch.testing.assert_close(compress.from_onnx(export(model, tmp_path / "m.onnx", x=x), x)(x), model(x))
+
+
 def test_sides_that_the_file_leaves_open(tmp_path):
     conv = helper.make_node("Conv", ["x", "w"], ["y"], name="a.b")
     onnx.save(model_of([conv], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "m.onnx")

@@ -14,6 +14,7 @@ from compress.errors import DataError
 from compress.pipeline.predict import by_tiles, predict
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
+from examples.super_resolution import Fsrcnn, SwinIR
 from tests.exact import open_session
 
 SIZE, SCALE = 16, 2
@@ -79,6 +80,16 @@ def structural_similarity(a, b):
     c1, c2 = 0.01**2, 0.03**2
     seen = (2 * mean_a * mean_b + c1) * (2 * both + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
     return seen[5:-5, 5:-5].mean()
+
+
+@pytest.mark.parametrize("network", [Fsrcnn, SwinIR])
+def test_the_other_networks_of_the_example_enlarge_and_are_quantized(network):
+    options = {"depth": 2} if network is Fsrcnn else {"channels": 12, "groups": 1, "depth": 2}
+    torch.manual_seed(0)
+    model, x = network(**options).eval(), torch.rand(2, 3, SIZE, SIZE)
+    found = compress.quantize(model, x[:1], [x])(x)
+    assert found.shape == (2, 3, SCALE * SIZE, SCALE * SIZE)
+    assert -10 * torch.log10((found - model(x)).square().mean()) > 35
 
 
 @pytest.fixture(scope="module")

@@ -502,6 +502,12 @@ def _arg(function: Any) -> Converter:
     return convert
 
 
+def _cumulative(b: Builder, node: onnx.NodeProto) -> Value:
+    if attribute(node, "exclusive", 0) or attribute(node, "reverse", 0):
+        raise QuantizationError("it leaves out the number itself, or begins at the end")
+    return b.call(torch.cumsum, b.tensor(node.input[0]), b.integers(node.input[1])[0])
+
+
 def _passed(b: Builder, node: onnx.NodeProto) -> Value:
     return b.tensor(node.input[0])
 
@@ -597,6 +603,7 @@ OPERATORS: dict[str, Converter] = {
     "Einsum": _einsum,
     "ArgMax": _arg(torch.argmax),
     "ArgMin": _arg(torch.argmin),
+    "CumSum": _cumulative,
     "GlobalAveragePool": _global,
     "GlobalMaxPool": _global,
     "MaxPool": _pool,
