@@ -269,10 +269,12 @@ def reason_of(name: str, said: str, network: object, x: Any) -> str:
             copy.deepcopy(network)(*x)
         if not counter.get_total_flops():
             return f"{NO_PRODUCT}: torch counts none"
-    if isinstance(network, Path) and "has no layer that can be quantized" in said:
-        made = {node.op_type for node in onnx.load(network).graph.node}
-        if not made & _PRODUCTS:
-            return f"{NO_PRODUCT}: none of its own in the file"
+    if (
+        isinstance(network, Path)
+        and "has no layer that can be quantized" in said
+        and not {node.op_type for node in onnx.load(network).graph.node} & _PRODUCTS
+    ):
+        return f"{NO_PRODUCT}: none of its own in the file"
     own = name.rpartition(".")[2].partition(" ")[0]
     return next((reason for part, reason in (READ | SAID).items() if part in (own, name) or part in said), "not read")
 
