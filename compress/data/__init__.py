@@ -5,6 +5,7 @@ Here: the `data` section of a recipe.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -193,3 +194,7 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
         values = getattr(spec, key)
         if values is not None and len(values) != 3 and not own:
             yield f"data.{key} has {len(values)} values: it must have one for each of R, G and B"
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

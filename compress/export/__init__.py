@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -35,3 +36,7 @@ class ExportSpec:
     channel_scales: Literal["weight", "output"] = "weight"
     nms: bool = False
     require: Literal["int8", "fp16"] | None = None
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,3 +40,7 @@ class ModelSpec:
     weights: str | None = None
     num_classes: Classes | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

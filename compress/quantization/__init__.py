@@ -5,6 +5,7 @@ Here: the `quantization` section of a recipe, which is also the argument of `com
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
@@ -349,3 +350,7 @@ def _kind_contradictions(spec: QuantSpec) -> Iterator[str]:
                 f"{where}: weights.kind is {kinds[0]} and activations.kind {kinds[1]}; a product of FP8 takes both in "
                 "FP8: give both the same kind"
             )
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

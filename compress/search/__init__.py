@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -77,3 +78,7 @@ def search_contradictions(spec: SearchSpec) -> Iterator[str]:
             yield f"search.{key} is {values!r}: it names one value twice"
     if any(not 0 < share < 1 for share in spec.widths):
         yield f"search.widths is {spec.widths!r}: each must be above 0 and below 1; all channels are always allowed"
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

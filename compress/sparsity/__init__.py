@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -157,3 +158,7 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

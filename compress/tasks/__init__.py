@@ -5,6 +5,7 @@ Here: names of tasks, their losses, and what a recipe may say of them; without t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -45,3 +46,7 @@ def task_contradictions(task: str, loss: str | None, metric: str | None, decode:
 
 def allowed_names(known: Sequence[str]) -> str:
     return f"one of: {', '.join(known)}, or package.module:function" if known else "package.module:function"
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]

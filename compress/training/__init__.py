@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -277,3 +278,7 @@ def task_specific(spec: TrainSpec, section: str, task: str) -> Iterator[str]:
             "train.stop_within compares with the float network, which this section trains: use train.stop_after, or "
             "set it in qat or finetune"
         )
+
+
+# The former place of this section, which scripts outside import.
+sys.modules[f"{__name__}.spec"] = sys.modules[__name__]
