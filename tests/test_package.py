@@ -1,4 +1,5 @@
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -138,3 +139,10 @@ def test_properties(variant, sparse, quantized, start):
 def test_a_foreign_name_is_no_variant():
     assert Variant.named("sparse_model") is None
     assert Variant.named("qat") is Variant.QAT
+
+
+@pytest.mark.parametrize(
+    "room", ["data", "export", "measure", "models", "quantization", "search", "sparsity", "tasks", "training"]
+)
+def test_a_section_of_a_recipe_is_found_under_its_former_name(room):
+    assert importlib.import_module(f"compress.{room}.spec") is importlib.import_module(f"compress.{room}")

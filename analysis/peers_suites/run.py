@@ -86,7 +86,7 @@ NEAR_DB, SAME_DB = 15.0, 25.0
 
 
 NOTHING, NO_PRODUCT = "nothing to quantize", "right: no product"
-# What a person who read the model says of the reason for its refusal.
+# The verdict on a refusal's reason, by a person who read the model.
 READ = {
     "CustomFunctionalConv": "right: its only product is a fixed filter",
     "MultiBranchesConnectedModelWithConcat": "right: joins a constant of one image, so its batch is fixed",

@@ -135,7 +135,7 @@ def form_of(
 
 
 def _form_in(file: Path, layout: str) -> Preprocessing:
-    """What the file says, with `resize` "" where it says nothing."""
+    """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""."""
     from compress.data.base import Preprocessing  # lazy: they import torch
     from compress.engines.onnx_file import read_onnx  # lazy: they import torch
     from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch

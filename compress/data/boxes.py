@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from compress.data import DataSpec
 from compress.data.base import DataSet, file_parts, uniform
-from compress.data.decode import read_image
+from compress.data.decode import pixels_of, read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device
 from compress.data.workers import Item, ItemSplit, Place
@@ -177,7 +177,7 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> Tensor:
     height, width = size
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()
+    return pixels_of(image)
 
 
 def moved(

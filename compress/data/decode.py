@@ -126,6 +126,11 @@ def read_image(
         return (convert or rgb)(file)
 
 
+def pixels_of(image: Image.Image) -> Tensor:
+    """(channels, height, width) uint8, contiguous."""
+    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()
+
+
 def rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB, upright by EXIF; 16-bit values are scaled, not clipped."""
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):

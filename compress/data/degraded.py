@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from compress.data import DataSpec
 from compress.data.base import DataSet, file_parts, hash_seed, uniform
-from compress.data.decode import read_image
+from compress.data.decode import pixels_of, read_image
 from compress.data.folder import every_fourth, pictures_in
 from compress.data.memory import to_device
 from compress.data.workers import Item, ItemSplit, Place
@@ -83,7 +83,7 @@ class _Reader(Dataset[Item]):
         except DataError as error:
             return None, None, str(file), str(error)
         low = degraded(truth, self.scale, self.noise, hash_seed(self.seed if seed is None else seed, index))
-        return _pixels(low), _pixels(truth), str(file), ""
+        return pixels_of(low), pixels_of(truth), str(file), ""
 
     def _part(self, file: Path, index: int, seed: int | None) -> Image.Image:
         image = read_image(file, max_pixels=self.max_pixels)
@@ -110,7 +110,3 @@ def degraded(truth: Image.Image, scale: int, noise: float, seed: int) -> Image.I
     levels = np.asarray(small, dtype=np.float32)
     levels = levels + noise * np.random.default_rng(seed).standard_normal(levels.shape, dtype=np.float32)
     return Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
-
-
-def _pixels(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()

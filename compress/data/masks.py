@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from compress.data import DataSpec
 from compress.data.base import DataSet, file_parts, uniform
-from compress.data.decode import read_image
+from compress.data.decode import pixels_of, read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device
 from compress.data.workers import Item, ItemSplit, Place
@@ -163,7 +163,7 @@ def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tupl
     if (image.height, image.width) != size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
         mask = mask.resize((width, height), Image.Resampling.NEAREST)
-    return _pixels(image), torch.from_numpy(np.array(mask))
+    return pixels_of(image), torch.from_numpy(np.array(mask))
 
 
 def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws: list[float]) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,3 @@ def _window(length: int, size: int, draw: float) -> tuple[slice, slice]:
         return slice(0, size), slice(start, start + size)
     start = int(draw * (size - length + 1))
     return slice(start, start + length), slice(0, length)
-
-
-def _pixels(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()

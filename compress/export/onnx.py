@@ -293,7 +293,7 @@ class _OfThread(type):
 
 
 class _Printed:
-    """The standard error, which drops what the thread that made it writes."""
+    """A stream to standard error that drops what the thread that made it writes."""
 
     def __init__(self) -> None:
         self._stream, self._thread = sys.stderr, threading.get_ident()

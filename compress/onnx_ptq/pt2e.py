@@ -114,7 +114,7 @@ def to_pt2e(
 
 
 def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.ExportedProgram, tuple[Tensor, ...], list[Any]]:
-    """Return the program of a file, random inputs, and what it computes of them."""
+    """Return the program of a file, random inputs, and its outputs for them."""
     import torch.ao.quantization.fx._decomposed  # lazy: registers the operators of PT2E
 
     file, source = source.path, canonical(source, opset=OPSET)[0]

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from compress.data.base import Preprocessing
-from compress.data.decode import open_image, preprocessed, read_image, rgb
+from compress.data.decode import open_image, pixels_of, preprocessed, read_image, rgb
 from compress.data.folder import pictures_in
 from compress.engines.base import Engine, TensorInfo
 from compress.engines.onnx_file import read_onnx
@@ -55,10 +55,10 @@ def write_bundle(
         raise RunError(f"{model} is there already; name another model with --name, or remove it")
     with replacing(model / "1" / "model.onnx") as path:
         shutil.copyfile(file, path)
-    weights = [(place, model / "1" / place.name) for place in read_onnx(file).weight_files]
+    interface = read_onnx(file)
+    weights = [(place, model / "1" / place.name) for place in interface.weight_files]
     written = [model / "1" / "model.onnx", *(Path(shutil.copyfile(*pair)) for pair in weights)]
     if server == "triton":
-        interface = read_onnx(file)
         text = config_text(interface.inputs, interface.outputs, engine, max_batch_size=max_batch_size)
         written.append(write_text(model / "config.pbtxt", text))
     return written
@@ -149,7 +149,7 @@ def predict(
         for path, drawn in names.items():
             most, size = run.recipe.data.max_pixels, preprocessing.height_width
             if run.task.name == "restoration":
-                pixels = torch.from_numpy(np.array(read_image(path, max_pixels=most))).movedim(-1, 0)
+                pixels = pixels_of(read_image(path, max_pixels=most))
                 seen = by_tiles(pixels, size, lambda part: _answer(run.task, built, preprocessing, part))
             else:
                 pixels = read_picture(path, preprocessing, cropped=run.task.name == "classification", max_pixels=most)

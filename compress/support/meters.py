@@ -22,6 +22,7 @@ _TITLES = {
     "map": "mAP",
     "map50": "mAP50",
     "psnr": "PSNR",
+    "psnr_luminance": "PSNR of luminance",
     "ssim": "SSIM",
 }
 

@@ -478,7 +478,7 @@ def _cast(b: Builder, node: onnx.NodeProto) -> Value:
     if to == TensorProto.BFLOAT16:
         x = b.call("to", x, torch.bfloat16)  # rounded, and float32 as everything here
     if to in _FLOATS:
-        given = isinstance(x, fx.Node) and x.op == "placeholder"  # comes in the type of the file
+        given = isinstance(x, fx.Node) and x.op == "placeholder"  # an input keeps the type that the file states
         plain = to != TensorProto.BFLOAT16 and not given and b.types.get(node.input[0]) in _FLOATS
         return x if plain else b.call("to", x, torch.float32)
     if to not in _TYPES:

@@ -298,7 +298,7 @@ Formats = Mapping[str, str]  # format by layer
 
 @dataclass(frozen=True)
 class CostTable:
-    """Times by layer and format, and of what is no layer."""
+    """The time of each layer in each format, and that of everything that is no layer."""
 
     ms: Mapping[str, Mapping[str, float]]
     rest_ms: float
