@@ -121,6 +121,7 @@ def _why_no_layer(node: fx.Node) -> str:
 
 ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
+_IMAGE_CHANNELS = 4
 _NARROW = range(16, 73)  # channels of the groups that are merged; 24, 48 and 72 were timed on an H200
 _EVEN = 32  # cuDNN is fastest with groups of a multiple of it,
 _LARGEST_EVEN = 256  # or with one group of at most so many channels,
@@ -143,6 +144,8 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
+    if _takes_patches(layer) and use_triton(x, kernels):
+        return _patch_product(layer, x.to(weight_dtype(x)), weight, bias)
     if layer.groups > 1 and layer.padding_mode == "zeros" and use_triton(x, kernels):
         dtype, padding = weight_dtype(x), layer.padding
         if not isinstance(padding, str) and fits(x, weight, dtype, layer.stride, padding, layer.dilation):
@@ -154,6 +157,22 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
             wide = merged_groups(weight.to(dtype), layer.groups, count)
             return F.conv2d(x, wide, bias, layer.stride, padding, layer.dilation, layer.groups // count)
     return layer._conv_forward(x, weight, bias)
+
+
+def _takes_patches(layer: Any) -> bool:
+    """Whether the layer is a convolution of an image's patches, which do not overlap, as at the start of a ViT."""
+    if not isinstance(layer, nn.Conv2d) or layer.in_channels > _IMAGE_CHANNELS or layer.groups > 1:
+        return False
+    return layer.kernel_size == layer.stride and layer.padding == (0, 0) and layer.dilation == (1, 1)
+
+
+def _patch_product(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of patches as a matrix product; cuDNN pads an image's channels to eight, forward and backward."""
+    high, wide = layer.kernel_size
+    rows, columns = x.shape[2] // high, x.shape[3] // wide
+    x = x[:, :, : rows * high, : columns * wide].unflatten(3, (columns, wide)).unflatten(2, (rows, high))
+    patches = x.permute(0, 2, 4, 3, 5, 1).flatten(3)
+    return F.linear(patches, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
 
 
 def groups_together(groups: int, width: int) -> int:

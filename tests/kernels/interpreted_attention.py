@@ -66,7 +66,7 @@ GPU_PACKED = (
 WINDOWS = (
     # windows in all, of a mask, tokens, heads, width, format of probabilities, dtype
     (5, None, 19, 2, 8, SIGNED, torch.float32),
-    (4, 2, 16, 1, 24, UNSIGNED, torch.float16),
+    (6, 2, 16, 1, 24, UNSIGNED, torch.float16),
 )
 GPU_WINDOWS = ((256, None, 49, 3, 32), (128, 64, 49, 6, 32), (12, 4, 64, 2, 64))
 

@@ -118,7 +118,7 @@ def backward_kernel(
     of_bias = tl.zeros([ROWS, PADDED], dtype=tl.float32)
     local = tl.arange(0, ROWS)
     at = local[:, None] * WIDE + column[None, :]
-    for step in range(0, steps):
+    for step in tl.range(0, steps, num_stages=2):
         row = (tl.program_id(0).to(tl.int64) * steps + step) * ROWS
         known = local < rows - row
         there = known[:, None] & inside[None, :]
