@@ -7,9 +7,11 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,6 +37,15 @@ class Availability:
     devices: tuple[str, ...] = ()
     reason: str = ""
     install: str = ""
+
+
+def cpu_availability(name: str, package: str, library: Callable[[], object], install: str) -> Availability:
+    """Availability of an engine that runs on every CPU once `package` is installed."""
+    try:
+        library()
+    except EngineUnavailableError as error:
+        return Availability(name=name, available=False, reason=str(error), install=install)
+    return Availability(name=name, available=True, version=version(package), devices=("CPU",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,21 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise EngineError(f"{name} is {value!r}: it must be an integer of 1 or more, or None")
+
+
+def cpu_info(name: str, package: str, build: BuildOptions, path: Path) -> EngineInfo:
+    """Of an engine that computes in float32 on the CPU what is not quantized."""
+    if build.precision not in (None, "f32"):
+        raise EngineError(f"{name}: precision is {build.precision!r}; it runs what is not quantized in f32")
+    return EngineInfo(
+        engine=name,
+        label=name,
+        version=version(package),
+        device="CPU",
+        float_precision="f32",
+        options={"num_threads": str(build.threads or 1)},
+        path=str(path),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import tempfile
@@ -21,36 +20,26 @@ from torch import Tensor
 
 from compress.engines.base import (
     Arrays,
-    Availability,
     BuildOptions,
     Engine,
-    EngineInfo,
     Operator,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
+    cpu_info,
     import_library,
     library_errors,
     with_batch,
 )
 from compress.engines.onnx_file import existing_file
-from compress.errors import EngineError, EngineUnavailableError
+from compress.errors import EngineError
 
-NAME = "executorch"
+NAME = PACKAGE = "executorch"
 INSTALL = "pip install 'compress-vision[executorch]'"
 INFORMATION = "information"
 """The method of a file that returns names of inputs and outputs, and metadata, as the bytes of a JSON text."""
 _ALIVE: weakref.WeakSet[ExecuTorchEngine] = weakref.WeakSet()
 _DATATYPES = {"fp32": "float32", "fp16": "float16", "qint8": "int8", "qcint8": "int8", "qcint32": "int32"}
-
-
-def availability() -> Availability:
-    """Report if ExecuTorch is installed."""
-    try:
-        _runtime()
-    except EngineUnavailableError as error:
-        return Availability(name=NAME, available=False, reason=str(error), install=INSTALL)
-    return Availability(name=NAME, available=True, version=_version(), devices=("CPU",))
 
 
 def imported(module: str) -> ModuleType:
@@ -69,9 +58,7 @@ def load(path: Path | str, build: BuildOptions) -> ExecuTorchEngine:
         EngineUnavailableError: ExecuTorch is not here.
         EngineError: it does not take the file or the precision.
     """
-    _runtime()
-    if build.precision not in (None, "f32"):
-        raise EngineError(f"executorch: precision is {build.precision!r}; it runs what is not quantized in f32")
+    library()
     program = Path(path).with_suffix(".pte")
     if Path(path).exists() and not program.exists():
         raise EngineError(
@@ -84,10 +71,11 @@ class ExecuTorchEngine(Engine):
     """A program with fixed shapes, which runs a larger batch in parts; made by `load`."""
 
     def __init__(self, path: Path, build: BuildOptions) -> None:
+        self.info = cpu_info(NAME, PACKAGE, build, path)
         _set_threads(build.threads or 1)
         self._content = path.read_bytes()
         with library_errors(EngineError, f"{path}: not an ExecuTorch file, or a truncated one (", "); export it again"):
-            self._program = _runtime().load_program(self._content)
+            self._program = library().load_program(self._content)
             told = self._program.load_method(INFORMATION).execute([])[0]
             written = json.loads(bytes(told.numpy()))
             self._method = self._program.load_method("forward")
@@ -110,15 +98,6 @@ class ExecuTorchEngine(Engine):
         if build.batch_size is not None:
             self.outputs = with_batch(self.outputs, build.batch_size, where=str(path))
         self.metadata: Mapping[str, str] = written["metadata"]
-        self.info = EngineInfo(
-            engine=NAME,
-            label=NAME,
-            version=_version(),
-            device="CPU",
-            float_precision="f32",
-            options={"num_threads": str(build.threads or 1)},
-            path=str(path),
-        )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
         """See `Engine.run`; a batch of several times the file's size runs in parts of it."""
@@ -169,30 +148,26 @@ class ExecuTorchEngine(Engine):
 
 def run_program(content: bytes, inputs: Sequence[Tensor]) -> list[NDArray[np.generic]]:
     """Return the outputs of a file in memory for tensors of its own shapes."""
-    outputs = _runtime().load_program(content).load_method("forward").execute(list(inputs))
+    outputs = library().load_program(content).load_method("forward").execute(list(inputs))
     return [value.numpy().copy() for value in outputs]
 
 
 @cache
-def _runtime() -> Any:
+def library() -> Any:
     return imported("executorch.runtime").Runtime.get()
 
 
 def _set_threads(threads: int) -> None:
     """Set the number of threads that all programs of the process share, which a loaded program keeps using."""
-    library = imported("executorch.extension.pybindings.portable_lib")
-    if library._threadpool_get_thread_count() == threads:
+    shared = imported("executorch.extension.pybindings.portable_lib")
+    if shared._threadpool_get_thread_count() == threads:
         return
     if _ALIVE:
         raise EngineError(
             f"executorch: {threads} threads are asked for, and another engine of this process is open with "
-            f"{library._threadpool_get_thread_count()}: its programs share their threads; close it first"
+            f"{shared._threadpool_get_thread_count()}: its programs share their threads; close it first"
         )
-    library._unsafe_reset_threadpool(threads)
-
-
-def _version() -> str:
-    return importlib.metadata.version(NAME)
+    shared._unsafe_reset_threadpool(threads)
 
 
 def _open(tensor: TensorInfo) -> TensorInfo:

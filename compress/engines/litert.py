@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,48 +12,37 @@ from numpy.typing import NDArray
 
 from compress.engines.base import (
     Arrays,
-    Availability,
     BuildOptions,
     Engine,
-    EngineInfo,
     Operator,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
+    cpu_info,
     import_library,
     library_errors,
     short_type,
     with_batch,
 )
 from compress.engines.onnx_file import existing_file, load_onnx, read_interface
-from compress.errors import EngineError, EngineUnavailableError, ExportError
+from compress.errors import EngineError, ExportError
 from compress.export.litert import INSTALL, convert, schema
 
 NAME = "litert"
-_PACKAGE = "ai-edge-litert"
+PACKAGE = "ai-edge-litert"
 # Batch sizes whose interpreters are kept; an ONNX file with an open batch has one for each.
 _SIZES = 4
 
 
-def availability() -> Availability:
-    try:
-        _library()
-    except EngineUnavailableError as error:
-        return Availability(name=NAME, available=False, reason=str(error), install=INSTALL)
-    return Availability(name=NAME, available=True, version=_version(), devices=("CPU",))
-
-
 def load(path: Path | str, build: BuildOptions) -> LiteRTEngine:
-    library = _library()
-    if build.precision not in (None, "f32"):
-        raise EngineError(f"litert: precision is {build.precision!r}; it runs what is not quantized in f32")
-    return LiteRTEngine(library, existing_file(path), build)
+    return LiteRTEngine(library(), existing_file(path), build)
 
 
 class LiteRTEngine(Engine):
     """An interpreter for each batch size; made by `load`."""
 
     def __init__(self, library: ModuleType, path: Path, build: BuildOptions) -> None:
+        self.info = cpu_info(NAME, PACKAGE, build, path)
         self._library, self._path, self._threads = library, path, build.threads
         self._model = None if path.suffix == ".tflite" else load_onnx(path, weights=True)
         self._interpreters: dict[tuple[tuple[int, ...], ...], tuple[bytes, Any]] = {}
@@ -69,15 +57,6 @@ class LiteRTEngine(Engine):
                     for tensor in self.outputs
                 )
         self.inputs = with_batch(self.inputs, build.batch_size, where=str(path))
-        self.info = EngineInfo(
-            engine=NAME,
-            label=NAME,
-            version=_version(),
-            device="CPU",
-            float_precision="f32",
-            options={"num_threads": str(build.threads or 1)},
-            path=str(path),
-        )
         if all(min(tensor.shape, default=1) > 0 for tensor in self.inputs):
             self._interpreter(tuple(tensor.shape for tensor in self.inputs))  # refuses what cannot be run
 
@@ -161,12 +140,8 @@ class LiteRTEngine(Engine):
         return made
 
 
-def _library() -> ModuleType:
+def library() -> ModuleType:
     return import_library("ai_edge_litert.interpreter", INSTALL)
-
-
-def _version() -> str:
-    return importlib.metadata.version(_PACKAGE)
 
 
 def _read(path: Path) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], Mapping[str, str]]:

@@ -12,7 +12,7 @@ from compress.engines import litert as litert_engine
 from compress.engines import onnxruntime as onnxruntime_engine
 from compress.engines import openvino as openvino_engine
 from compress.engines import torch as torch_engine
-from compress.engines.base import Availability, BuildOptions, Engine
+from compress.engines.base import Availability, BuildOptions, Engine, cpu_availability
 from compress.engines.cuda import engine as cuda_engine
 from compress.engines.tensorrt import engine as tensorrt_engine
 from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
@@ -52,10 +52,14 @@ ENGINES: dict[str, EngineEntry] = {
         options=onnxruntime_engine.OPTIONS,
         target="onnxruntime",
     ),
-    "litert": EngineEntry(availability=litert_engine.availability, load=litert_engine.load, target="litert"),
-    "executorch": EngineEntry(
-        availability=executorch_engine.availability, load=executorch_engine.load, target="litert"
-    ),
+    **{
+        engine.NAME: EngineEntry(
+            availability=partial(cpu_availability, engine.NAME, engine.PACKAGE, engine.library, engine.INSTALL),
+            load=engine.load,
+            target="litert",
+        )
+        for engine in (litert_engine, executorch_engine)
+    },
     "cuda": EngineEntry(
         availability=cuda_engine.availability,
         load=cuda_engine.load,

@@ -6,7 +6,7 @@ An operation without a row in the table is `unknown`, never guessed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -201,6 +201,17 @@ def node_module(node: fx.Node) -> nn.Module:
     if owner is None or node.op != "call_module":
         raise ValueError(f"node {node.name} ({node.op}) calls no module of a GraphModule")
     return owner.get_submodule(str(node.target))
+
+
+def walk(starts: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yield nodes and those that `further` leads to from each, nearest first, each once."""
+    found = list(dict.fromkeys(starts))
+    seen = set(found)
+    for node in found:
+        yield node
+        new = [other for other in dict.fromkeys(further(node)) if other not in seen]
+        seen.update(new)
+        found += new
 
 
 def replace_node(node: fx.Node, new: fx.Node) -> None:

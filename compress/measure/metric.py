@@ -13,20 +13,6 @@ from compress.support.text import scored
 
 Status = Literal["complete", "partial", "unavailable"]
 
-# Names that have columns in the tables of a report; other names are listed unchanged.
-METRIC_NAMES = (
-    "top1",
-    "top5",
-    "p50_ms",
-    "p90_ms",
-    "p99_ms",
-    "images_per_s",
-    "file_bytes",
-    "weight_bytes",
-    "agreement",
-    "sqnr_db",
-)
-
 # Speed over that of float where the same engine runs it fastest, turn by turn, and the ends of its 95 % interval.
 PAIRED = ("speed", "speed_low", "speed_high")
 
@@ -36,7 +22,7 @@ class Metric:
     """One number of a run.
 
     Attributes:
-        name: quantity, such as `top1` or `p50_ms` (`METRIC_NAMES`).
+        name: quantity, such as `top1` or `p50_ms`.
         variant: of the model: `float`, `ptq`, `qat`, ...
         engine: label of the engine, such as `openvino (f32)`; "" for a number of a file.
         batch_size: images of one run; None if it does not matter.

@@ -23,7 +23,7 @@ from compress.errors import EngineError
 from compress.export.names import quantized_tensor, shifted_tensor
 from compress.graph.compare import Noise
 from compress.graph.inputs import flat_tensors
-from compress.graph.ops import layer_name, node_kind
+from compress.graph.ops import layer_name, node_kind, walk
 from compress.kernels.memory_format import along_axis
 from compress.onnx_graph import WEIGHTED_OPS
 from compress.quantization.quantizer import Quantizer
@@ -435,13 +435,6 @@ def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats,
 
 def _operations(node: fx.Node) -> tuple[str, ...]:
     """The operations between `node` and the quantized tensors before it."""
-    found: dict[fx.Node, None] = {}
-    waiting = [node]
-    while waiting:
-        here = waiting.pop()
-        if here in found or node_kind(here) in {"quantizer", "input", "constant"}:
-            continue
-        found[here] = None
-        waiting += here.all_input_nodes
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    return tuple(layer_name(n) for n in sorted(found, key=order.__getitem__))
+    ends = {"quantizer", "input", "constant"}
+    found = set(walk([node], lambda n: () if node_kind(n) in ends else n.all_input_nodes))
+    return tuple(layer_name(n) for n in node.graph.nodes if n in found and node_kind(n) not in ends)

@@ -140,8 +140,11 @@ def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
 def _try_quantization(
     recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool, long: bool
 ) -> None:
-    quick = replace(
-        spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
+    quick = replace(  # without what looks at images, which an untrained network's two do not tell
+        spec,
+        adaround=None,
+        smooth=None if spec.smooth == "auto" else spec.smooth,
+        bias_correction="analytic" if spec.bias_correction == "analytic" else None,
     )
     try:
         found = quantize_targets(model, example, [example], spec=quick)

@@ -117,12 +117,8 @@ def roofline_caption(roofline: Roofline) -> str:
         f"{roofline.precision}, batch {roofline.batch_size}, {_fused(roofline)}: at best "
         f"{roofline.least_time_ms:.3g} ms, {roofline.memory_bound_share:.0%} of it in layers that wait for memory "
         "(left of the dotted ridge). A marker's area is the share of the time. "
+        "Each layer is drawn on the roof that bounds it. "
     )
-    if roofline.measured_ms is None:
-        text += "Without measurements each layer is drawn on the roof that bounds it. "
-    elif roofline.least_time_ms:
-        ratio = roofline.measured_ms / roofline.least_time_ms
-        text += f"Measured {roofline.measured_ms:.3g} ms: the roofs allow {ratio:.1f} times that speed. "
     if roofline.least_time_ms:
         share = free / roofline.least_time_ms
         text += f"Operations without products (not in the left panel) take {share:.0%} of the bound."
@@ -140,7 +136,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
     y_low = min([y for _, y, _ in points] + [x_low * device.bandwidth_bytes_per_s]) / 1.6
     levels = _levels(device, roofline.precision)
     _draw_roofs(axes, device, levels, (x_low, x_high, y_low, max(levels) * 2.2), chosen=roofline.precision)
-    total = sum(map(_time, roofline.rows)) or 1.0
+    total = roofline.least_time_ms or 1.0
     for (x, y, name), time_ms in sorted(points.items(), key=lambda item: -item[1]):
         colour, area = LIGHT[KIND_COLOURS[name]], 12 + 1500 * time_ms / total
         axes.scatter(x, y, s=area, color=colour, alpha=0.75, linewidths=0.6, edgecolors=LIGHT["paper"], zorder=3)
@@ -156,7 +152,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         color=LIGHT["muted"],
         ha="right",
     )
-    _label_axes(axes, f"{'' if roofline.measured_ms is not None else 'attainable '}rate, {unit}/s", unit)
+    _label_axes(axes, f"attainable rate, {unit}/s", unit)
 
 
 def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
@@ -164,12 +160,12 @@ def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
     places: dict[tuple[int, int, str], tuple[float, float, str]] = {}
     points: dict[tuple[float, float, str], float] = {}
     for row in roofline.rows:
-        rate = row.achieved_flops_per_s or row.attainable_flops_per_s
+        rate = row.attainable_flops_per_s
         if row.arithmetic_intensity and rate:
             name, intensity = family(row), row.arithmetic_intensity
             key = (round(math.log(intensity) * 30), round(math.log(rate) * 30), name)
             place = places.setdefault(key, (intensity, rate, name))
-            points[place] = points.get(place, 0.0) + _time(row)
+            points[place] = points.get(place, 0.0) + (row.least_time_ms or 0.0)
     return points
 
 
@@ -219,13 +215,10 @@ def _draw_roofs(
 
 
 def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
-    rows = sorted(roofline.rows, key=lambda row: -_time(row))[:top]
-    measured = roofline.measured_ms is not None
+    rows = sorted(roofline.rows, key=lambda row: -(row.least_time_ms or 0.0))[:top]
     for place, row in enumerate(rows):
         colour = LIGHT[KIND_COLOURS[family(row)]]
         hatch = "////" if row.bound == "compute" else None
-        if measured:
-            axes.barh(place, _time(row), color=colour, alpha=0.35, height=0.7)
         axes.barh(
             place,
             row.least_time_ms or 0.0,
@@ -240,12 +233,8 @@ def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("measured (pale) and least ms of the batch" if measured else "least ms of the batch")
+    axes.set_xlabel("least ms of the batch")
     axes.set_title(f"The {len(rows)} layers that take longest", fontsize=10)
-
-
-def _time(row: Row) -> float:
-    return row.measured_ms or row.least_time_ms or 0.0
 
 
 def _operation(names: Sequence[str]) -> str:

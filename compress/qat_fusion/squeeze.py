@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind
+from compress.graph.ops import node_kind, walk
 from compress.graph.traits import AVERAGES
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.launch import Kernels, use_triton_eager
@@ -161,15 +161,7 @@ def _averages_pixels(node: fx.Node) -> bool:
 
 
 def _leads_to(start: fx.Node, end: fx.Node) -> bool:
-    waiting, seen = [end], set()
-    while waiting:
-        node = waiting.pop()
-        if node is start:
-            return True
-        if node not in seen and not node < start:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return False
+    return any(node is start for node in walk([end], lambda node: () if node < start else node.all_input_nodes))
 
 
 def _is_convolution(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ from compress.roofline_model.measure import (
     ceilings_path,
     load_ceilings,
     measure_ceilings,
-    measure_torch_times,
 )
 from compress.roofline_model.model import (
     Roofline,
@@ -47,7 +46,6 @@ __all__ = [
     "find_device",
     "load_ceilings",
     "measure_ceilings",
-    "measure_torch_times",
     "roofline",
     "roofline_of",
     "rows_text",

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from compress.errors import RooflineError
 from compress.files import read_json, write_json
-from compress.graph.inputs import Inputs, as_inputs
-from compress.graph.trace import trace
-from compress.roofline_model.counting import count
 from compress.roofline_model.devices import PRECISIONS, SPARSE, Device, parse_precision
 from compress.support.process import load_average, processor_name
 from compress.support.progress import NoProgress, Progress
@@ -383,60 +380,3 @@ def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
         else c
         for c in ceilings
     )
-
-
-_AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to queue a whole network
-
-
-def measure_torch_times(
-    model: nn.Module, example_inputs: Inputs, *, repeats: int = 10, warmup: int = 2
-) -> dict[str, float]:
-    """The ms of every node for the batch, the fastest of `repeats` runs; on a CPU with torch's dispatch."""
-    if repeats < 1 or warmup < 0:
-        raise RooflineError(f"repeats must be 1 or more and warmup 0 or more, got {repeats} and {warmup}")
-    inputs = as_inputs(example_inputs)
-    graph_module = trace(model, inputs)
-    wanted = {name for op in count(graph_module, inputs).operations for name in op.members}
-    timed = _OnCuda(graph_module) if inputs[0].is_cuda else _OnCpu(graph_module)
-    with torch.inference_mode():
-        runs = [timed.time(inputs) for _ in range(warmup + repeats)][warmup:]
-    return {name: min(run[name] for run in runs) for name in runs[0] if name in wanted}
-
-
-class _OnCpu(fx.Interpreter):
-    """Runs a graph with a clock before and after every node."""
-
-    def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
-        self.ms: dict[str, float] = {}
-        self.run(*inputs)
-        return self.ms
-
-    def run_node(self, n: fx.Node) -> object:
-        start = time.perf_counter()
-        result = super().run_node(n)
-        self.ms[n.name] = (time.perf_counter() - start) * 1e3
-        return result
-
-
-class _OnCuda(fx.Interpreter):
-    """Records an event after every node, evaluated when the GPU has finished."""
-
-    def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
-        self.events: list[tuple[str, torch.cuda.Event]] = []
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_AHEAD_CYCLES)
-        self._mark("")
-        self.run(*inputs)
-        torch.cuda.synchronize()
-        pairs = zip(self.events, self.events[1:], strict=False)
-        return {name: max(before.elapsed_time(after), 1e-6) for (_, before), (name, after) in pairs}
-
-    def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
-        self._mark(n.name)
-        return result
-
-    def _mark(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.events.append((name, event))

@@ -5,7 +5,7 @@ From two of them follow upper bounds of the gain from 2:4 weights, precision, fu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -39,16 +39,6 @@ class Row(Kernel):
     attainable_flops_per_s: float | None
     bound: Bound
     least_time_ms: float | None
-    measured_ms: float | None = None
-
-    @property
-    def achieved_flops_per_s(self) -> float | None:
-        return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
-
-    @property
-    def efficiency(self) -> float | None:
-        """Least over measured time: 1 is the roof."""
-        return self.least_time_ms / self.measured_ms if self.least_time_ms is not None and self.measured_ms else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,26 +102,6 @@ class Roofline:
         total = self.least_time_ms
         return sum(row.least_time_ms or 0.0 for row in self.rows if row.bound == "memory") / total if total else 0.0
 
-    @property
-    def measured_ms(self) -> float | None:
-        times = [row.measured_ms for row in self.rows if row.measured_ms is not None]
-        return sum(times) if times else None
-
-    def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """With measured times, ms for the batch by node or module; a fused row takes the sum."""
-        owner = {name: index for index, row in enumerate(self.rows) for name in (*row.members, *row.paths, row.name)}
-        sums: dict[int, float] = {}
-        for name, time_ms in times_ms.items():
-            if name not in owner:
-                near = near_misses(name, owner) or "."
-                raise RooflineError(f"a time was given for {name!r}, which is not a layer of this roofline{near}")
-            if not time_ms > 0:
-                raise RooflineError(f"the time of {name!r} must be more than 0 ms, got {time_ms}")
-            sums[owner[name]] = sums.get(owner[name], 0.0) + time_ms
-        return replace(
-            self, rows=tuple(replace(row, measured_ms=sums.get(index)) for index, row in enumerate(self.rows))
-        )
-
     def as_dict(self) -> dict[str, Any]:
         totals = {
             "macs": self.macs,
@@ -142,7 +112,6 @@ class Roofline:
             "least_time_ms": self.least_time_ms,
             "images_per_s": self.images_per_s,
             "memory_bound_share": self.memory_bound_share,
-            "measured_ms": self.measured_ms,
             "unknown": list(self.unknown),
         }
         head = {key: value for key, value in asdict(self).items() if key != "rows"}

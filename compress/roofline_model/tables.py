@@ -60,9 +60,6 @@ def summary_text(roofline: Roofline) -> str:
         f"least time {_three(roofline.least_time_ms)} ms, at most {_three(roofline.images_per_s)} images/s, "
         f"{roofline.memory_bound_share:.0%} of the time bound by memory",
     ]
-    if roofline.measured_ms is not None:
-        share = roofline.least_time_ms / roofline.measured_ms
-        lines.append(f"measured {_three(roofline.measured_ms)} ms: {share:.0%} of the bound")
     if roofline.unknown:
         lines.append(f"unknown and not included: {', '.join(roofline.unknown)}")
     return "\n".join(lines)
@@ -72,8 +69,8 @@ def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
     """The `top` longest layers as a table; None = all in graph order."""
     rows = list(roofline.rows)
     if top is not None:
-        rows = sorted(rows, key=lambda row: -(row.measured_ms or row.least_time_ms or float("inf")))[:top]
-    measured, unit = roofline.measured_ms is not None, parse_precision(roofline.precision).operation
+        rows = sorted(rows, key=lambda row: -(row.least_time_ms or float("inf")))[:top]
+    unit = parse_precision(roofline.precision).operation
     headers = [
         "layer",
         "kind",
@@ -86,13 +83,12 @@ def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
         "least ms",
         "share",
     ]
-    headers += ["measured ms", "of roof"] * measured
-    return table(headers, (_row_cells(row, roofline.least_time_ms, unit, measured=measured) for row in rows))
+    return table(headers, (_row_cells(row, roofline.least_time_ms, unit) for row in rows))
 
 
-def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[str]:
+def _row_cells(row: Row, total_ms: float, unit: str) -> list[str]:
     share = row.least_time_ms / total_ms if row.least_time_ms is not None and total_ms else None
-    cells = [
+    return [
         row.name,
         f"{row.kind} {row.detail}".strip(),
         quantity(row.macs, ""),
@@ -104,10 +100,6 @@ def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[
         "unknown" if row.least_time_ms is None else f"{row.least_time_ms:.4f}",
         "unknown" if share is None else f"{share:.1%}",
     ]
-    if measured:
-        cells.append("-" if row.measured_ms is None else f"{row.measured_ms:.4f}")
-        cells.append("-" if row.efficiency is None else f"{row.efficiency:.0%}")
-    return cells
 
 
 def what_if_text(scenarios: Iterable[WhatIf]) -> str:

@@ -17,7 +17,7 @@ from compress.graph.functional import functions_to_modules
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
-from compress.graph.ops import node_kind
+from compress.graph.ops import node_kind, walk
 from compress.graph.trace import propagate_shapes, trace
 from compress.graph.traits import WEIGHTED
 from compress.sparsity.groups import Channels, Use, channels_of
@@ -92,20 +92,10 @@ def _prefixes(path: str) -> list[str]:
 
 def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
     """Nodes after `identity` to `end`; None if `end` depends on anything else."""
-    seen: set[fx.Node] = set()
-    waiting, reached = [end], False
-    while waiting:
-        node = waiting.pop()
-        if node is identity:
-            reached = True
-            continue
-        if node in seen:
-            continue
-        if node.op == "placeholder":
-            return None
-        seen.add(node)
-        waiting += node.all_input_nodes
-    return seen if reached and end is not identity else None
+    seen = set(walk([end], lambda node: () if node is identity else node.all_input_nodes))
+    branch = seen - {identity}
+    apart = identity not in seen or any(node.op == "placeholder" for node in branch)
+    return None if apart or end is identity else branch
 
 
 def _common(paths: Sequence[str]) -> str:

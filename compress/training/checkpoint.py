@@ -260,20 +260,6 @@ def save_checkpoint(
     return write_tensors(path, "checkpoint", tensors, data)
 
 
-def load_checkpoint(
-    path: Path | str,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    identity: Mapping[str, Any],
-    average: WeightAverage | None = None,
-) -> dict[str, Any]:
-    """Restore `save_checkpoint`; return the position. After an error nothing is loaded."""
-    contents = read_checkpoint(path, identity)
-    return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler, average=average)
-
-
 def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
     contents = read_tensors(path, "checkpoint")
     there, position = (contents.data.get(key) for key in ("identity", "position"))

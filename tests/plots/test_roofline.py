@@ -74,16 +74,14 @@ def test_no_text_lies_on_another(work, device, precision):
     assert overlapping_texts(draw_roofline(roofline_of(work, device=device, precision=precision))) == []
 
 
-def test_panels_and_measured_times(work, tmp_path):
+def test_panels_and_captions(work, tmp_path):
     panels = [roofline_of(work, device=d, precision="int8") for d in ("t4", "a100", "h200", "orin")]
     figure = draw_rooflines(panels)
     assert overlapping_texts(figure) == []
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert [t.splitlines()[0] for t in titles] == [p.device.title for p in panels]
-    timed = panels[0].with_times({row.name: 3 * row.least_time_ms for row in panels[0].rows})
-    assert "the roofs allow 3.0 times that speed" in roofline_caption(timed)
     assert "on the roof that bounds it" in roofline_caption(panels[0])
-    path = save_figure(draw_roofline(timed), tmp_path / "one.png")
+    path = save_figure(draw_roofline(panels[0]), tmp_path / "one.png")
     with Image.open(path) as image:
         assert image.format == "PNG"
         assert len(image.convert("RGB").getcolors(2**24)) > 20

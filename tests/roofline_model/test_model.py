@@ -16,7 +16,6 @@ from compress.roofline_model import (
     ceilings_text,
     devices_text,
     measure_ceilings,
-    measure_torch_times,
     roofline_of,
     rows_text,
     sparse_bound,
@@ -140,30 +139,6 @@ def test_layer_norm_keeps_its_input_in_floating_point():
     norm, norm_half = (next(r for r in result.rows if r.kind == "layer_norm") for result in (int8, fp16))
     assert norm_half.activation_bytes == 2 * 80 * 2
     assert norm.activation_bytes == 80 * 2 + 80  # read as fp16, written as int8 for the projections
-
-
-def test_measured_times_become_points_below_the_roof():
-    result = roofline(residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32", fused=True)
-    assert result.measured_ms is None
-    first, second = result.rows
-    timed = result.with_times(
-        {"conv1": 2 * first.least_time_ms, "bn1": first.least_time_ms, "relu": first.least_time_ms}
-    )
-    assert timed.rows[0].efficiency == pytest.approx(0.25)
-    assert timed.rows[0].achieved_flops_per_s == pytest.approx(first.attainable_flops_per_s / 4)
-    assert timed.rows[1].measured_ms is None
-    assert timed.rows[1].efficiency is None
-    assert timed.measured_ms == pytest.approx(4 * first.least_time_ms)
-    assert second.achieved_flops_per_s is None
-
-
-def test_times_of_strangers_are_refused():
-    result = roofline(residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32")
-    with pytest.raises(RooflineError, match="'conv9', which is not a layer of this roofline, did you mean 'conv"):
-        result.with_times({"conv9": 1.0})
-    for bad in (0.0, -1.0, float("nan")):
-        with pytest.raises(RooflineError, match="must be more than 0 ms"):
-            result.with_times({"conv1": bad})
 
 
 def test_everything_is_json():
@@ -333,7 +308,7 @@ def test_what_cannot_be_is_refused(options, message):
         sparse_bound(*chain(), **options)
 
 
-# Times of nodes, and text tables.
+# Text tables.
 
 
 def cells(text):
@@ -342,35 +317,11 @@ def cells(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_times_name_every_row_of_the_roofline():
-    model, x = residual(), torch.randn(2, 4, 8, 8)
-    times = measure_torch_times(model, x, repeats=2, warmup=1)
-    result = roofline(model, x, device="t4", precision="fp32")
-    assert list(times) == [row.name for row in result.rows]
-    assert all(ms > 0 for ms in times.values())
-    assert result.with_times(times).measured_ms == pytest.approx(sum(times.values()))
-    fused = roofline(model, x, device="t4", precision="fp32", fused=True).with_times(times)
-    assert fused.measured_ms == pytest.approx(sum(times.values()))
-
-
-def test_times_leave_no_gradient_and_no_mode_behind():
-    model = residual().train()
-    measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=1, warmup=0)
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(RooflineError, match="repeats must be 1 or more"):
-        measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=0)
-
-
 def test_rows_table_holds_the_rows():
     result = roofline(residual(), torch.randn(2, 4, 8, 8), device="t4", precision="fp32")
-    head, _, *body = cells(rows_text(result, top=None))
+    _, _, *body = cells(rows_text(result, top=None))
     assert [line[0] for line in body] == [row.name for row in result.rows]
     assert len(cells(rows_text(result, top=3))) == 5
-    times = {row.name: 2 * row.least_time_ms for row in result.rows}
-    head, _, *body = cells(rows_text(result.with_times(times)))
-    assert head[-1] == "of roof"
-    assert {line[-1] for line in body} == {"50%"}
 
 
 def test_unknown_layers_are_said():

@@ -17,7 +17,6 @@ from compress.errors import CheckpointError
 from compress.training.checkpoint import (
     BestWeights,
     WeightAverage,
-    load_checkpoint,
     load_model,
     read_checkpoint,
     read_tensors,
@@ -38,6 +37,10 @@ class Buffers(nn.Module):
         super().__init__()
         for i, tensor in enumerate(tensors):
             self.register_buffer(f"tensor{i}", tensor)
+
+
+def load_checkpoint(path, *, identity, **parts):
+    return restore_checkpoint(read_checkpoint(path, identity), **parts)
 
 
 def same(first, second):

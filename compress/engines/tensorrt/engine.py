@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,7 +252,6 @@ class TensorRTEngine(Engine):
     Args:
         metadata: of the engine file, already checked against it.
         options: `device` is the GPU; `batch` of equal numbers fixes the batch of `inputs`.
-        contexts: execution contexts that `run_many` overlaps.
     """
 
     takes_tensors = True
@@ -265,7 +264,6 @@ class TensorRTEngine(Engine):
         *,
         options: TensorRTOptions,
         cuda_graph: bool = False,
-        contexts: int = 2,
     ) -> None:
         here = gpu(options.device)
         if here is None:
@@ -288,12 +286,12 @@ class TensorRTEngine(Engine):
             path=str(path),
         )
         self._cache_path = path.with_name(f"{path.name}.runtime-cache")
-        self._cuda_graph, self._context_count = cuda_graph, contexts
+        self._cuda_graph = cuda_graph
         self._runtime: tensorrt.Runtime | None
         self._engine: tensorrt.ICudaEngine | None
         self._runtime, self._engine = self._deserialize(path)
         self._config, self._cache = self._runtime_config()
-        self._contexts: list[ExecutionContext] = []
+        self._made: ExecutionContext | None = None
 
     def _deserialize(self, path: Path) -> tuple[tensorrt.Runtime, tensorrt.ICudaEngine]:
         with self._library.listening() as log, torch.cuda.device(self._device):
@@ -319,10 +317,10 @@ class TensorRTEngine(Engine):
         config.set_runtime_cache(cache)
         return config, cache
 
-    def _context(self, index: int) -> ExecutionContext:
+    def _context(self) -> ExecutionContext:
         if self._engine is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
-        while len(self._contexts) <= index:
+        if self._made is None:
             with self._library.listening() as log, torch.cuda.device(self._device):
                 arguments = () if self._config is None else (self._config,)
                 context = self._engine.create_execution_context(*arguments)
@@ -332,36 +330,26 @@ class TensorRTEngine(Engine):
                     "the GPU, or build with a smaller largest batch"
                 )
             own_graph = self._cuda_graph and self._config is None  # TensorRT-RTX captures graphs by itself
-            self._contexts.append(
-                ExecutionContext(context, self._engine_metadata, device=self._device, cuda_graph=own_graph)
-            )
-        return self._contexts[index]
+            self._made = ExecutionContext(context, self._engine_metadata, device=self._device, cuda_graph=own_graph)
+        return self._made
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        context = self._context(0)
-        self._submit(context, inputs)
-        return self._result(context)
-
-    def run_many(self, batches: Iterable[Mapping[str, NDArray[np.generic]]]) -> Iterator[Arrays]:
-        """Run batches in order; each is copied to the GPU while the one before computes."""
-        waiting: list[ExecutionContext] = []
-        for index, inputs in enumerate(batches):
-            if len(waiting) == self._context_count:
-                yield self._result(waiting.pop(0))
-            context = self._context(index % self._context_count)
-            self._submit(context, inputs)
-            waiting.append(context)
-        for context in waiting:
-            yield self._result(context)
+        context = self._context()
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        for name, array in checked.items():
+            check_admitted(name, array.shape, self._engine_metadata.profiles[name], label=self.info.label)
+        with self._failing():
+            context.submit(checked)
+            return context.result()
 
     def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_tensors(inputs, self._engine_metadata, self._device, label=self.info.label)
         with self._failing():
-            return self._context(0).run_tensors(inputs)
+            return self._context().run_tensors(inputs)
 
     def gpu_times(self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100) -> GpuTimes:
         self.run(inputs)  # leaves the inputs on the GPU
-        context, size = self._context(0), len(next(iter(inputs.values())))
+        context, size = self._context(), len(next(iter(inputs.values())))
         steps = (context.copy_in, context.compute, context.copy_out)
         return time_batch(*steps, context.stream, batch_size=size, warmup=warmup, runs=runs)
 
@@ -375,17 +363,6 @@ class TensorRTEngine(Engine):
             raise EngineError(f"{self.info.label}: the inspector returns nothing ({log.errors() or 'no reason given'})")
         return str(text)
 
-    def _submit(self, context: ExecutionContext, inputs: Mapping[str, NDArray[np.generic]]) -> None:
-        checked = check_inputs(inputs, self.inputs, label=self.info.label)
-        for name, array in checked.items():
-            check_admitted(name, array.shape, self._engine_metadata.profiles[name], label=self.info.label)
-        with self._failing():
-            context.submit(checked)
-
-    def _result(self, context: ExecutionContext) -> Arrays:
-        with self._failing():
-            return context.result()
-
     @contextmanager
     def _failing(self) -> Iterator[None]:
         with self._library.listening() as log:
@@ -397,11 +374,10 @@ class TensorRTEngine(Engine):
 
     def close(self) -> None:
         """Store the kernels that were compiled at run time, and free the GPU's memory."""
-        if self._engine is not None and self._cache is not None and self._contexts:
+        if self._engine is not None and self._cache is not None and self._made is not None:
             with replacing(self._cache_path) as temporary:
                 temporary.write_bytes(bytes(self._cache.serialize()))
-        self._contexts.clear()
-        self._config = self._cache = self._engine = self._runtime = None
+        self._made = self._config = self._cache = self._engine = self._runtime = None
 
 
 def _with_batch(tensors: tuple[TensorInfo, ...], batch: int | None) -> tuple[TensorInfo, ...]:

@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compress.data.base import BatchPlan, Split
-from compress.errors import CalibrationError, RunError
+from compress.errors import RunError
 from compress.files import read_json, write_json, write_text
 from compress.pipeline.folder import TARGETS_STEP
 from compress.pipeline.run import Run, stem, weight_quantizer
@@ -25,7 +26,13 @@ from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.improve import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.quantizer import LOWEST
-from compress.quantization.report import CalibrationReport, QuantizationReport, placement_of, quantization_report_of
+from compress.quantization.report import (
+    CalibrationReport,
+    QuantizationReport,
+    calibration_of,
+    placement_of,
+    quantization_report_of,
+)
 from compress.records.files import BLOCK
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training.checkpoint import load_model, save_model
@@ -66,7 +73,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
         _report(run, variant, run.placements[target], model)
     first = _kept(run, variant, found)
     save_further(run, variant)
-    save_variant(run, variant, first, images=_calibration(first).images)
+    save_variant(run, variant, first, images=calibration_of(first).images)
     run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
     return first
 
@@ -74,13 +81,6 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
 def _kept(run: Run, variant: Variant, found: Mapping[Target, fx.GraphModule]) -> fx.GraphModule:
     run.networks |= {(variant, run.placements[target]): model for target, model in found.items()}
     return found[run.quantization.targets[0]]
-
-
-def _calibration(model: fx.GraphModule) -> CalibrationReport:
-    seen = quantization_report_of(model).calibration
-    if seen is None:
-        raise CalibrationError("the network was not calibrated; quantize it with images of the training split")
-    return seen
 
 
 def _weights(run: Run, variant: Variant, target: Target | None) -> Path:
@@ -99,7 +99,7 @@ def save_further(run: Run, variant: Variant) -> None:
 
 def _report(run: Run, variant: Variant, target: Target | None, model: fx.GraphModule) -> None:
     report = quantization_report_of(model)
-    calibration = _calibration(model)
+    calibration = calibration_of(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
     measured = {rule.match: rule.reason for rule in report.placement.measured_rules}
     if measured:
@@ -124,10 +124,7 @@ def _measured_file(variant: Variant, target: Target | None) -> str:
 
 def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[Rule]:
     path = run.path(_measured_file(variant, target))
-    try:
-        found = read_json(path) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
+    found = _stored(path, {})
     if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
         raise RunError(f"{path} holds {found!r:.80}: it must name layers and reasons; begin the run anew (--out)")
     return [Rule(match=match, enable=False, reason=reason) for match, reason in found.items()]
@@ -135,14 +132,18 @@ def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[R
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:
     path = run.path(_back_file(variant))
-    try:
-        found = read_json(path) if path.is_file() else []
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
+    found = _stored(path, [])
     asked = methods(run.quantization)
     if not isinstance(found, list) or not set(found) <= set(asked):
         raise RunError(f"{path} holds {found}: it must be a list of {', '.join(asked)}; begin the run anew (--out)")
     return found
+
+
+def _stored(path: Path, default: Any) -> Any:
+    try:
+        return read_json(path) if path.is_file() else default
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
 
 
 @dataclass(frozen=True)

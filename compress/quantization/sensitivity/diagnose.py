@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from compress.graph.compare import Noise
 from compress.graph.inputs import Batches, Inputs
-from compress.graph.ops import layer_name, node_kind, node_module
+from compress.graph.ops import layer_name, node_kind, node_module, walk
 from compress.graph.traits import PASSING
 from compress.quantization import QuantSpec
 from compress.quantization.placement.insert import float_graph
@@ -253,14 +253,8 @@ def _causes(qmodel: fx.GraphModule, watch: _Watch, layers: Collection[str]) -> M
 
 def _layer_after(node: fx.Node, layers: Collection[str]) -> str:
     """The nearest of the layers at or after a node; the node's own name if there is none."""
-    waiting, seen = [node], {node}
-    for one in waiting:
-        if layer_name(one) in layers:
-            return layer_name(one)
-        more = [user for user in one.users if user not in seen]
-        waiting += more
-        seen.update(more)
-    return layer_name(node)
+    after = map(layer_name, walk([node], lambda one: one.users))
+    return next((name for name in after if name in layers), layer_name(node))
 
 
 def _of_weight(path: str, layer: Any) -> Iterator[Cause]:

@@ -117,10 +117,9 @@ def test_on_a_gpu_all_ways_to_run_agree_with_onnxruntime(tmp_path, name, graph):
     ):
         expected = [reference.run({"input": batch})["logits"] for batch in batches]
         one_by_one = [engine.run({"input": batch})["logits"] for batch in batches]
-        overlapped = [out["logits"] for out in engine.run_many({"input": batch} for batch in batches)]
         resident = [engine.run_tensors({"input": torch.from_numpy(batch).cuda()}) for batch in batches]
         torch.cuda.synchronize()
-        for got in (one_by_one, overlapped, [out["logits"].cpu().numpy() for out in resident]):
+        for got in (one_by_one, [out["logits"].cpu().numpy() for out in resident]):
             np.testing.assert_allclose(np.stack(got), np.stack(expected), rtol=2e-2, atol=2e-2)
         assert min(engine.gpu_times({"input": batches[0]}, runs=5).compute_ms) > 0
         with pytest.raises(EngineError, match="batch=1,33,33"):
