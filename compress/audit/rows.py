@@ -101,7 +101,12 @@ def _borders(listing: EngineListing) -> _Rows:
 
 def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
     """Infer rows from ONNX results of the same shape that the layer writes, if all of them agree."""
-    leaving = [out for node in layer.onnx_nodes for out in shapes.get(node, ()) if _leaves(out, layer)]
+    leaving = [
+        out
+        for node in layer.onnx_nodes
+        for out in shapes.get(node, ())
+        if out.result or not out.users <= set(layer.onnx_nodes)
+    ]
     most = _most_written(layer, known)
     for tensor in _open(layer.outputs):
         rows = {n for out in leaving if (n := _rows_left(tensor.shape, out.dims)) is not None}
@@ -116,10 +121,6 @@ def _most_written(layer: EngineLayer, known: _Rows) -> float:
         return math.inf
     sizes = [known[_view(t)] * _known_size(t.shape) for t in read if _view(t) in known]
     return max(sizes) if len(sizes) == len(read) else math.inf
-
-
-def _leaves(out: NodeOutput, layer: EngineLayer) -> bool:
-    return out.result or not out.users <= set(layer.onnx_nodes)
 
 
 def _rows_left(shape: tuple[int, ...], dims: tuple[int, ...]) -> int | None:

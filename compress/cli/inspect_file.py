@@ -82,15 +82,11 @@ def _rows(audit: EngineAudit) -> list[tuple[str, ...]]:
             layer.precision,
             f"{layer.activation_bytes / 1e6:.2f}{unknown_part(layer.unknown_sizes)}",
             "unknown" if layer.macs is None else f"{layer.macs:,}" if layer.macs else "",
-            _kernel(layer.sparse, layer.tactic),
+            "sparse" if layer.sparse else layer.tactic[:40] if layer.tactic else "chosen when run",
         )
         for layer in audit.layers
         if layer.role != "host"
     ]
-
-
-def _kernel(sparse: bool | None, tactic: str) -> str:
-    return "sparse" if sparse else tactic[:40] if tactic else "chosen when run"
 
 
 def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[str, Any]:

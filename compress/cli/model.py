@@ -157,7 +157,13 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
         )
         return
     rows = [
-        (n.path or n.name, n.kind, "x".join(map(str, (n.output_shape or ())[1:])), n.weight_elements, _macs(n.macs))
+        (
+            n.path or n.name,
+            n.kind,
+            "x".join(map(str, (n.output_shape or ())[1:])),
+            n.weight_elements,
+            "unknown" if n.macs is None else f"{n.macs // 2:,}",
+        )
         for n in items
     ]
     title = f"{name}: layers, one image of {image_size_text(recipe.data.image_size)}"
@@ -170,10 +176,6 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
         decisions = [(d.tensor, d.layer, _format(d), d.rule, d.reason) for d in placement.decisions]
         columns = ("tensor", "asked by", "decision", "rule", "reason")
         print_table(f"{name}: placement for {placement.target}", columns, decisions)
-
-
-def _macs(macs: int | None) -> str:
-    return "unknown" if macs is None else f"{macs // 2:,}"
 
 
 def _format(row: Decision) -> str:

@@ -108,7 +108,8 @@ class BoxSplit(ItemSplit):
         super().__init__(labels, spec, augment=augment)
         if all(one.ignored.all() for one in annotations):
             where = annotations[0].source if annotations else spec.root
-            kind = " that counts: all are crowds, or marked as difficult" if any(map(_has_box, annotations)) else ""
+            boxed = any(len(one.boxes) for one in annotations)
+            kind = " that counts: all are crowds, or marked as difficult" if boxed else ""
             raise DataError(
                 f"none of {len(annotations)} images has a box{kind} (the first is {where}): nothing to detect"
             )
@@ -131,10 +132,6 @@ class BoxSplit(ItemSplit):
         return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
 
 
-def _has_box(one: Annotation) -> bool:
-    return len(one.boxes) > 0
-
-
 def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:
     counts = [len(row[1]) for row in rows]
     parts = [to_device(torch.cat(part), device).split(counts) for part in zip(*rows, strict=True)]
@@ -144,9 +141,6 @@ def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list
 class _Reader(Dataset[Item]):
     def __init__(self, annotations: Sequence[Annotation], size: tuple[int, int], max_pixels: int) -> None:
         self.annotations, self.size, self.max_pixels = annotations, size, max_pixels
-
-    def __len__(self) -> int:
-        return len(self.annotations)
 
     def __getitem__(self, place: Place) -> Item:
         index, seed = place

@@ -59,9 +59,6 @@ class Decoder(Dataset[Item]):
         self.folder, self.files, self.preprocessing = folder, files, preprocessing
         self.max_pixels = max_pixels
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def __getitem__(self, place: Place) -> Item:
         index = place[0]
         path, draws = self.path(index), self.draws(place)
@@ -401,9 +398,6 @@ class Reader(Dataset[FileItem]):
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-
-    def __len__(self) -> int:
-        return len(self.decoder)
 
     def __getitem__(self, place: Place) -> FileItem:
         index = place[0]

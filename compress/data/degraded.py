@@ -72,9 +72,6 @@ class _Reader(Dataset[Item]):
         self.files, self.max_pixels, self.seed = split.files, split.max_pixels, split.seed
         self.size, self.scale, self.noise = split.preprocessing.height_width, split.scale, split.noise
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def __getitem__(self, place: Place) -> Item:
         index, seed = place
         file = self.files[index]

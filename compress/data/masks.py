@@ -108,9 +108,6 @@ class _Reader(Dataset[Item]):
         self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
         self.ignore_index, self.max_pixels = split.ignore_index, split.max_pixels
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
     def __getitem__(self, place: Place) -> Item:
         index, seed = place
         pair = self.pairs[index]

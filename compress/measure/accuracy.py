@@ -14,7 +14,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from compress.data.base import Preprocessing
-from compress.engines.base import Engine, TensorInfo
+from compress.engines.base import Engine
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, logits_output
 from compress.graph.inputs import flat_tensors, split_batch
@@ -139,15 +139,15 @@ def measure_accuracy(
         (16, True)
     """
     notes = preprocessing_notes(engine, preprocessing)
-    image, logits_name = _image_input(engine), _logits_output(engine)
+    logits_name = _logits_output(engine)
     ranks: list[Ints] = []
     kept: list[Floats] = []
     classes, count, task = 0, 0, f"top-1: {engine.info.label}"
     progress.start(task, length_hint(batches))
-    for (images,), targets in limited(batches, limit, _pair):
-        parts = [_run_logits(engine, logits_name, chunk) for chunk in chunks(images, image.shape[0])]
-        logits = np.concatenate(parts).astype(np.float32, copy=False)
-        _check(logits, targets, engine.info.label, first=count)
+    for arrays, targets in limited(batches, limit, _pair):
+        logits = _run(engine, arrays, first=count, names=[logits_name])[logits_name].numpy()
+        _check(logits, targets, engine.info.label, logits_name, first=count)
+        logits = logits.astype(np.float32, copy=False)
         ranks.append(target_ranks(logits, targets))
         kept += [logits] if keep_logits else []
         classes, count = logits.shape[1], count + len(targets)
@@ -176,14 +176,11 @@ def target_ranks(logits: Floats, targets: Ints) -> Ints:
     return counted
 
 
-def _image_input(engine: Engine) -> TensorInfo:
-    if len(engine.inputs) != 1:
-        names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
-        raise EngineError(f"{engine.info.label}: accuracy needs a model of one input, this one has {names}")
-    return engine.inputs[0]
-
-
 def _logits_output(engine: Engine) -> str:
+    """The name of the output of a classifier: of a model of one input."""
+    if len(engine.inputs) != 1:
+        inputs = ", ".join(tensor.name for tensor in engine.inputs) or "none"
+        raise EngineError(f"{engine.info.label}: accuracy needs a model of one input, this one has {inputs}")
     names = [tensor.name for tensor in engine.outputs]
     found = logits_output(names)
     if found is None:
@@ -203,22 +200,11 @@ def _pair(batch: Any) -> tuple[list[NDArray[np.generic]], Ints]:
     return [images], targets.astype(np.int64, copy=False)
 
 
-def _run_logits(engine: Engine, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
-    logits = padded_run(engine, [images], engine.inputs[0].shape[0], [output])[output]
+def _check(logits: NDArray[np.generic], targets: Ints, label: str, output: str, *, first: int) -> None:
     if logits.ndim != 2:
         raise EngineError(
-            f"{engine.info.label}: output {output!r} has shape {logits.shape} for {len(images)} images; "
-            f"it must be ({len(images)}, classes)"
-        )
-    return logits
-
-
-def _check(logits: Floats, targets: Ints, label: str, *, first: int) -> None:
-    broken = np.flatnonzero(~np.isfinite(logits).all(axis=1))
-    if len(broken):
-        raise EngineError(
-            f"{label}: the logits of image {first + broken[0]} are not finite ({len(broken)} images of its batch); "
-            "check the scales of the file, and an f16 remainder for overflow"
+            f"{label}: output {output!r} has shape {logits.shape} for {len(targets)} images; "
+            f"it must be ({len(targets)}, classes)"
         )
     foreign = np.flatnonzero((targets < 0) | (targets >= logits.shape[1]))
     if len(foreign):
@@ -319,12 +305,17 @@ def _parts(batch: Any) -> tuple[list[NDArray[np.generic]], Any]:
     return [as_array(part) for part in parts], targets
 
 
-def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> dict[str, Tensor]:
+def _run(
+    engine: Engine, arrays: list[NDArray[np.generic]], *, first: int, names: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """The outputs `names` (() = all) of a batch; `first` is the number of its first image."""
     if len(arrays) != len(engine.inputs):
-        names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
-        raise EngineError(f"{engine.info.label} takes the inputs {names}, and a batch has {len(arrays)}")
+        wanted = ", ".join(tensor.name for tensor in engine.inputs) or "none"
+        raise EngineError(f"{engine.info.label} takes the inputs {wanted}, and a batch has {len(arrays)}")
     size = engine.inputs[0].shape[0]
-    runs = [padded_run(engine, list(part), size) for part in zip(*(chunks(a, size) for a in arrays), strict=True)]
+    runs = [
+        padded_run(engine, list(part), size, names) for part in zip(*(chunks(a, size) for a in arrays), strict=True)
+    ]
     outputs = {name: torch.from_numpy(np.concatenate([run[name] for run in runs])) for name in runs[0]}
     for name, tensor in outputs.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

@@ -308,7 +308,9 @@ def place_labels(
         point_radius: half the side of a point.
         gap: room kept around labels.
     """
-    taken = [_around(a, point_radius) for a in anchors] + list(obstacles)
+    taken = [
+        (a[0] - point_radius, a[1] - point_radius, a[0] + point_radius, a[1] + point_radius) for a in anchors
+    ] + list(obstacles)
     crowding = [-sum(1.0 / (1.0 + math.dist(a, b)) for b in anchors) for a in anchors]
     order = sorted(range(len(anchors)), key=lambda i: (crowding[i], i))
     boxes: list[Box | None] = [None] * len(anchors)
@@ -351,10 +353,6 @@ def _cost(box: Box, anchor: _Place, others: Sequence[Box], bounds: Box, rivals: 
 
 def _distance(point: _Place, box: Box) -> float:
     return math.dist(point, (min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])))
-
-
-def _around(point: _Place, radius: float) -> Box:
-    return (point[0] - radius, point[1] - radius, point[0] + radius, point[1] + radius)
 
 
 _LOG_FROM = 6.0  # largest over smallest latency beyond which a linear axis hides the fast end

@@ -613,12 +613,12 @@ class _Sum:
             average=self.options.average,
             method=method,
             theoretical=row,
-            metrics=erf_metrics(heat, centre, theoretical=_local_size(row)),
+            metrics=erf_metrics(
+                heat,
+                centre,
+                theoretical=row.local_size if row is not None and row.status == "exact" and not row.reason else None,
+            ),
         )
-
-
-def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
-    return row.local_size if row is not None and row.status == "exact" and not row.reason else None
 
 
 def unit_centre(
@@ -809,7 +809,17 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
     found = [row for row in judged if _covers(row.input_size, size)]
     return UnproductiveLayers(
         image_size=size,
-        layers=tuple(_layer(row, size, macs) for row in found),
+        layers=tuple(
+            UnproductiveLayer(
+                path=row.path or row.name,
+                input_size=tuple(s or 0 for s in row.input_size),
+                input_smallest=tuple(s or 0 for s in row.input_smallest),
+                certain=_covers(row.input_smallest, size),
+                macs=row.macs,
+                share=row.macs / macs if row.macs is not None and macs else None,
+            )
+            for row in found
+        ),
         macs=macs,
         unknown=tuple(row.path or row.name for row in weighted if row.status == "unknown"),
     )
@@ -818,14 +828,3 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
 def _covers(sizes: Sequence[int | None], image: Sequence[int]) -> bool:
     """True if the input's field is larger than the image (Richter et al.)."""
     return all(s is not None and s > n for s, n in zip(sizes, image, strict=True))
-
-
-def _layer(row: ReceptiveField, size: Sequence[int], macs: int) -> UnproductiveLayer:
-    return UnproductiveLayer(
-        path=row.path or row.name,
-        input_size=tuple(s or 0 for s in row.input_size),
-        input_smallest=tuple(s or 0 for s in row.input_smallest),
-        certain=_covers(row.input_smallest, size),
-        macs=row.macs,
-        share=row.macs / macs if row.macs is not None and macs else None,
-    )

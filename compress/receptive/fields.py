@@ -423,11 +423,9 @@ def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: 
     if isinstance(moved[0], Tensor):
         return _moved(field, moved, places, name, folds)
     parts = range(len(moved[0]))
-    return tuple(_moved(field, [m[i] for m in moved], [p and _part(p, i) for p in places], name, folds) for i in parts)
-
-
-def _part(places: tuple[Any, Any], index: int) -> tuple[Any, Any]:
-    return places[0][index], places[1][index]
+    return tuple(
+        _moved(field, [m[i] for m in moved], [p and (p[0][i], p[1][i]) for p in places], name, folds) for i in parts
+    )
 
 
 def _places(field: Field, axis: int, operation: Callable[[Tensor], Any]) -> tuple[Any, Any] | None:

@@ -189,19 +189,20 @@ def drift_report(
         save_figure(draw_drift(drift, before=before, after=key, text=text), folder / f"erf_drift_{key}.png", dpi=130)
         for key, drift in drifts.items()
     )
-    rows = [{"before": before, "after": key, **_drift_numbers(drift)} for key, drift in drifts.items()]
+    rows = [
+        {
+            "before": before,
+            "after": key,
+            "total_variation": drift.total_variation,
+            "moved_px": drift.moved_px,
+            "radius_change_px": drift.radius_change_px,
+            "size_ratio": drift.size_ratio,
+            "fields": [numbers_of(drift.before), numbers_of(drift.after)],
+        }
+        for key, drift in drifts.items()
+    ]
     numbers = write_json(folder / "erf_drift.json", {"model": name, "drifts": rows})
     return DriftReport(drifts=drifts, pictures=pictures, numbers=numbers)
-
-
-def _drift_numbers(drift: ErfDrift) -> dict[str, Any]:
-    return {
-        "total_variation": drift.total_variation,
-        "moved_px": drift.moved_px,
-        "radius_change_px": drift.radius_change_px,
-        "size_ratio": drift.size_ratio,
-        "fields": [numbers_of(drift.before), numbers_of(drift.after)],
-    }
 
 
 def _first(images: Tensor | list[Any]) -> Tensor:

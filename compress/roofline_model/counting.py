@@ -249,7 +249,11 @@ def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
     result = _result_elements(group[-1])
     moved = [(_elements(n), producer(n)) for n in reads] + [(result, group[-1])]
     moved += [(elements, group[0]) for elements in _inner_elements(group[0])]
-    floating = sum(elements for elements, source in moved if _stays_float(source))
+    floating = sum(
+        elements
+        for elements, source in moved
+        if any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(source))
+    )
     return sum(elements for elements, _ in moved), floating
 
 
@@ -274,11 +278,6 @@ def _inner_elements(head: fx.Node) -> list[int]:
     query, *others = [math.prod(n.meta["shape"]) for n in tensor_args(head)]
     key = others[0] if others else query
     return [2 * query, 2 * key, 2 * key, 2 * query]
-
-
-def _stays_float(node: fx.Node) -> bool:
-    """True if a tensor is an output, or a consumer needs floating point."""
-    return any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(node))
 
 
 def _conv_detail(kernel: tuple[int, ...], groups: int, channels: int) -> str:

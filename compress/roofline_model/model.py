@@ -167,14 +167,13 @@ def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roof
         batch_size=work.batch_size,
         fused=work.fused,
         input_shapes=work.input_shapes,
-        rows=tuple(_row(op, found, wanted) for op in work.operations),
+        rows=tuple(
+            row_under_roof(
+                op, operation_bytes(op, wanted), peak=_peak(op, found, wanted), bandwidth=found.bandwidth_bytes_per_s
+            )
+            for op in work.operations
+        ),
         ridge_point=found.ridge_point(wanted.name),
-    )
-
-
-def _row(op: Operation, device: Device, precision: Precision) -> Row:
-    return row_under_roof(
-        op, operation_bytes(op, precision), peak=_peak(op, device, precision), bandwidth=device.bandwidth_bytes_per_s
     )
 
 

@@ -58,7 +58,21 @@ def export_step(run: Run) -> None:
     run.progress.finish("export")
     files = (f"{m.method.removeprefix('of ')} {in_bytes(m.value)}" for m in metrics if m.name == "file_bytes")
     run.progress.note(f"export: {', '.join(files)}")
-    OPERATIONS.write(run.folder.path, [row for name, audit in audits for row in _operation_rows(name, audit)])
+    OPERATIONS.write(
+        run.folder.path,
+        [
+            OperationRow(
+                variant=name,
+                name=row.name,
+                op_type=row.op_type,
+                int8=row.int8,
+                weight_elements=row.weight_elements,
+                reason=row.reason,
+            )
+            for name, audit in audits
+            for row in audit.rows
+        ],
+    )
     LAYERS.write(run.folder.path, _layer_rows(run))
     run.folder.add_metrics(metrics)
     run.finish("export", variants=list(run.variants))
@@ -114,20 +128,6 @@ def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterat
         yield Metric(name=name, variant=variant, engine=engine, value=float(value), unit="bytes", method=method)
 
 
-def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
-    return [
-        OperationRow(
-            variant=variant,
-            name=row.name,
-            op_type=row.op_type,
-            int8=row.int8,
-            weight_elements=row.weight_elements,
-            reason=row.reason,
-        )
-        for row in audit.rows
-    ]
-
-
 def _layer_rows(run: Run) -> list[LayerRow]:
     last = (run.networks.get((variant, None)) for variant in (Variant.QAT, Variant.PTQ))
     quantized = next((model for model in last if isinstance(model, fx.GraphModule)), None)
@@ -145,16 +145,12 @@ def _layer_rows(run: Run) -> list[LayerRow]:
         if run.quantization.batchnorm == "fold":
             outputs = output_sqnr(graph, quantized, images)
         channels = {
-            site.path: 1 if site.format.axis is None else _scales(quantized, site.path)
+            site.path: 1 if site.format.axis is None else weight_quantizer(quantized, site.path).amax.numel()
             for site in placement_of(quantized).weights
         }
     return [
         _layer_row(layer, weights, outputs, channels) for layer in layers(graph) if layer.weight_elements and layer.macs
     ]
-
-
-def _scales(model: nn.Module, path: str) -> int:
-    return weight_quantizer(model, path).amax.numel()
 
 
 def _layer_row(

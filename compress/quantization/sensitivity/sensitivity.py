@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.inputs import Batches, Inputs, flat_tensors
-from compress.graph.layers import layers
+from compress.graph.layers import Layer, layers
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
@@ -267,17 +267,9 @@ def sensitivity(
     facts = {layer.path or layer.name: layer for layer in layers(graph)}
     rows = {name: row for name, row in (known or {}).items() if name in subsets}
     left = [name for name in subsets if name not in rows]
-    count = len(flat_tensors(example_inputs)[0])
     for name in tracked(progress or NoProgress(), TASK, left, done=len(rows)):
-        layer, (alone, left_out) = facts[name], map(probe.effect, subsets[name])
-        rows[name] = LayerSensitivity(
-            layer=name,
-            kind=layer.kind,
-            weight_elements=layer.weight_elements,
-            macs=None if layer.macs is None else layer.macs // count,
-            alone=alone,
-            left_out=left_out,
-        )
+        effects = map(probe.effect, subsets[name])
+        rows[name] = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *effects)
         if keep is not None:
             keep(rows[name])
     return Sensitivity(
@@ -287,6 +279,17 @@ def sensitivity(
         rows=tuple(rows[name] for name in subsets),
         metric=probe.judge.name,
         unit=probe.judge.unit,
+    )
+
+
+def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) -> LayerSensitivity:
+    return LayerSensitivity(
+        layer=name,
+        kind=layer.kind,
+        weight_elements=layer.weight_elements,
+        macs=None if layer.macs is None else layer.macs // images,
+        alone=alone,
+        left_out=left_out,
     )
 
 
