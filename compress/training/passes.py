@@ -192,7 +192,8 @@ class Recorder:
         except RuntimeError as error:
             raise CompressError(
                 f"the passes of a step cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): the network "
-                "or its loss makes the host wait for the GPU; leave cuda_graphs (record_step) out"
+                "or its loss makes the host wait for the GPU, or the loss of an earlier pass is still held, whose "
+                "gradients belong to another stream (`del loss`); else leave cuda_graphs (record_step) out"
             ) from error
         self._gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         return graph
