@@ -5,7 +5,6 @@ to the type of the network in the reference too, since all that follows depends 
 """
 
 import itertools
-import os
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,15 @@ def rounded_to(exact, dtype):
     return exact + (exact.to(dtype).double() - exact).detach()
 
 
+def activated(x, bias, activation):
+    # The activation of a layer's result, and where that is at no corner of it.
+    x = x if bias is None else x + bias.view(1, -1, 1, 1)
+    apart = torch.ones_like(x, dtype=torch.bool)
+    for corner in CORNERS.get(activation, ()):
+        apart &= (x - corner).abs() > 1e-5
+    return ACTIVATIONS[activation](x), apart
+
+
 def check_block(activation, shape, quant_format, rounds, has_bias, dtype, device):
     generator = torch.Generator().manual_seed(3)
     y = (2 * torch.randn(shape, generator=generator)).to(device, dtype).contiguous(memory_format=torch.channels_last)
@@ -54,11 +62,7 @@ def check_block(activation, shape, quant_format, rounds, has_bias, dtype, device
         return result
 
     def reference(x, weight, offset, bias=None):
-        x = x if bias is None else x + bias.view(1, -1, 1, 1)
-        apart = torch.ones_like(x, dtype=torch.bool)
-        for corner in CORNERS.get(activation, ()):
-            apart &= (x - corner).abs() > 1e-5
-        a = ACTIVATIONS[activation](x)
+        a, apart = activated(x, bias, activation)
         averaged = fake_quantize(a, scale_from_amax(mean_amax.double(), quant_format), quant_format) if rounds else a
         pooled = rounded_to(averaged.mean((2, 3), keepdim=True), dtype)
         gate = gate_of(pooled, weight, offset)
@@ -94,11 +98,7 @@ def check_response(activation, shape, quant_format, has_bias, dtype, device):
         return result
 
     def reference(x, weight, shift, bias=None):
-        x = x if bias is None else x + bias.view(1, -1, 1, 1)
-        apart = torch.ones_like(x, dtype=torch.bool)
-        for corner in CORNERS.get(activation, ()):
-            apart &= (x - corner).abs() > 1e-5
-        a = ACTIVATIONS[activation](x)
+        a, apart = activated(x, bias, activation)
         norms = a.norm(dim=(2, 3), keepdim=True)
         ratios = norms / (norms.mean(1, keepdim=True) + 1e-6)
         y = a + torch.addcmul(shift.view(1, -1, 1, 1), weight.view(1, -1, 1, 1), a * ratios)
@@ -208,7 +208,6 @@ def check_other_layouts():
 
 
 def main():
-    assert os.environ.get("TRITON_INTERPRET") == "1"
     triton_squeeze._FORWARD = triton_squeeze._BACKWARD = (256, 4, 3)  # each program goes through several tiles
     cases = list(itertools.product(ACTIVATIONS, SHAPES))
     for i, (activation, shape) in enumerate(cases):
@@ -223,7 +222,3 @@ def main():
     check_parts()
     check_other_layouts()
     print(f"{len(cases)} blocks, {len(networks) + 1} networks")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ imported everything and computed nothing, which pytest starts at the first check
 import functools
 import importlib
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,7 @@ def _check(module, *outputs):
     try:
         for stream, output in enumerate(outputs, 1):
             os.dup2(os.open(output, os.O_WRONLY), stream)
-        runpy.run_module(module, run_name="__main__")
+        importlib.import_module(module).main()
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -1,7 +1,6 @@
 """Training on codes in Triton's interpreter against the plain path: started by `test_fused_codes`."""
 
 import copy
-import os
 
 import torch
 from torch import nn
@@ -99,12 +98,7 @@ def check_kept_batchnorm():
 
 
 def main():
-    assert os.environ.get("TRITON_INTERPRET") == "1"
     check_network()
     check_compiled()
     check_kept_batchnorm()
     print("1 network, 1 compiled, 1 with BatchNorm")
-
-
-if __name__ == "__main__":
-    main()
