@@ -255,7 +255,6 @@ def test_a_real_build(tmp_path):
     from compress.engines.tensorrt.build import build_tensorrt
     from compress.engines.tensorrt.options import TensorRTOptions
 
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 1), nn.ReLU()).eval()
     x = torch.randn(2, 16, 12, 12)
     qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec())

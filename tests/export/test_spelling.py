@@ -51,7 +51,6 @@ def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
         y = 40 * net.conv(x)
         return torch.cat([F.logsigmoid(y), net.module(y)], 1)
 
-    torch.manual_seed(0)
     model, x = Net(run, conv=nn.Conv2d(3, 4, 1), module=nn.LogSigmoid()).eval(), torch.randn(2, 3, 6, 6)
     model = compress.quantize(model, x, [x]) if quantized else model
     path = compress.export_onnx(model, x, tmp_path / "m.onnx")

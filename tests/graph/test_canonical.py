@@ -127,7 +127,6 @@ def test_swin_is_opened(version):
     from torchvision.models.swin_transformer import SwinTransformerBlock, SwinTransformerBlockV2
 
     block = (SwinTransformerBlock, SwinTransformerBlockV2)[version - 1]
-    torch.manual_seed(0)
     model = nn.Sequential(*(block(16, 2, [4, 4], [s, s], stochastic_depth_prob=0.0) for s in (0, 2, 0, 2)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)

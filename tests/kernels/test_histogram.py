@@ -113,7 +113,6 @@ def assert_same(one, other):
 def test_the_kernel_counts_what_the_processor_does(on_processor, monkeypatch):
     dtype, library = on_processor
     monkeypatch.setattr(histogram, "BINS", START)
-    torch.manual_seed(0)
     for batches in sequences():
         expected, counted = (histogram.Histogram.empty(1, BINS, CPU) for _ in range(2))
         gate = torch.zeros(2, dtype=torch.int32)
@@ -159,7 +158,6 @@ def test_what_does_not_compile_says_where(nvrtc):
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_a_gpu_counts_what_the_processor_does(dtype, monkeypatch):
     monkeypatch.setattr(histogram, "_SAMPLED", 1 << 40)  # the processor counts all values, as the GPU does
-    torch.manual_seed(0)
     growing = [torch.zeros(99), torch.randn(3_000_001).relu(), 2 * torch.randn(700_003), 40 * torch.randn(900_000)]
     gpu, cpu = (histogram.Histogram.empty(1, histogram.MAX_BINS, torch.device(d)) for d in ("cuda", "cpu"))
     amax = torch.zeros(1, device="cuda")

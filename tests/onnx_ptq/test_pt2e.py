@@ -101,7 +101,6 @@ def test_a_command_writes_what_executorch_runs_in_int8(network):
 def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
     # XNNPACK's delegate computes a layer wrong that has integer weights and a float input.
     pytest.importorskip("executorch", reason="the extra executorch is not installed")
-    torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()).eval()
     model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert"))

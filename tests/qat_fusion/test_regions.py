@@ -144,7 +144,6 @@ def test_the_compiler_meets_each_kind_once():
 
 # Training through the fused graph, eager or compiled, is training on the plain one, for every measured family.
 
-# `test_fuse` trains a residual network with BatchNorm and ReLU in the same way, for 200 steps.
 ALL = {**FAMILIES, "MobileNetV2": lambda: zoo.MobileNetV2(4, 0.25, [[1, 8, 1, 1], [4, 8, 2, 2]], dropout=0.0)}
 
 # Compiled too: other tests compile convolutions, BatchNorm and ConvNeXt's kernels.

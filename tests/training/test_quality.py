@@ -1,6 +1,5 @@
 # The best epoch, early ends, augmentation, own schedules and features of a teacher; each resumed to the bit.
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -266,7 +265,6 @@ def test_own_schedule_follows_the_warm_up():
     ]
     assert rates[:2] == pytest.approx([0.002, 0.101])
     assert rates[2:7] == [0.2] * 5 and rates[7:] == [0.1] * 5
-    assert not any(math.isnan(rate) for rate in rates)
 
 
 def test_checkpoints_of_every_second_epoch_are_gone_on_with_to_the_bit(tmp_path):

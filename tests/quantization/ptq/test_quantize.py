@@ -222,7 +222,6 @@ def test_infinite_margins_and_expanded_constants(target):
         x = nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=-float("inf")), 2, 2)
         return net.fc(x).mean((2, 3))
 
-    torch.manual_seed(0)
     model, images = Net(run, conv=nn.Conv2d(3, 4, 3), fc=nn.Conv2d(4, 4, 1)).eval(), torch.randn(4, 3, 16, 16)
 
     qmodel = compress.quantize(model, images, [images], spec=compress.QuantSpec(target=target))
