@@ -238,10 +238,6 @@ def test_the_residual_add_is_in_the_kernel_of_its_layer_where_the_target_fuses_i
     assert all(order.index(a) < order.index(b) for a, b in edges)
 
 
-def test_a_png_is_drawn(qmodel):
-    assert to_png(draw_block(block_graph(qmodel, "block2"))).startswith(b"\x89PNG")
-
-
 def test_the_typical_block_is_the_smallest_in_which_branches_join(qmodel):
     # The second block has a layer more, in its shortcut.
     assert typical_block(qmodel) == block_graph(qmodel, "block1")

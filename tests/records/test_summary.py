@@ -23,7 +23,6 @@ from compress.records.files import (
 )
 from compress.records.summary import (
     best_variant,
-    costly,
     foreign_files,
     not_faster,
     rules_text,
@@ -75,13 +74,6 @@ def test_rows_of_a_group_stand_together_float_first_and_untimed_engines_last():
     assert all(row.file_bytes is None for row in rows[-3:])  # torch runs no file
 
 
-def test_cells_fill_the_columns_and_nothing_is_blank_or_zero():
-    for row in summary_table(SAMPLE):
-        cells = row.cells()
-        assert len(cells) == len(SUMMARY_COLUMNS)
-        assert all(cell.strip() and cell not in ("0", "None", "nan") for cell in cells)
-
-
 def test_a_speed_up_never_crosses_engines_or_batch_sizes():
     rows = summary_table(
         metrics_of(
@@ -107,10 +99,6 @@ def test_an_engines_own_file_counts_before_the_onnx_file():
         )
     )
     assert {row.engine: row.file_bytes for row in rows} == {"tensorrt": 60.0, "onnxruntime": 100.0}
-
-
-def test_unavailable_engines_are_listed_with_their_reason_and_have_no_row():
-    assert unavailable_engines(SAMPLE) == {"tensorrt": "the tensorrt package is not installed"}
 
 
 def test_what_several_reasons_share_is_said_once():
@@ -140,11 +128,6 @@ def test_notes_tell_the_reason_of_every_gap_and_mark():
     assert "torch: not timed in this run" in notes
     assert "p99_ms not measured" not in notes
     assert summary_table(metrics)[0].cells()[SUMMARY_COLUMNS.index("top-1 %")] == "90.00*"
-
-
-def test_no_metrics_no_rows():
-    assert summary_table(()) == ()
-    assert summary_notes(()) == ()
 
 
 @given(st.floats(1e-6, 1e12))
@@ -354,10 +337,6 @@ def test_the_rules_are_lines_of_a_recipe():
     wanted = [("features.3.0", "onnxruntime"), ("features.0.0", "onnxruntime"), ("features.0.0", None)]
     assert spec.rules == tuple(Rule(match=name, enable=False, target=target) for name, target in wanted)
     assert rules_text([row(layers=())]) == ""
-
-
-def test_a_loss_too_small_to_matter_asks_for_no_rule():
-    assert costly(row()) == ("features.3.0", "features.0.0")
 
 
 def test_rows_are_kept_in_a_run_folder(tmp_path):

@@ -30,13 +30,12 @@ from tests.roofline_model.networks import block_net, residual, with_opaque
 
 def device(bandwidth=10.0, **peaks):
     dense = peaks or {"fp32": 100.0, "fp16": 200.0, "int8": 400.0}
-    sparse = {"int8": 800.0, "fp16": 400.0} if not peaks else {}
     return Device(
         name="toy",
         title="Toy",
         bandwidth_bytes_per_s=bandwidth,
         dense_flops_per_s=dense,
-        sparse_flops_per_s=sparse,
+        sparse_flops_per_s={name: 2 * dense[name] for name in ("int8", "fp16") if name in dense},
         source="a test",
     )
 
@@ -214,17 +213,6 @@ def test_bad_settings_are_refused():
 # Bounds of 2:4 on a device with round numbers, and properties that hold for any network.
 
 
-def sparse_device(bandwidth):
-    return Device(
-        name="toy",
-        title="Toy",
-        bandwidth_bytes_per_s=bandwidth,
-        dense_flops_per_s={"int8": 1000.0},
-        sparse_flops_per_s={"int8": 2000.0},
-        source="a test",
-    )
-
-
 def chain():
     layers = [nn.Conv2d(8, 16, 1, bias=False), nn.ReLU(), nn.Conv2d(16, 16, 1, bias=False), nn.Conv2d(16, 4, 1)]
     return nn.Sequential(*layers), torch.zeros(1, 8, 2, 2)
@@ -232,7 +220,7 @@ def chain():
 
 def test_compute_bound_layers_halve_by_hand():
     model, x = chain()
-    bound = sparse_bound(model, x, masked=["2"], device=sparse_device(1e9))
+    bound = sparse_bound(model, x, masked=["2"], device=device(1e9, int8=1000.0))
     # flops: 2 * 4 pixels * (8 * 16, 16 * 16, 16 * 4) = 1024, 2048, 512 at 1000 a second
     assert [row.dense_ms for row in bound.rows] == pytest.approx([1024, 2048, 512])
     assert [row.sparse_ms for row in bound.rows] == pytest.approx([1024, 1024, 512])
@@ -244,7 +232,7 @@ def test_compute_bound_layers_halve_by_hand():
 
 def test_memory_bound_layers_save_the_bytes_of_their_weights_by_hand():
     model, x = chain()
-    bound = sparse_bound(model, x, masked=["0", "2"], device=sparse_device(1.0))
+    bound = sparse_bound(model, x, masked=["0", "2"], device=device(1.0, int8=1000.0))
     # bytes at int8: weights 128, 256, 64 (+ 4 biases of 4); in and out 4 * (8 + 16), 4 * 32, 4 * (16 + 2 * 4 in fp16)
     assert [row.dense_ms for row in bound.rows] == pytest.approx([224e3, 384e3, (64 + 16 + 64 + 32) * 1e3])
     # 2:4 keeps half the weights with 2 bits of index each: 5/8 of the bytes
@@ -255,7 +243,7 @@ def test_memory_bound_layers_save_the_bytes_of_their_weights_by_hand():
 
 def test_only_some_layers_run_sparse():
     model, x = chain()
-    bound = sparse_bound(model, x, masked=["0", "2"], device=sparse_device(1e9))
+    bound = sparse_bound(model, x, masked=["0", "2"], device=device(1e9, int8=1000.0))
     assert bound.speedup_with(["0"]) == pytest.approx(3584 / (3584 - 512))
     assert bound.speedup_with(["0", "2"]) == pytest.approx(bound.speedup)
     assert bound.speedup_with([]) == 1.0
@@ -263,7 +251,7 @@ def test_only_some_layers_run_sparse():
 
 def test_batch_scales_what_computes():
     model, x = chain()
-    one, four = (sparse_bound(model, x, masked=["2"], device=sparse_device(1e9), batch_size=n) for n in (1, 4))
+    one, four = (sparse_bound(model, x, masked=["2"], device=device(1e9, int8=1000.0), batch_size=n) for n in (1, 4))
     assert four.dense_ms == pytest.approx(4 * one.dense_ms)
     assert (one.batch_size, four.batch_size) == (1, 4)
 
@@ -282,7 +270,7 @@ def test_nothing_masked_is_nothing_gained_and_totals_are_the_rooflines():
 
 
 def test_attention_stays_dense_and_linear_layers_of_a_transformer_gain():
-    bound = sparse_bound(block_net(), torch.zeros(1, 5, 16), masked=["up", "down"], device=sparse_device(1e9))
+    bound = sparse_bound(block_net(), torch.zeros(1, 5, 16), masked=["up", "down"], device=device(1e9, int8=1000.0))
     rows = {row.layer: row for row in bound.rows}
     assert rows["attention"].speedup == 1.0
     assert rows["up"].speedup == pytest.approx(2) and rows["down"].speedup == pytest.approx(2)
@@ -298,7 +286,7 @@ def test_unknown_costs_are_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"masked": ["9"], "device": sparse_device(1.0)}, "'9' is not a layer that runs"),
+        ({"masked": ["9"], "device": device(1.0, int8=1000.0)}, "'9' is not a layer that runs"),
         ({"masked": ["2"], "device": "t4"}, "NVIDIA T4 has no peak for int8-2:4"),
         ({"masked": ["2"], "device": "a100", "batch_size": 0}, "batch_size must be 1 or more"),
     ],

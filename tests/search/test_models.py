@@ -66,25 +66,6 @@ def test_a_latency_model_finds_the_time_of_networks_it_has_not_seen():
     assert seen.spearman > 0.95
 
 
-def test_networks_that_a_model_takes_for_the_best_correct_it():
-    # The best by a model are those whose time it takes for too short; with their times it errs less on the next.
-    generator = torch.Generator().manual_seed(0)
-    slower = {c.path: 1 + float(torch.rand(1, generator=generator)) for c in COSTS.of({})}
-    time = lambda chosen: sum(slower[c.path] * known_time((c,)) for c in COSTS.of(chosen))  # noqa: E731
-    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in NETWORKS.elements.items()}
-    samples = [Sample(costs=COSTS.of(c), time=time(c)) for c in ({}, *networks(6, 0))]
-
-    def best(model):
-        predict = lambda c: model.predict(COSTS.of(c))  # noqa: E731
-        shares = [best_within(NETWORKS, errors, predict, share * time({})) for share in (0.9, 0.8, 0.7, 0.6)]
-        chosen = [c for c in shares if c is not None]
-        return chosen, check(map(predict, chosen), map(time, chosen)).median_error
-
-    chosen, before = best(fit(samples))
-    _, after = best(fit([*samples, *(Sample(costs=COSTS.of(c), time=time(c)) for c in chosen)]))
-    assert after < before
-
-
 @pytest.mark.parametrize(("width", "block", "computed"), [("6", 4, "8"), ("4", 4, "4"), ("2", 8, "8"), ("6", 1, "6")])
 def test_channels_that_fill_no_block_cost_as_much_as_the_block(width, block, computed):
     fields = ("macs", "read", "written", "weights")
@@ -275,10 +256,14 @@ def test_a_model_is_corrected_until_a_network_that_it_asks_for_keeps_the_bound()
 # Points that no other beats, the choice among them, and requests that are refused before any work.
 
 
-def point(ratio, distance, agreement=1.0):
-    figures = Figures(ms=ratio, ratio=ratio, distance=distance, agreement=agreement)
+def point(ratio, distance, agreement=1.0, label=""):
+    figures = Figures(ms=1.0, ratio=ratio, distance=distance, agreement=agreement)
     return Point(
-        label=f"{ratio} {distance}", configuration={}, figures=figures, predicted_ratio=0, predicted_distance=0
+        label=label,
+        configuration={"a": label},
+        figures=figures,
+        predicted_ratio=ratio,
+        predicted_distance=distance,
     )
 
 
@@ -368,14 +353,12 @@ def test_the_section_of_a_recipe():
 
 
 def outcome(ratio):
-    figures = Figures(ms=1.0, ratio=ratio, distance=0.1, agreement=1.0)
-    point = Point(label="start 1", configuration={}, figures=figures, predicted_ratio=ratio, predicted_distance=0.1)
     made = Attempt(
         label="start 1", folder="network-1", variant="ptq", file="f", ms=1.0, ratio=ratio, score=0.9, drop=0.5
     )
     return Outcome(
         bound=Bound(max_drop=1.0),
-        front=SimpleNamespace(points=(point,)),
+        front=SimpleNamespace(points=(point(ratio, 0.1, label="start 1"),)),
         metric=classification(10).metric,
         scores={},
         attempts=(made,),
@@ -400,25 +383,18 @@ def test_no_factor_is_advised_of_a_busy_machine(ratio):
     busy = replace(quiet.attempts[0], unquiet="the machine was busy (its hypervisor kept 9% of the time)")
     advice = replace(quiet, attempts=(busy,), chosen=busy).advice
     assert "not measured: the machine was busy" in advice and f"{ratio:.2f}" not in advice
-    for one in (busy, replace(outcome_point("a", ratio, 0.1).figures, unquiet=busy.unquiet)):
+    for one in (busy, replace(point(ratio, 0.1, None, "a").figures, unquiet=busy.unquiet)):
         assert one.ratio_text() == "not measured: the machine was busy"
-    assert quiet.attempts[0].ratio_text() == outcome_point("a", ratio, 0.1).figures.ratio_text() == f"{ratio:.3f}"
-
-
-def outcome_point(label, ratio, distance):
-    figures = Figures(ms=1.0, ratio=ratio, distance=distance, agreement=None)
-    return Point(
-        label=label, configuration={"a": label}, figures=figures, predicted_ratio=ratio, predicted_distance=distance
-    )
+    assert quiet.attempts[0].ratio_text() == point(ratio, 0.1, None, "a").figures.ratio_text() == f"{ratio:.3f}"
 
 
 POINTS = (
-    outcome_point("start 1 (0.40)", 0.38, 0.39),
-    outcome_point("start 2 (0.37)", 0.33, 0.43),
-    outcome_point("width 0.5, float", 0.27, 0.468),
-    outcome_point("width 0.5, int8", 0.25, 0.470),
-    outcome_point("trial 9", 0.24, 0.46),
-    outcome_point("width 0.75, int8", 0.45, 0.30),
+    point(0.38, 0.39, None, "start 1 (0.40)"),
+    point(0.33, 0.43, None, "start 2 (0.37)"),
+    point(0.27, 0.468, None, "width 0.5, float"),
+    point(0.25, 0.470, None, "width 0.5, int8"),
+    point(0.24, 0.46, None, "trial 9"),
+    point(0.45, 0.30, None, "width 0.75, int8"),
 )
 FRONT = SimpleNamespace(points=POINTS, front=pareto(POINTS), failed={})
 

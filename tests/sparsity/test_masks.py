@@ -58,14 +58,6 @@ def test_nm_mask_follows_given_scores_and_breaks_ties_low(drawn):
     assert (ties == (torch.arange(m) < n)).all()
 
 
-def test_mask_keeps_layout_of_convolutions():
-    weight = torch.zeros(2, 8, 3, 3)
-    weight[1, [1, 6], 2, 0] = torch.tensor([5.0, -7.0])
-    mask = nm_mask(weight, 1, 4)
-    assert mask.shape == weight.shape and mask[1, 1, 2, 0] and mask[1, 6, 2, 0]
-    assert mask.sum() == weight.numel() / 4
-
-
 @given(hnp.arrays(np.float32, st.integers(1, 30), elements=FLOATS), st.floats(0, 1))
 def test_unstructured_mask_takes_the_smallest(values, ratio):
     mask = unstructured_mask(torch.from_numpy(values), ratio).numpy()
@@ -108,13 +100,6 @@ def test_verify_nm_counts_groups_one_by_one(weight, nm):
     )
     assert verify_nm(weight, n, m) == expected
     assert verify_nm(np.moveaxis(weight, 1, 0), n, m, axis=0) == expected
-
-
-def test_masked_weights_verify_and_dense_ones_do_not():
-    weight = torch.randn(8, 16, 3, 3)
-    mask = nm_mask(weight, 2, 4)
-    assert verify_nm((weight * mask).numpy(), 2, 4) == 0
-    assert verify_nm(weight.numpy(), 2, 4) == 8 * 4 * 9
 
 
 @pytest.mark.parametrize(
@@ -327,7 +312,3 @@ def test_other_patterns_are_refused(text, words):
 def test_values_that_cannot_be_are_refused(change, key):
     with pytest.raises(SparsityError, match=key):
         check_sparsity_spec(SparsitySpec(**change))
-
-
-def test_default_spec_is_acceptable():
-    assert str(check_sparsity_spec(SparsitySpec())) == "2:4"

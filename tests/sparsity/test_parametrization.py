@@ -50,15 +50,6 @@ def test_masked_weight_is_the_original_times_the_mask_and_the_parameter_stays():
     assert isinstance(model[3], nn.Conv2d)
 
 
-def test_gradient_reaches_kept_elements_only():
-    model = sparse()
-    model(batch()).square().sum().backward()
-    layer = masked_layers(model)["3"]
-    gradient = layer.original.grad
-    assert (gradient[~layer.mask] == 0).all()
-    assert (gradient[layer.mask] != 0).any()
-
-
 def test_straight_through_gives_the_dense_gradient_of_the_masked_weight():
     model, reference = small(), small()
     sparsify(model, SparsitySpec(schedule="sr-ste"))
@@ -144,10 +135,10 @@ def test_pickled_models_compute_and_mask_as_before(how):
     else:
         twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(twin(batch()), expected)
-    twin.train()(batch()).sum().backward()
+    twin.train()(batch()).square().sum().backward()
     for path, layer in masked_layers(twin).items():
         assert torch.equal(layer.mask, masked_layers(model)[path].mask)
-        assert (layer.original.grad[~layer.mask] == 0).all()
+        assert (layer.original.grad[~layer.mask] == 0).all() and (layer.original.grad[layer.mask] != 0).any()
     assert sorted(squash_masks(copy.deepcopy(twin))) == PATHS  # a copy of what was unpickled, too
 
 
@@ -397,13 +388,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def check_masks(state):
-    for key in ("3", "6"):
-        mask = state[f"{key}.parametrizations.weight.0.mask"]
-        assert verify_nm(mask.numpy(), 2, 4) == 0
-        assert mask.float().mean() == 0.5
-
-
 @pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste", "gumbel"])
 def test_two_processes_train_and_mask_what_one_does(folder, schedule):
     first, second, alone = (torch.load(folder / f"{schedule}-{who}.pt") for who in (0, 1, "alone"))
@@ -411,11 +395,7 @@ def test_two_processes_train_and_mask_what_one_does(folder, schedule):
     for key, value in first.items():
         # the shares of learned masks are at a low temperature, which magnifies the rounding of sums in another order
         torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-3 if key.endswith("shares") else 1e-5)
-    check_masks(first)
-
-
-@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
-def test_masks_survive_fifty_steps_in_two_processes(folder, schedule):
-    first, second = (torch.load(folder / f"{schedule}-long-{rank}.pt") for rank in (0, 1))
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
-    check_masks(first)
+    for key in PATHS:
+        mask = first[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(mask.numpy(), 2, 4) == 0
+        assert mask.float().mean() == 0.5

@@ -10,14 +10,9 @@ from compress import MaskSchedule, SparsitySpec, sparsify, squash_masks
 from compress.errors import SparsityError
 from compress.sparsity import SparsityRule
 from compress.sparsity.parametrization import (
-    DEVIATION,
     REGULARIZATION,
-    STRENGTH,
     Moment,
     Selection,
-    as_groups,
-    first_logits,
-    from_groups,
     gumbel_noise,
     gumbel_softmax,
     mask_optimizer_state,
@@ -51,13 +46,6 @@ def test_every_eligible_layer_gets_its_mask_and_a_row(pattern):
     sizes = {path: model.get_submodule(path).weight.numel() for path in rows}
     dense = sum(sizes.values()) - (1 - n / m) * (sizes["3"] + sizes["6"])
     assert report.density == pytest.approx(dense / sum(sizes.values()))
-
-
-def test_unstructured_masks():
-    model = small()
-    weight = model[3].weight.detach().clone()
-    sparsify(model, SparsitySpec(pattern="unstructured:0.9"))
-    assert torch.equal(masks_of(model)["3"], unstructured_mask(weight, 0.9))
 
 
 def test_hessian_masks_update_the_weights_and_need_batches():
@@ -313,34 +301,6 @@ def test_sr_ste_masks_move_and_decay_draws_masked_weights_in():
     assert layer.original[stay].abs().mean() < 0.5 * free[stay].abs().mean()
 
 
-@pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
-def test_resumed_training_ends_as_the_undisturbed(schedule):
-    spec = SparsitySpec(schedule=schedule, update_steps=3)
-    whole, start, resumed = (sparse(spec).train() for _ in range(3))
-    optimizer = OPTIMIZERS["adamw"](whole.parameters())
-    for first in (1, 11):
-        train(whole, optimizer, schedule=MaskSchedule(whole, spec), steps=10, total=20, first=first)
-    optimizer = OPTIMIZERS["adamw"](start.parameters())
-    train(start, optimizer, schedule=MaskSchedule(start, spec), steps=10, total=20)
-    again = OPTIMIZERS["adamw"](resumed.parameters())
-    resumed.load_state_dict(start.state_dict())
-    again.load_state_dict(optimizer.state_dict())
-    train(resumed, again, schedule=MaskSchedule(resumed, spec), steps=10, total=20, first=11)
-    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
-
-
-def test_averaged_model_follows_changing_masks():
-    spec = SparsitySpec(schedule="gradual", end=0.5)
-    model = sparse(spec).train()
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    optimizer, schedule = OPTIMIZERS["sgd"](model.parameters()), MaskSchedule(model, spec)
-    for step in range(1, 21):
-        train(model, optimizer, schedule=schedule, steps=1, total=20, first=step)
-        average.update_parameters(model)
-    assert violations(average) == 0
-    assert not torch.equal(average.module[3].weight, model[3].weight)
-
-
 @pytest.mark.parametrize("schedule", ["one-shot", "sr-ste", "gumbel"])
 def test_autocast_and_loss_scaling(schedule):
     spec = SparsitySpec(schedule=schedule)
@@ -384,16 +344,6 @@ def test_schedule_needs_masks():
 CPU = torch.device("cpu")
 
 
-def test_groups_are_those_of_nm_masks():
-    weight = torch.randn(6, 8, 3, 2)
-    groups = as_groups(weight, 4)
-    assert torch.equal(from_groups(groups, weight.shape), weight)
-    assert (as_groups(nm_mask(weight, 2, 4), 4).sum(1) == 2).all()
-    masks = patterns(2, 4)
-    best = masks[(groups.abs() @ masks.T).argmax(1)] > 0
-    assert torch.equal(from_groups(best, weight.shape), nm_mask(weight, 2, 4))
-
-
 @pytest.mark.parametrize("temperature", [0.05, 1.0, 4.0])
 def test_gumbel_softmax_is_torchs(temperature):
     logits = torch.randn(50, 6)
@@ -402,13 +352,6 @@ def test_gumbel_softmax_is_torchs(temperature):
     torch.manual_seed(3)
     noise = gumbel_noise((50, 6), CPU)
     torch.testing.assert_close(gumbel_softmax(logits, noise, 7.0, temperature), expected)
-
-
-def test_the_first_logits_prefer_the_mask_by_what_they_share_with_it():
-    mask = torch.tensor([[True, True, False, False]])
-    logits = first_logits(mask, patterns(2, 4), torch.zeros(1, 6))
-    # by hand: patterns 12 13 14 23 24 34 share 2 1 1 1 1 0 values with 12, of which the mean is 1
-    torch.testing.assert_close(logits, STRENGTH * DEVIATION * torch.tensor([[1.0, 0, 0, 0, 0, -1]]))
 
 
 @settings(max_examples=15)
