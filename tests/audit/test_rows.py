@@ -150,13 +150,6 @@ def test_reading_more_than_was_written_is_a_contradiction():
     assert found["t", (-1, 8)] is None and found["t", (-1, 64)] is None and found["x", (-1, 64)] == 1
 
 
-@pytest.mark.parametrize(("dims", "expected"), [((17, 32, 64), None), ((17, 32, 1), 17), ((17, 64), None)])
-def test_a_dimension_of_one_is_no_view_of_a_longer_one(dims, expected):
-    shapes = {"n": (NodeOutput(dims=dims, users=frozenset({"far"}), result=False),)}
-    listing = EngineListing(source="test", layers=(layer("k", [], [("t", (-1, 32, 1))], ("n",)),))
-    assert rows(listing, shapes) == {("t", (-1, 32, 1)): expected}
-
-
 def test_a_kernel_that_repeats_may_write_more_than_it_reads():
     shapes = {
         "n": (NodeOutput(dims=(16, 8), users=frozenset({"far"}), result=False),),
@@ -299,6 +292,9 @@ def test_a_result_leaves_its_layer_where_another_reads_it_or_the_network_returns
         ((-1, 64, 64), (17, 64), None),
         ((-1, 1), (17, 1), None),  # nothing but ones says nothing
         ((-1, 64, 1), (17, 64, 1), 17),
+        ((-1, 32, 1), (17, 32, 64), None),  # a dimension of one is no view of a longer one
+        ((-1, 32, 1), (17, 32, 1), 17),
+        ((-1, 32, 1), (17, 64), None),
     ],
 )
 def test_rows_are_what_is_left_of_a_results_dimensions(shape, dims, expected):

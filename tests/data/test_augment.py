@@ -34,20 +34,6 @@ def test_draws_in_the_middle_move_nothing():
     torch.testing.assert_close(move(images, still), images)
 
 
-def test_a_flip_mirrors_left_to_right():
-    images = torch.rand(2, 3, 16, 16)
-    matrices = Movement(flip=True).matrices(torch.cat((draws(flip=0.49), draws(flip=0.5))), 16)
-    torch.testing.assert_close(move(images, matrices), torch.stack((images[0].flip(-1), images[1])))
-
-
-def test_a_bare_shift_moves_whole_pixels_and_leaves_black():
-    images = torch.rand(1, 1, 16, 16)
-    moved = move(images, Movement(shift=0.13).matrices(draws(x=0.0, y=1 - 1e-9), 16))  # 2.08 pixels either way
-    expected = torch.zeros_like(images)
-    expected[..., :-2, 2:] = images[..., 2:, :-2]
-    torch.testing.assert_close(moved, expected)
-
-
 def test_a_quarter_turn_is_rot90():
     images = torch.rand(1, 1, 16, 16)
     moved = move(images, Movement(degrees=90).matrices(draws(angle=0.0), 16))
@@ -140,12 +126,6 @@ def test_columns_are_the_outputs_of_a_splitmix64_of_the_index(seed, index, count
     expected = [next(outputs) for _ in range(count)]
     got = random_bits(seed, torch.tensor([index]), count)[0].tolist()
     assert [value & MASK for value in got] == expected
-
-
-def test_an_index_has_the_same_numbers_in_any_company():
-    alone = uniform(3, torch.tensor([41]), 6)
-    among = uniform(3, torch.arange(100), 9)
-    assert torch.equal(alone[0], among[41, :6])
 
 
 @pytest.mark.parametrize("seed", [0, 1])

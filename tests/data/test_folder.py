@@ -509,12 +509,6 @@ def test_every_prefix_holds_the_classes_in_proportion(classes):
         assert ((held - length * share).abs() <= 0.5 + 2.5 * share + 1e-6).all()
 
 
-def test_equal_classes_differ_by_one_image_at_most():
-    targets = torch.arange(100) // 10
-    held = torch.bincount(targets[stratified_order(targets)[:37]])
-    assert held.max() - held.min() <= 1
-
-
 def test_a_bound_keeps_the_stored_order_and_is_no_run_of_neighbours():
     targets = torch.arange(400) // 100
     chosen = bounded(targets, 40)

@@ -1,11 +1,8 @@
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 from torch.nn import functional as F
 
@@ -39,19 +36,6 @@ def shapes(**values):
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------
-
-corners = st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, max_size=7, unique=True)
-
-
-@given(corners)
-def test_the_distance_to_a_polygon(points):
-    at = torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 - 1.5
-    got = polygon(at, points)
-    closed = np.array([*points, points[0]])
-    along = np.linspace(0, 1, 400)[:, None]
-    edge = np.concatenate([a + (b - a) * along for a, b in itertools.pairwise(closed)])
-    expected = np.linalg.norm(at.numpy()[:, None] - edge, axis=-1).min(1)
-    np.testing.assert_allclose(got.abs(), expected, atol=8e-3)
 
 
 @pytest.mark.parametrize("points", [[(-1, -1), (1, -1), (0, 1)], [(-0.9, -0.9), (0.8, -0.7), (0.1, 0.0), (0.7, 1.0)]])

@@ -206,20 +206,6 @@ def test_unavailable_goes_through_json():
     assert Metric.from_dict(json.loads(json.dumps(metric.to_dict()))) == metric
 
 
-def test_keys_of_the_file():
-    assert list(Metric.from_dict(ROW).to_dict()) == [
-        "name",
-        "variant",
-        "engine",
-        "batch_size",
-        "value",
-        "unit",
-        "method",
-        "status",
-        "reason",
-    ]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,6 +1,5 @@
 import copy
 import math
-import statistics
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from tests.networks import Net
 ONES = ErfOptions(upstream="ones")
 
 
-def uniform_network(layers, kernel, *, relu=False):
+def uniform_network(layers, kernel):
     parts = []
     for _ in range(layers):
         conv = nn.Conv2d(1, 1, kernel, padding=kernel // 2, bias=False)
         conv.weight.data.fill_(1 / kernel**2)
-        parts += [conv, nn.ReLU()] if relu else [conv]
+        parts.append(conv)
     return nn.Sequential(*parts)
 
 
@@ -40,16 +39,6 @@ def test_uniform_networks_have_the_closed_form(kernel, layers):
     if kernel == 3:
         assert field.metrics.size == pytest.approx(published[layers], rel=0.001)
     assert field.metrics.theoretical_share == pytest.approx(field.metrics.size / side)
-
-
-def test_size_grows_with_the_root_of_the_depth():
-    sizes = []
-    depths = [5, 10, 20, 40]
-    for layers in depths:
-        field = effective_receptive_field(uniform_network(layers, 3, relu=True), torch.rand(1, 1, 91, 91))
-        sizes.append(field.metrics.size)
-    slope = statistics.linear_regression([math.log(d) for d in depths], [math.log(s) for s in sizes]).slope
-    assert slope == pytest.approx(0.5, abs=0.03)
 
 
 def small_net():
@@ -355,10 +344,9 @@ def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
     assert drifts[1].size_ratio < drifts[0].size_ratio < 1
 
 
-def test_drift_of_measured_fields_and_its_refusals():
+def test_fields_of_two_sizes_have_no_drift():
     first = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 9, 9))
     other = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 11, 11))
-    assert erf_drift(first, first).total_variation == 0
     with pytest.raises(ReceptiveFieldError, match="differ in size"):
         erf_drift(first, other)
 

@@ -11,7 +11,6 @@ from compress.receptive.effective import (
     above_threshold,
     contribution_area,
     distances,
-    erf_metrics,
     gaussian_fit,
     mass_radius,
     radial_distance,
@@ -83,13 +82,6 @@ def test_radial_distance_against_scipy(left, right):
     assert radial_distance(left, right, radius) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize(("layers", "size"), [(5, 8.31), (10, 11.70), (20, 16.16), (40, 22.74)])
-def test_published_sizes_of_uniform_networks(layers, size):
-    profile = uniform_profile(layers, 3)
-    assert len(profile) == 2 * layers + 1
-    assert math.sqrt(above_threshold(profile[:, None] * profile[None])) == pytest.approx(size, abs=0.005)
-
-
 @pytest.mark.parametrize("kernel", [3, 5, 7])
 @pytest.mark.parametrize("layers", [5, 10, 20, 40])
 def test_uniform_networks_tend_to_the_gaussian(kernel, layers):
@@ -98,12 +90,6 @@ def test_uniform_networks_tend_to_the_gaussian(kernel, layers):
     assert second_moment(heat) == pytest.approx((uniform_sigma(layers, kernel),) * 2, rel=1e-9)
     limit = gaussian_size(uniform_sigma(layers, kernel))
     assert math.sqrt(above_threshold(heat)) == pytest.approx(limit, rel=0.04 if layers == 5 else 0.03)
-
-
-def test_share_of_the_theoretical_field():
-    metrics = erf_metrics(gaussian(41, 41, (20, 20), (4.0, 4.0)), (20, 20), theoretical=(40, 10))
-    assert metrics.theoretical_share == pytest.approx(metrics.size / 20)
-    assert erf_metrics(gaussian(41, 41, (20, 20), (4.0, 4.0)), (20, 20)).theoretical_share is None
 
 
 @given(maps)
