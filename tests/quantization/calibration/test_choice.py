@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +10,9 @@ from compress.errors import CalibrationError
 from compress.quantization.calibration.calibrate import choose_together, on_host, together
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.calibration.histogram import (
-    as_rows,
     entropy_amax,
-    kl_divergences,
     mse_amax,
     percentile_amax,
-    row_amax,
 )
 
 FAST = settings(max_examples=40)
@@ -64,32 +60,6 @@ def test_entropy_chooses_the_bin_of_the_definition(counts, levels, start):
         assert chosen == max(ties)
     else:  # closer than either computation can tell
         assert chosen in near
-
-
-@FAST
-@given(histograms(), st.sampled_from([2, 8, 32]))
-def test_divergences_are_those_of_the_definition(counts, levels):
-    naive = naive_divergences(counts, 1, levels)
-    ours = kl_divergences(torch.tensor([counts]).double(), torch.arange(1, len(counts) + 1), levels=levels)[0]
-    np.testing.assert_allclose(ours.numpy(), list(naive.values()), rtol=1e-9, atol=1e-11)
-
-
-def test_entropy_ties_go_to_the_widest():
-    counts = torch.zeros(40, dtype=torch.int64)
-    counts[9], counts[39] = 5, 5  # clipped at 10 or kept at 40, P and Q agree exactly
-    assert entropy_amax(counts, torch.tensor(1.0), num_bits=3, start_bin=4) == 40
-
-
-def test_unsigned_has_twice_the_levels():
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.histc(torch.randn(20000, generator=generator).abs(), 300).long()
-    one = torch.tensor(1.0)
-    assert entropy_amax(counts, one, num_bits=4, unsigned=True, start_bin=20) == entropy_amax(
-        counts, one, num_bits=5, start_bin=20
-    )
-    assert mse_amax(counts, one, num_bits=4, start_bin=20) < mse_amax(
-        counts, one, num_bits=4, unsigned=True, start_bin=20
-    )
 
 
 def naive_squared_error(counts: list[int], amax: float, bound: int) -> float:
@@ -142,38 +112,6 @@ def test_percentile_of_100_keeps_everything_and_of_zeros_keeps_a_bin():
 def test_percentile_out_of_range(percentile):
     with pytest.raises(CalibrationError, match="percent"):
         percentile_amax(torch.tensor([1, 2]), torch.tensor(1.0), percentile)
-
-
-@pytest.mark.parametrize("choose", [entropy_amax, mse_amax, lambda c, w: percentile_amax(c, w, 99.0)])
-def test_rows_are_chosen_independently(choose):
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.stack(
-        [
-            torch.histc(torch.randn(5000, generator=generator).abs(), 600, 0, 6).long(),
-            torch.histc(torch.rand(5000, generator=generator) * 2, 600, 0, 6).long(),  # leaves two thirds unused
-            torch.histc(torch.randn(50, generator=generator).exp(), 600, 0, 6).long(),
-            torch.histc(torch.full((9,), 0.5), 600, 0, 6).long(),  # ends before the first candidate
-        ]
-    )
-    width = torch.tensor([0.01, 0.02, 1.0, 0.5])
-    together = choose(rows, width)
-    alone = torch.stack([choose(r, w) for r, w in zip(rows, width, strict=True)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=0)
-    torch.testing.assert_close(choose(rows[None], width[None]), together[None], rtol=0, atol=0)
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.sampled_from([None, 0, 1, 2, -1]))
-@FAST
-def test_largest_magnitude_is_the_reduction(a, b, c, axis):
-    x = torch.randn(a, b, c, generator=torch.Generator().manual_seed(a * 25 + b * 5 + c))
-    expected = x.abs().amax().view(1) if axis is None else x.abs().transpose(0, axis).flatten(1).amax(1)
-    torch.testing.assert_close(row_amax(as_rows(x, axis)), expected, rtol=0, atol=0)
-
-
-def test_largest_magnitude_keeps_nan():
-    x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
-    assert row_amax(as_rows(x, None)).isnan().all()
-    assert row_amax(as_rows(x, 0)).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["entropy", "mse", "percentile"])

@@ -13,7 +13,6 @@ from compress.quantization.calibration.histogram import (
     count_on_device,
     count_on_host,
     drawn_from,
-    merge_neighbours,
     resample,
 )
 
@@ -80,12 +79,6 @@ def test_zeros_before_the_first_value_are_counted():
 def test_counts_pass_the_range_of_float32():
     zeros = torch.zeros(1, 2**24 + 10)
     assert collected([torch.ones(1), zeros, zeros]).counts[0, 0] == 2**25 + 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_count_as_float32(dtype):
-    x = randn(40_000).to(dtype)
-    torch.testing.assert_close(collected([x]).counts, collected([x.float()]).counts, rtol=0, atol=0)
 
 
 def closed(counts):
@@ -192,15 +185,6 @@ def test_deterministic_mode_counts_alike():
         torch.use_deterministic_algorithms(False)
 
 
-def test_rows_are_independent():
-    first, second = randn(4, 300), randn(4, 300, seed=1) * torch.tensor([[0.1], [1.0], [7.0], [100.0]])
-    together = collected([first, second], rows=4, max_bins=BINS)
-    for row in range(4):
-        alone = collected([first[row], second[row]], max_bins=BINS)
-        torch.testing.assert_close(together.counts[row], alone.counts[0], rtol=0, atol=0)
-        assert together.width[row] == alone.width[0]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_not_finite_is_remembered_and_harms_nothing(bad, rows):
@@ -210,14 +194,6 @@ def test_what_is_not_finite_is_remembered_and_harms_nothing(bad, rows):
     assert not histogram.amax[-1].isfinite()
     assert histogram.amax[:-1].isfinite().all()
     count_on_device(x, torch.ones(rows), torch.full((rows,), torch.nan), 8)  # indices stay in range
-
-
-@FAST
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=64), st.integers(0, 9))
-def test_merging_neighbours(counts, doublings):
-    merged = merge_neighbours(torch.tensor([counts]), torch.tensor([doublings]))[0].tolist()
-    step = 2**doublings
-    assert merged == [sum(counts[k * step : (k + 1) * step]) for k in range(len(counts))]
 
 
 @FAST
@@ -232,10 +208,3 @@ def test_resampling_keeps_the_total_and_the_shape(counts, ratio):
         np.arange(bins + 1) * float(torch.tensor(ratio)), np.arange(bins + 1), np.r_[0, counts[0].cumsum(0).numpy()]
     )
     np.testing.assert_allclose(np.r_[0, moved[0].cumsum(0).numpy()], cumulative, atol=0.51)
-
-
-@FAST
-@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=64), st.sampled_from([1, 2, 4, 16]))
-def test_resampling_to_a_multiple_only_adds_up(counts, multiple):
-    moved = resample(torch.tensor([counts]), torch.tensor([0.3]), torch.tensor([0.3]) * multiple)[0].tolist()
-    assert moved == [sum(counts[k * multiple : (k + 1) * multiple]) for k in range(len(counts))]

@@ -6,22 +6,29 @@ import torch
 from torch import nn
 
 import compress
-from tests.exact import open_session
+from tests.exact import compute
 from tests.further import further
+from tests.networks import Net
+from tests.onnx_ptq.files import quantized_file
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.gate = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.branch, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
-        nn.init.constant_(self.gate.bias, -50.0)
+def gated(run):
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "gate": nn.Conv2d(8, 8, 1)}
+    net = Net(run, **layers, branch=nn.Conv2d(8, 8, 3, padding=1), last=nn.Conv2d(8, 4, 1))
+    nn.init.constant_(net.gate.bias, -50.0)
+    return net.eval()
 
-    def forward(self, x):
-        x = self.first(x).relu()
-        return self.last(x + self.branch(self.gate(x).relu())).mean((2, 3))
+
+def branched(net, x):
+    x = net.first(x).relu()
+    return net.last(x + net.branch(net.gate(x).relu())).mean((2, 3))
+
+
+def attends(net, x):
+    gates = net.gate(net.first(x).relu()).relu().flatten(2)
+    return net.last(net.first(x)).mean((2, 3)) + (gates @ gates.reshape(gates.shape).mT).mean()
 
 
 def layers_with_quantized_weights(path):
@@ -33,37 +40,26 @@ def layers_with_quantized_weights(path):
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("source", ["torch", "file"])
 def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
-    model, spec, out = Gated().eval(), compress.QuantSpec(target=target), tmp_path / "int8.onnx"
+    model, out = gated(branched), tmp_path / "int8.onnx"
     with pytest.warns(compress.CompressWarning, match="branch"):
-        if source == "torch":
-            compress.export_onnx(compress.quantize(model, X[:1], [X], spec=spec), X[:1], out)
-        else:
-            path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
-            compress.quantize_onnx(path, [X], spec=spec, out=out)
+        quantized_file(source, model, X, compress.QuantSpec(target=target), out)
     first, gate, branch, last = layers_with_quantized_weights(out)
     assert first and last and not branch
     assert gate == (target != "onnxruntime")  # its kernels want a pair on both sides
-    session = open_session(out)
-    found = session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]
     with torch.no_grad():
         wanted = model(X)
-    assert (torch.from_numpy(found) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
+    assert (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
 
 
 def test_a_product_of_tensors_that_are_zero_stays_float():
-    class Attends(Gated):
-        def forward(self, x):
-            gates = self.gate(self.first(x).relu()).relu().flatten(2)
-            return self.last(self.first(x)).mean((2, 3)) + (gates @ gates.reshape(gates.shape).mT).mean()
-
     with pytest.warns(compress.CompressWarning, match="are zero on calibration images"):
-        qmodel = compress.quantize(Attends().eval(), X[:1], [X], spec=compress.QuantSpec(target="openvino"))
+        qmodel = compress.quantize(gated(attends), X[:1], [X], spec=compress.QuantSpec(target="openvino"))
     assert {weight.path for weight in qmodel.placement.weights} == {"first", "gate", "last"}
 
 
 def test_a_generator_is_refused_since_it_can_be_read_once():
     with pytest.raises(compress.CompressError, match="all collected values are zero"):
-        compress.quantize(Gated().eval(), X[:1], iter([X]), spec=compress.QuantSpec(target="openvino"))
+        compress.quantize(gated(branched), X[:1], iter([X]), spec=compress.QuantSpec(target="openvino"))
 
 
 class Dense(nn.Module):
@@ -85,44 +81,39 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("source", ["torch", "file"])
 def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(target, source, tmp_path):
-    model, spec, out = Dense().eval(), compress.QuantSpec(target=target), tmp_path / "int8.onnx"
-    if source == "torch":
-        qmodel = compress.quantize(model, X[:1], [X], spec=spec)
-        assert any("far apart" in row.reason for row in qmodel.placement.decisions)
-        compress.export_onnx(qmodel, X[:1], out)
-    else:
-        path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
-        compress.quantize_onnx(path, [X], spec=spec, out=out)
-    session = open_session(out)
-    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
+    model, out = Dense().eval(), tmp_path / "int8.onnx"
+    made = quantized_file(source, model, X, compress.QuantSpec(target=target), out)
+    assert source == "file" or any("far apart" in row.reason for row in made.placement.decisions)
     with torch.no_grad():
         wanted = model(X)
-    assert (found - wanted).pow(2).mean() < 2e-3 * wanted.pow(2).mean()  # one scale for all: 0.05 to 0.15
+    noise = (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean()
+    assert noise < 2e-3 * wanted.pow(2).mean()  # one scale for all: 0.05 to 0.15
 
 
-class Skip(nn.Module):
+def skip():
     # A skip of a U-Net beside an up-convolution, whose result has a sign.
-    def __init__(self):
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
-        self.up, self.last = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 4, 1)
+    def run(net, x):
+        a = net.down(x).relu()
+        return net.last(torch.cat([net.up(net.middle(a).relu()), a], 1)).relu().mean((2, 3))
 
-    def forward(self, x):
-        a = self.down(x).relu()
-        return self.last(torch.cat([self.up(self.middle(a).relu()), a], 1)).relu().mean((2, 3))
-
-
-class Casts(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.a, self.b, self.c, self.dtype = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3), dtype
-
-    def forward(self, x):
-        x = self.b(self.a(x).relu().to(self.dtype).float()).relu()
-        return self.c(x.to(self.dtype).float()).relu().to(self.dtype).float()
+    return Net(
+        run,
+        down=nn.Conv2d(3, 8, 3, padding=1),
+        middle=nn.Conv2d(8, 8, 3, 2, 1),
+        up=nn.ConvTranspose2d(8, 8, 2, 2),
+        last=nn.Conv2d(16, 4, 1),
+    )
 
 
-@pytest.mark.parametrize("make", [Skip, lambda: Casts(torch.float16), lambda: Casts(torch.float64)])
+def casts(dtype):
+    def run(net, x):
+        x = net.b(net.a(x).relu().to(dtype).float()).relu()
+        return net.c(x.to(dtype).float()).relu().to(dtype).float()
+
+    return Net(run, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3), c=nn.Conv2d(8, 4, 3))
+
+
+@pytest.mark.parametrize("make", [skip, lambda: casts(torch.float16), lambda: casts(torch.float64)])
 def test_onnx_runtime_computes_as_many_convolutions_in_integers_as_the_audit_says(make, tmp_path):
     qmodel = compress.quantize(make().eval(), X[:1], [X], spec=compress.QuantSpec(target="onnxruntime"))
     path = compress.export_onnx(qmodel, X[:1], tmp_path / "q.onnx")
@@ -131,7 +122,7 @@ def test_onnx_runtime_computes_as_many_convolutions_in_integers_as_the_audit_say
     rows = [row for row in compress.audit_onnx(path).rows if row.op_type == "Conv"]
     assert kinds.count("QLinearConv") == sum(row.int8 for row in rows) >= 2
     assert kinds.count("Conv") + kinds.count("FusedConv") == sum(not row.int8 for row in rows)
-    assert make is not Skip or all(row.int8 for row in rows)
+    assert make is not skip or all(row.int8 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +138,8 @@ def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, so
         model[4].bias[2] = bias
         wanted = model(X)
     for target in ("openvino", "onnxruntime", "tensorrt"):
-        spec, out = compress.QuantSpec(target=target), tmp_path / "int8.onnx"
-        if source == "torch":
-            compress.export_onnx(compress.quantize(model, X[:1], [X], spec=spec), X[:1], out)
-        else:
-            path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
-            compress.quantize_onnx(path, [X], spec=spec, out=out)
-        session = open_session(out)
-        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
+        quantized_file(source, model, X, compress.QuantSpec(target=target), tmp_path / "int8.onnx")
+        found = torch.from_numpy(compute(tmp_path / "int8.onnx", X.numpy()))
         torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
 
 
@@ -179,16 +164,8 @@ def test_transposed_convolutions_of_any_rank_are_quantized(rank):
     ],
 )
 def test_phases_and_products_with_a_parameter_stay_float_on_both_sides(forward):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.fc, self.last = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8), nn.LazyLinear(4)
-
-        def forward(self, x):
-            return self.last(forward(self, x))
-
-    torch.manual_seed(0)
-    model, x = Net().eval(), torch.randn(4, 6, 8)
+    layers = {"table": nn.Parameter(torch.randn(8, 8)), "fc": nn.Linear(8, 8), "last": nn.LazyLinear(4)}
+    model, x = Net(lambda net, x: net.last(forward(net, x)), **layers).eval(), torch.randn(4, 6, 8)
     model(x)
     placement = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino")).placement
     assert [site.path for site in placement.weights] == ["last"] and len(placement.activations) == 1

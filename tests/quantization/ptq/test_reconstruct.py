@@ -18,16 +18,12 @@ from compress.quantization.ptq.bias_correction import expected_shift
 from compress.quantization.ptq.rescaling import clipped_normal
 from compress.quantization.ptq.rounding import (
     Rounder,
-    beta_at,
     block_module,
     blocks,
     images_of_a_step,
-    inverse_rounding,
     learn_rounding,
     reconstruction_error,
-    regularizer_gradient,
     sampled_rows,
-    soft_rounding,
 )
 from compress.quantization.ptq.walk import walk
 from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
@@ -181,17 +177,6 @@ def quantized(layer, num_bits, axis=0):
     twin = quantized_layer(layer, QuantFormat(num_bits=num_bits, axis=axis, narrow=True), name="layer")
     twin.weight_quantizer.set_amax(weight.abs().flatten(1).amax(1) if axis == 0 else weight.abs().max())
     return twin
-
-
-def test_soft_rounding_reaches_both_ends_and_inverts():
-    h = torch.linspace(0, 1, 11)
-    torch.testing.assert_close(soft_rounding(inverse_rounding(h)), h, atol=1e-6, rtol=0)
-    assert soft_rounding(torch.tensor([-50.0, 50.0])).tolist() == [0, 1]
-    h = torch.linspace(0.01, 0.99, 9, dtype=torch.float64).requires_grad_()
-    (1 - (2 * h - 1).abs().pow(3.5)).sum().backward()
-    torch.testing.assert_close(regularizer_gradient(h.detach(), 3.5), h.grad)
-    spec = compress.AdaRoundSpec(steps=100)
-    assert beta_at(0, spec) == spec.beta_start and beta_at(100, spec) == pytest.approx(spec.beta_end)
 
 
 def test_close_to_the_best_of_all_roundings():
