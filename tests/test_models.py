@@ -130,7 +130,6 @@ def test_torchvisions_weights(cache, weights):
 
 
 def test_torchvisions_weights_for_other_classes_keep_all_but_the_classifier(cache):
-    torch.manual_seed(0)
     model, notes, classes = build_model_with_notes(ModelSpec(name=SMALL, weights="DEFAULT"), num_classes=5)
     assert classes == 1000
     torch.manual_seed(0)
@@ -281,10 +280,6 @@ def network(classes=3, width=4, seed=0):
     )
 
 
-def weights_same(model, other):
-    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-
-
 def saved(path, state):
     if path.suffix == ".safetensors":
         safetensors.torch.save_file(state, path)
@@ -297,7 +292,7 @@ def saved(path, state):
 def test_a_file_of_the_model_itself(tmp_path, name):
     source, model = network(seed=1), network(seed=2)
     assert load_weights(model, saved(tmp_path / name, source.state_dict())) == ()
-    assert weights_same(model, source)
+    assert same(model, source)
 
 
 @pytest.mark.parametrize("wrap", [lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}, lambda s: s])
@@ -306,21 +301,21 @@ def test_wrappings_are_undone(tmp_path, wrap, prefix):
     source, model = network(seed=1), network(seed=2)
     state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
     notes = load_weights(model, saved(tmp_path / "w.pth", wrap(state)))
-    assert weights_same(model, source)
+    assert same(model, source)
     assert len(notes) == prefix.count(".")
 
 
 def test_a_model_whose_own_names_begin_like_a_wrapping(tmp_path):
     source, model = (nn.ModuleDict({"model": network(seed=seed)}) for seed in (1, 2))
     load_weights(model, saved(tmp_path / "w.pth", source.state_dict()))
-    assert weights_same(model, source)
+    assert same(model, source)
 
 
 def test_files_from_before_batches_were_counted(tmp_path):
     source, model = network(seed=1), network(seed=2)
     state = {name: tensor for name, tensor in source.state_dict().items() if "num_batches" not in name}
     load_weights(model, saved(tmp_path / "w.safetensors", state))
-    assert weights_same(model, source)
+    assert same(model, source)
 
 
 def test_old_densenet_names(tmp_path):
@@ -328,13 +323,13 @@ def test_old_densenet_names(tmp_path):
     old = {re.sub(r"\.(norm|conv)([12])\.", r".\1.\2.", name): t for name, t in source.state_dict().items()}
     assert set(old) != set(source.state_dict())
     load_weights(model, saved(tmp_path / "w.pth", old))
-    assert weights_same(model, source)
+    assert same(model, source)
 
 
 def test_layers_whose_loading_asks_for_their_version(tmp_path):
     source, model = (torchvision.models.mnasnet0_5(num_classes=3) for _ in range(2))
     load_weights(model, saved(tmp_path / "w.safetensors", dict(source.state_dict())))
-    assert weights_same(model, source)
+    assert same(model, source)
 
 
 def test_a_classifier_of_other_classes_is_left_out_where_that_is_allowed(tmp_path):
@@ -343,8 +338,8 @@ def test_a_classifier_of_other_classes_is_left_out_where_that_is_allowed(tmp_pat
     (note,) = load_weights(model, file, num_classes=3)
     assert "7 classes, not 3" in note
     assert "head.weight" in note
-    assert weights_same(model.head, fresh.head)
-    assert weights_same(model.conv, source.conv)
+    assert same(model.head, fresh.head)
+    assert same(model.conv, source.conv)
     with pytest.raises(CheckpointError, match=r"head\.weight \(7, 4\) in the file, \(3, 4\) in the model"):
         load_weights(model, file)
 
@@ -365,7 +360,7 @@ def test_a_file_of_another_model_changes_nothing(tmp_path, change, message, num_
     model, fresh = network(seed=2), network(seed=2)
     with pytest.raises(CheckpointError, match=f"belongs to another model; nothing was loaded.*{message}"):
         load_weights(model, saved(tmp_path / "w.pth", state), num_classes=num_classes)
-    assert weights_same(model, fresh)
+    assert same(model, fresh)
 
 
 def test_other_widths_are_not_taken_for_other_classes(tmp_path):
@@ -383,7 +378,7 @@ def test_a_truncated_file(tmp_path, name, kept):
     model, fresh = network(seed=2), network(seed=2)
     with pytest.raises(CheckpointError, match=r"truncated|damaged"):
         load_weights(model, file)
-    assert weights_same(model, fresh)
+    assert same(model, fresh)
 
 
 class Exploit:

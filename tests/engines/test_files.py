@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from compress import CompressWarning, build_engine
 from compress.engines import onnxruntime as engine_of_onnx_runtime
 from compress.engines import openvino as engine_of_openvino
-from compress.engines.onnx_file import joins_signed, to_unsigned
+from compress.engines.onnx_file import to_unsigned
 from compress.errors import EngineError, EngineUnavailableError
 from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
@@ -305,19 +305,6 @@ def test_openvino_computes_what_the_file_says(tmp_path, external):
     with build_engine(path, "openvino", batch_size=2, precision="f32") as engine:
         found = engine.run({"x": X})["y"]
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
-
-
-def test_the_shift_changes_no_number():
-    model = joined()
-    before = by_runtime(model)
-    assert joins_signed(model)
-    to_unsigned(model)
-    onnx.checker.check_model(model)
-    assert not joins_signed(model)
-    np.testing.assert_array_equal(by_runtime(model), before)
-    points = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    seen = [points[n.input[2]] for n in model.graph.node if n.op_type == "QuantizeLinear"]
-    assert [(int(p), p.dtype) for p in seen] == [(128, np.uint8), (125, np.uint8)]
 
 
 def test_integers_that_other_nodes_read_stay_signed():

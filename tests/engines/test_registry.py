@@ -217,32 +217,18 @@ def test_precision_is_what_ran():
 
 
 def test_other_outputs_have_names():
-    class Heads(nn.Module):
-        def forward(self, x):
-            return {"logits": x, "double": 2 * x}
-
-    class Pair(nn.Module):
-        def forward(self, x):
-            return x, 2 * x
-
-    class Number(nn.Module):
-        def forward(self, x):
-            return 3
-
-    x = np.ones((2, 4), np.float32)
-    assert {k: v[0, 0] for k, v in TorchEngine(Heads(), (4,)).run({"input": x}).items()} == {"logits": 1, "double": 2}
-    assert [t.name for t in TorchEngine(Pair(), (4,)).outputs] == ["output_0", "output_1"]
+    heads = TorchEngine(Net(lambda net, x: {"logits": x, "double": 2 * x}), (4,))
+    found = heads.run({"input": np.ones((2, 4), np.float32)})
+    assert {name: value[0, 0] for name, value in found.items()} == {"logits": 1, "double": 2}
+    assert [t.name for t in TorchEngine(Net(lambda net, x: (x, 2 * x)), (4,)).outputs] == ["output_0", "output_1"]
     with pytest.raises(EngineError, match="returned int"):
-        TorchEngine(Number(), (4,))
+        TorchEngine(Net(lambda net, x: 3), (4,))
 
 
 def test_threads_are_given_back():
-    class Threads(nn.Module):
-        def forward(self, x):
-            return x.new_full((1, 1), torch.get_num_threads())
-
     before = torch.get_num_threads()
-    engine = TorchEngine(Threads(), (1,), threads=before + 1)
+    model = Net(lambda net, x: x.new_full((1, 1), torch.get_num_threads()))
+    engine = TorchEngine(model, (1,), threads=before + 1)
     assert engine.run({"input": np.zeros((1, 1), np.float32)})["logits"].item() == before + 1
     assert torch.get_num_threads() == before
 

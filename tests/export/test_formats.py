@@ -134,16 +134,6 @@ def test_mixtures_are_refused(spec, words):
         quantize(network(), X[:2], [X], spec=spec)
 
 
-def test_fp8_keeps_a_wide_range_that_eight_bits_lose():
-    # Values over four powers of ten: their relative error stays a sixteenth in FP8 and is whole in INT8.
-    x = torch.logspace(-2, 2, 400)
-    error = {}
-    for form in (QuantFormat(), E4M3):
-        rounded = fake_quantize(x, scale_from_amax(x.max(), form), form)
-        error[form.kind] = ((rounded - x).abs() / x).max().item()
-    assert error["e4m3"] <= 1 / 16 + 1e-6 and error["int"] == 1.0
-
-
 # INT32 biases: ONNX Runtime then runs matrix products in 8 bits, and computes what fake quantization does.
 
 BIAS_X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))

@@ -27,16 +27,6 @@ class DependsOnValues(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(self.conv(x))
-
-
 def test_graph_computes_what_the_model_does_and_carries_shapes():
     model, x = TinyResNet().eval(), torch.randn(2, 3, 16, 16)
     graph = compress.trace(model, x)
@@ -56,7 +46,8 @@ def copied(graph, ways):
 
 
 def test_what_fx_cannot_trace_becomes_a_leaf_with_its_reason():
-    model = Holder(nn.Sequential(nn.ReLU(), DependsOnValues()))
+    inner = nn.Sequential(nn.ReLU(), DependsOnValues())
+    model = networks.Net(lambda net, x: net.inner(net.conv(x)), conv=nn.Conv2d(3, 4, 3), inner=inner)
     graph = compress.trace(model, torch.randn(2, 3, 8, 8))
     (leaf,) = leaves_of(graph)
     assert (leaf.path, leaf.kind) == ("inner.1", "DependsOnValues")
@@ -85,25 +76,16 @@ def test_a_graph_module_of_the_users_own_keeps_its_placement_too():
 
 
 def test_modules_that_forward_makes_are_their_functions():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    def run(net, x):
+        x = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))(net.second(nn.ReLU6()(net.first(x))))
+        return nn.Softmax(dim=1)(nn.Flatten()(x))
 
-        def forward(self, x):
-            x = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))(self.second(nn.ReLU6()(self.first(x))))
-            return nn.Softmax(dim=1)(nn.Flatten()(x))
-
-    class Anew(Net):
-        def forward(self, x):
-            return nn.BatchNorm2d(8)(self.first(x))
-
-    torch.manual_seed(0)
-    model, x = Net().eval(), torch.randn(2, 3, 12, 12)
+    layers = {"first": nn.Conv2d(3, 8, 3), "second": nn.Conv2d(8, 8, 3)}
+    model, x = networks.Net(run, **layers).eval(), torch.randn(2, 3, 12, 12)
     assert torch.equal(compress.trace(model, x)(x), model(x))
     assert len(compress.quantize(model, x, [x]).placement.weights) == 2
     with pytest.raises(ModelError, match=r"makes a BatchNorm2d with weights of its own.*__init__"):
-        compress.trace(Anew().eval(), x)
+        compress.trace(networks.Net(lambda net, x: nn.BatchNorm2d(8)(net.first(x)), **layers).eval(), x)
 
 
 def test_a_forward_that_cannot_be_traced_at_all_is_refused():
@@ -112,12 +94,8 @@ def test_a_forward_that_cannot_be_traced_at_all_is_refused():
 
 
 def test_a_graph_that_computes_something_else_is_refused():
-    class Chance(nn.Module):
-        def forward(self, x):
-            return x * torch.rand(1).item()
-
     with pytest.raises(ModelError, match="something else"):
-        compress.trace(Chance(), torch.ones(2, 3))
+        compress.trace(networks.Net(lambda net, x: x * torch.rand(1).item()), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
@@ -154,17 +132,13 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_an_autocast_for_the_inputs_device_is_passed_through():
-    class Casts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
+    def casts(net, x):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            x = net.conv(x)
+        return x + torch.ones(4, 1, 1, device=x.device)
 
-        def forward(self, x):
-            with torch.autocast(device_type=x.device.type, enabled=False):
-                x = self.conv(x)
-            return x + torch.ones(4, 1, 1, device=x.device)
-
-    model, x = nn.Sequential(Casts(), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(networks.Net(casts, conv=nn.Conv2d(3, 4, 3)), nn.ReLU())
+    x = torch.randn(2, 3, 8, 8)
     graph = compress.trace(model, x)
     torch.testing.assert_close(graph(x), model(x))
     assert not leaves_of(graph) and "0.conv" in {node.target for node in graph.graph.nodes}
@@ -322,12 +296,10 @@ def test_the_code_of_a_graph_needs_objects_alone():
 
 
 def test_a_refusal_names_the_parts_that_may_do():
-    class Detector(Holder):
-        def forward(self, x):
-            return [y for y in self.inner(x) if y.sum() > 0]
-
+    layers = {"conv": nn.Conv2d(3, 4, 3), "inner": nn.Sequential(nn.ReLU())}
+    detector = networks.Net(lambda net, x: [y for y in net.inner(x) if y.sum() > 0], **layers)
     with pytest.raises(ModelError, match="a part of the model alone: inner$"):
-        compress.trace(Detector(nn.Sequential(nn.ReLU())), torch.rand(2, 3, 8, 8))
+        compress.trace(detector, torch.rand(2, 3, 8, 8))
 
 
 def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
@@ -768,18 +740,11 @@ def test_the_public_functions_take_vit(tmp_path):
     engine.close()
 
 
-class Word(nn.Module):
-    # A layer whose name is a word of Python, beside one of the name that it would get.
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleDict({"class": nn.Linear(3, 4), "class_": nn.Linear(4, 5)})
-
-    def forward(self, x):
-        return self.heads["class_"](self.heads["class"](x))
-
-
 def test_a_name_that_is_taken_is_refused_and_the_model_keeps_its_layers():
-    model, x = Word().eval(), torch.randn(2, 3)
+    # A layer whose name is a word of Python, beside one of the name that it would get.
+    heads = nn.ModuleDict({"class": nn.Linear(3, 4), "class_": nn.Linear(4, 5)})
+    model = networks.Net(lambda net, x: net.heads["class_"](net.heads["class"](x)), heads=heads).eval()
+    x = torch.randn(2, 3)
     before = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(ModelError, match="named class and class_"):
         compress.trace(model, x)

@@ -161,17 +161,6 @@ def test_buffers_that_only_later_calls_read_count_as_well():
     assert "buffers that it updates" in report_of(found).training
 
 
-def test_a_model_that_counts_its_calls_is_not_changed():
-    def run(s, x):
-        s.calls += 1
-        return x
-
-    model = between(run).eval()
-    model.register_buffer("calls", torch.zeros(()))
-    quantize(model, X, [X])
-    assert model.calls == 0
-
-
 def counts(s, x):
     s.calls += 1
     return x * s.calls
@@ -310,13 +299,6 @@ def test_a_defect_of_a_deep_network_is_refused_all_the_same():
     graph.get_submodule("layers.2").weight.data[:, 0] *= 1.1
     with pytest.raises(ModelError, match="first at layers.2:"):
         Reference.of(model, x).check(graph, "folding")
-
-
-def test_a_model_keeps_its_modes():
-    model = TinyResNet().train()
-    model.block1.eval()
-    Reference.of(model, COMPARE_X)
-    assert model.training and model.block2.training and not model.block1.bn1.training
 
 
 def test_a_models_own_hook_is_named_if_the_graph_lacks_its_effect():

@@ -453,7 +453,6 @@ def test_images(name, tmp_path):
 
 
 FOLDERS = {
-    "state.json": ["", "[]", DEEP, '{"format": 99}', b"\xff\xfe"],
     "recipe.yaml": ["a: [", LAUGHS, b"\xff"],
     "metrics.json": ["{", "5", DEEP, '[{"a": 1}]', '[{"name": "top1", "value": NaN}]', b"\xff"],
     "layers.json": ["{", "[5]", DEEP, b"\xff"],
@@ -466,15 +465,12 @@ FOLDERS = {
 
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name, texts in FOLDERS.items() for i in range(len(texts))])
 def test_run_folders(name, number, tmp_path):
-    recipe = parse_recipe({})
-    open_run(tmp_path, recipe, "qat", resume=False).release()
+    open_run(tmp_path, parse_recipe({}), "qat", resume=False).release()
     text = FOLDERS[name][number]
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises((RunError, RecipeError)) as caught:
         if name == "recipe.yaml":
             recipe_of(tmp_path)
-        elif name == "state.json":
-            open_run(tmp_path, recipe, "qat", resume=True)
         else:
             read_run(tmp_path)
     assert name in str(caught.value)

@@ -15,7 +15,6 @@ import compress
 from analysis.random_networks import readers
 from analysis.random_networks.check import TARGETS as RANDOM_TARGETS
 from analysis.random_networks.network import TABLES, Step
-from compress.errors import ModelError
 from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
@@ -134,17 +133,6 @@ def test_a_product_without_bias_gets_one(tmp_path):
         out=tmp_path / "p.onnx",
     )
     assert np.abs(mean - float_mean).mean() < 0.5 * np.abs(run(simple, data[0]).mean(0) - float_mean).mean()
-
-
-def test_the_refusal_names_the_operator(tmp_path):
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["h"], name="conv"),
-        helper.make_node("NonZero", ["h"], ["y"], name="odd"),
-    ]
-    onnx.save(model_of(nodes, {"w": weights(4, 3, 3, 3)}), tmp_path / "m.onnx")
-    x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
-    with pytest.raises(ModelError, match="operator NonZero at 'odd'"):
-        compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(bias_correction="empirical"))
 
 
 # The default keeps layers whose inputs have outlier channels, and products after a peaked softmax, accurate.

@@ -228,13 +228,6 @@ def test_bad_keys_are_refused_by_the_recipe(override, words):
         parse_recipe(BETTER_PTQ_TREE, [override])
 
 
-def test_survives_yaml(tmp_path):
-    recipe = parse_recipe(BETTER_PTQ_TREE)
-    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
-    assert load_recipe(tmp_path / "r.yaml") == recipe
-    assert json.loads(json.dumps(dataclasses.asdict(recipe)))["quantization"]["adaround"]["steps"] == 10
-
-
 # `inspect parity` on a recipe: one JSON document with every quantizer of the network, on both engines.
 
 PARITY_TREE = {

@@ -347,15 +347,6 @@ def test_a_phase_fills_a_part_of_the_step_that_it_runs_in():
     assert meter.share() == 1
 
 
-def test_a_phase_inside_itself_is_no_endless_loop():
-    meter = PhaseMeter()
-    meter.start("a", None, 2)
-    meter.start("b", "a", 2)
-    meter.start("a", "b", 2)
-    meter.step("a", 0)
-    assert meter.share() == 1 / 2
-
-
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.integers(0, 5)), max_size=30))
 def test_the_share_never_falls_nor_passes_one(events):
     meter, before = PhaseMeter(), 0.0
