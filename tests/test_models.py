@@ -130,6 +130,7 @@ def test_torchvisions_weights(cache, weights):
 
 
 def test_torchvisions_weights_for_other_classes_keep_all_but_the_classifier(cache):
+    torch.manual_seed(0)
     model, notes, classes = build_model_with_notes(ModelSpec(name=SMALL, weights="DEFAULT"), num_classes=5)
     assert classes == 1000
     torch.manual_seed(0)

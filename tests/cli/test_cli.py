@@ -1,6 +1,6 @@
 # The command line as a user meets it: exit status, what is on which stream, what is said.
 #
-# A help page, a refusal and an interrupt run in a process of their own; all other cases call the same `main` in this
+# A refusal and an interrupt run in a process of their own; all other cases call the same `main` in this
 # one, which saves the seconds that a process takes to import torch.
 
 import io
@@ -62,13 +62,6 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     assert "torch was imported" in seen["qat"]
 
 
-def test_help_names_the_commands():
-    done = process("--help")
-    assert done.returncode == 0
-    for command in ("train", "ptq", "qat", "export", "bench", "report", "inspect", "doctor", "recipes"):
-        assert command in done.stdout
-
-
 REFUSALS = [
     (("qat", "--recipe", "resnet5O.yaml"), "did you mean 'resnet50'"),
     (("ptq", "--recipe", "resnet50", "--set", "data.name=folder", "--set", "data.root=/none"), "/none"),
@@ -79,6 +72,7 @@ REFUSALS = [
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
     (("bench", ":b:.onnx", "--engine", "openvino"), "there is no file :b:.onnx"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
+    (("qat", "--recipe", "resnet50", "--set", "bench.engines=[ort]"), "did you mean 'onnxruntime'"),
     (("qat", "--recipe", "quickstart", "--out", "/proc/nowhere/run"), "name a place that exists"),
     (("qat", "resnet50", "--recipe", "quickstart"), "two recipes are named, resnet50 and quickstart"),
     (("qat",), "name a recipe"),
@@ -344,25 +338,7 @@ def test_progress_is_chosen_before_or_after_the_command(compress, capsys, option
     assert compress("recipes").returncode == 0 and VERBOSITY.level == 0
 
 
-# What a newcomer meets: short names get the right one, usual files are taken, and no message is the system's own.
-
-
-@pytest.mark.parametrize(
-    ("setting", "meant"), [("quantization.target=trt", "tensorrt"), ("bench.engines=[ort]", "onnxruntime")]
-)
-def test_a_short_name_is_answered_with_the_whole_one(setting, meant):
-    with pytest.raises(RecipeError, match=f"did you mean '{meant}'"):
-        load_recipe("quickstart", [setting])
-
-
-def test_an_out_that_cannot_be_written_is_named(compress, tmp_path):
-    (tmp_path / "file").touch()
-    settings = ("model.name=squeezenet1_1", "data.name=shapes", "data.train_images=32", "data.val_images=32")
-    options = [word for setting in settings for word in ("--set", setting)]
-    done = compress("train", "--recipe", "quickstart", *options, "--out", str(tmp_path / "file" / "run"))
-    assert done.returncode == 2
-    assert "Errno" not in done.stderr and str(tmp_path / "file") in done.stderr.replace("\n", "")
-    assert (tmp_path / "file").read_bytes() == b""
+# What a newcomer meets: usual files are taken, and a detector is told from a classifier.
 
 
 def test_completion_for_shells_is_offered(compress):

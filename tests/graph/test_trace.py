@@ -18,13 +18,7 @@ from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
 from compress.sparsity.saliency import calibration_inputs
 from compress.training.evaluate import OutputsOf, outputs_of
-from tests import networks
-from tests.networks import TinyResNet
-
-
-class DependsOnValues(nn.Module):
-    def forward(self, x):
-        return x * 2 if x.sum() > 0 else x
+from tests.networks import Net, Opaque, TinyResNet
 
 
 def test_graph_computes_what_the_model_does_and_carries_shapes():
@@ -46,11 +40,11 @@ def copied(graph, ways):
 
 
 def test_what_fx_cannot_trace_becomes_a_leaf_with_its_reason():
-    inner = nn.Sequential(nn.ReLU(), DependsOnValues())
-    model = networks.Net(lambda net, x: net.inner(net.conv(x)), conv=nn.Conv2d(3, 4, 3), inner=inner)
+    inner = nn.Sequential(nn.ReLU(), Opaque())
+    model = Net(lambda net, x: net.inner(net.conv(x)), conv=nn.Conv2d(3, 4, 3), inner=inner)
     graph = compress.trace(model, torch.randn(2, 3, 8, 8))
     (leaf,) = leaves_of(graph)
-    assert (leaf.path, leaf.kind) == ("inner.1", "DependsOnValues")
+    assert (leaf.path, leaf.kind) == ("inner.1", "Opaque")
     assert "control flow" in leaf.reason
     for ways in ("copy", "pickle", "pickle copy"):
         assert leaves_of(copied(graph, ways)) == leaves_of(graph)
@@ -81,27 +75,27 @@ def test_modules_that_forward_makes_are_their_functions():
         return nn.Softmax(dim=1)(nn.Flatten()(x))
 
     layers = {"first": nn.Conv2d(3, 8, 3), "second": nn.Conv2d(8, 8, 3)}
-    model, x = networks.Net(run, **layers).eval(), torch.randn(2, 3, 12, 12)
+    model, x = Net(run, **layers).eval(), torch.randn(2, 3, 12, 12)
     assert torch.equal(compress.trace(model, x)(x), model(x))
     assert len(compress.quantize(model, x, [x]).placement.weights) == 2
     with pytest.raises(ModelError, match=r"makes a BatchNorm2d with weights of its own.*__init__"):
-        compress.trace(networks.Net(lambda net, x: nn.BatchNorm2d(8)(net.first(x)), **layers).eval(), x)
+        compress.trace(Net(lambda net, x: nn.BatchNorm2d(8)(net.first(x)), **layers).eval(), x)
 
 
 def test_a_forward_that_cannot_be_traced_at_all_is_refused():
-    with pytest.raises(ModelError, match="DependsOnValues.forward itself"):
-        compress.trace(DependsOnValues(), torch.randn(2, 3))
+    with pytest.raises(ModelError, match="Opaque.forward itself"):
+        compress.trace(Opaque(), torch.randn(2, 3))
 
 
 def test_a_graph_that_computes_something_else_is_refused():
     with pytest.raises(ModelError, match="something else"):
-        compress.trace(networks.Net(lambda net, x: x * torch.rand(1).item()), torch.ones(2, 3))
+        compress.trace(Net(lambda net, x: x * torch.rand(1).item()), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
 def test_a_network_that_is_random_in_evaluation_is_refused_also_where_a_draw_changes_nothing(draw):
     with pytest.raises(ModelError, match="draws random numbers in evaluation too"):
-        compress.trace(networks.Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
+        compress.trace(Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
 
 
 def test_wrong_inputs_are_named():
@@ -137,7 +131,7 @@ def test_an_autocast_for_the_inputs_device_is_passed_through():
             x = net.conv(x)
         return x + torch.ones(4, 1, 1, device=x.device)
 
-    model = nn.Sequential(networks.Net(casts, conv=nn.Conv2d(3, 4, 3)), nn.ReLU())
+    model = nn.Sequential(Net(casts, conv=nn.Conv2d(3, 4, 3)), nn.ReLU())
     x = torch.randn(2, 3, 8, 8)
     graph = compress.trace(model, x)
     torch.testing.assert_close(graph(x), model(x))
@@ -145,14 +139,14 @@ def test_an_autocast_for_the_inputs_device_is_passed_through():
 
 
 def net_of(forward):
-    class Net(nn.Module):
+    class Called(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv, self.token = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.randn(1, 1, 8))
             self.heads = nn.ModuleDict({"class": nn.Conv2d(9, 4, 1)})
 
-    Net.forward = forward
-    return Net().eval()
+    Called.forward = forward
+    return Called().eval()
 
 
 def made_of_sizes(self, x):
@@ -282,8 +276,8 @@ def test_a_forward_of_any_number_of_arguments_takes_as_many_as_the_example(forwa
 
 
 def test_a_refusal_names_the_line():
-    with pytest.raises(ModelError, match=r"test_trace.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
-        compress.trace(DependsOnValues(), torch.randn(2, 3))
+    with pytest.raises(ModelError, match=r"networks.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
+        compress.trace(Opaque(), torch.randn(2, 3))
     resizes = GeneralizedRCNNTransform(8, 8, [0.0], [1.0])  # torchvision's own code is not torch's
     with pytest.raises(ModelError, match=r"detection.transform.py:\d+: "):
         compress.trace(resizes, torch.rand(2, 3, 8, 8))
@@ -297,7 +291,7 @@ def test_the_code_of_a_graph_needs_objects_alone():
 
 def test_a_refusal_names_the_parts_that_may_do():
     layers = {"conv": nn.Conv2d(3, 4, 3), "inner": nn.Sequential(nn.ReLU())}
-    detector = networks.Net(lambda net, x: [y for y in net.inner(x) if y.sum() > 0], **layers)
+    detector = Net(lambda net, x: [y for y in net.inner(x) if y.sum() > 0], **layers)
     with pytest.raises(ModelError, match="a part of the model alone: inner$"):
         compress.trace(detector, torch.rand(2, 3, 8, 8))
 
@@ -350,18 +344,10 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
 # Tensors that a model changes in place: the graph reads what the model reads. The oracle is the model itself.
 
 
-class Net(nn.Module):
-    # Two convolutions and a classifier; `forward` is the test's.
-    def __init__(self, forward):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.relu, self.fc = nn.ReLU(inplace=True), nn.Linear(8, 3)
-        nn.init.constant_(self.a.bias, -0.3)  # most of what a ReLU sees is negative
-        self.body = forward
-
-    def forward(self, x):
-        return self.fc(self.body(self, x).mean((2, 3)))
+def classifier_after(body):
+    layers = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "relu": nn.ReLU(inplace=True)}
+    nn.init.constant_(layers["a"].bias, -0.3)  # most of what a ReLU sees is negative
+    return Net(lambda net, x: net.fc(body(net, x).mean((2, 3))), **layers, fc=nn.Linear(8, 3)).eval()
 
 
 def skip_of_the_changed(net, x):
@@ -401,7 +387,7 @@ BODIES = [skip_of_the_changed, unassigned, added_to, read_before_and_after, chan
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 @pytest.mark.parametrize("body", BODIES)
 def test_a_quantized_model_reads_what_was_changed(body, target):
-    model = Net(body).eval()
+    model = classifier_after(body)
     x = torch.randn(8, 3, 12, 12)
     kept = x.clone()
     qmodel = compress.quantize(model, x, [x, x], spec=compress.QuantSpec(target=target))
@@ -422,7 +408,7 @@ def test_a_change_through_a_view_is_refused_where_it_would_be_read():
 
     x = torch.randn(2, 3, 8, 8)
     with pytest.raises(ModelError, match=r"clamp_.*y = f\(y\)"):
-        canonical_graph(Net(body), x)
+        canonical_graph(classifier_after(body), x)
 
 
 def test_parts_of_one_tensor_may_be_changed_apart():
@@ -431,7 +417,7 @@ def test_parts_of_one_tensor_may_be_changed_apart():
         first.mul_(2)
         return torch.cat([second, first], 1)
 
-    model, x = Net(body).eval(), torch.randn(2, 3, 8, 8)
+    model, x = classifier_after(body), torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(canonical_graph(model, x)(x), model(x))
 
@@ -609,16 +595,10 @@ def test_hessians_take_no_more_images_than_asked_of_each_input():
 SIZES_X = torch.rand(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 
 
-class SizesNet(nn.Module):
-    def __init__(self, after):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.head = nn.Linear(4 * 8 * 12, 2)
-        self.register_buffer("points", torch.rand(1, 4, 8, 12))
-        self.after = after
-
-    def forward(self, x):
-        return self.after(self, self.conv(x))
+def convolution_and(after):
+    layers = {"conv": nn.Conv2d(3, 4, 3, padding=1), "head": nn.Linear(4 * 8 * 12, 2)}
+    points = nn.Buffer(torch.rand(1, 4, 8, 12))
+    return Net(lambda net, x: after(net, net.conv(x)), **layers, points=points).eval()
 
 
 BOUND = {
@@ -635,7 +615,7 @@ FREE = {
 
 @pytest.mark.parametrize("name", BOUND)
 def test_a_network_bound_to_a_size_says_so_and_fails_at_another(name):
-    model = SizesNet(BOUND[name]).eval()
+    model = convolution_and(BOUND[name])
     found = bound_to_size(compress.trace(model, SIZES_X), (SIZES_X,))
     assert "images of 8 x 12 pixels alone" in found
     assert {"points": "points", "linear": "head", "reshape": "reshape"}[name] in found
@@ -645,14 +625,14 @@ def test_a_network_bound_to_a_size_says_so_and_fails_at_another(name):
 
 @pytest.mark.parametrize("name", FREE)
 def test_a_network_of_any_size_says_nothing(name):
-    model = SizesNet(FREE[name]).eval()
+    model = convolution_and(FREE[name])
     assert bound_to_size(compress.trace(model, SIZES_X), (SIZES_X,)) == ""
     model(torch.rand(2, 3, 16, 24))
 
 
 def test_the_size_is_named_where_another_one_comes():
     qmodel = compress.quantize(
-        SizesNet(BOUND["points"]).eval(), SIZES_X, [SIZES_X], spec=compress.QuantSpec(head="quantize")
+        convolution_and(BOUND["points"]), SIZES_X, [SIZES_X], spec=compress.QuantSpec(head="quantize")
     )
     assert any("8 x 12 pixels alone" in note for note in qmodel.report.notes())
     wrong = torch.rand(2, 3, 16, 24)
@@ -743,7 +723,7 @@ def test_the_public_functions_take_vit(tmp_path):
 def test_a_name_that_is_taken_is_refused_and_the_model_keeps_its_layers():
     # A layer whose name is a word of Python, beside one of the name that it would get.
     heads = nn.ModuleDict({"class": nn.Linear(3, 4), "class_": nn.Linear(4, 5)})
-    model = networks.Net(lambda net, x: net.heads["class_"](net.heads["class"](x)), heads=heads).eval()
+    model = Net(lambda net, x: net.heads["class_"](net.heads["class"](x)), heads=heads).eval()
     x = torch.randn(2, 3)
     before = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(ModelError, match="named class and class_"):

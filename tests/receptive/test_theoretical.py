@@ -12,7 +12,7 @@ from compress import receptive_field, trace
 from compress.errors import ModelError, ReceptiveFieldError
 from compress.receptive import unproductive_layers
 from tests.further import further
-from tests.networks import Net
+from tests.networks import Net, Opaque
 from tests.receptive.support import support, supports, torchvision_model, without_chance
 
 
@@ -89,11 +89,6 @@ def test_shifted_windows_equal_the_support_of_the_gradient():
         rows, columns = reached.any(1).nonzero().flatten(), reached.any(0).nonzero().flatten()
         expected = ((int(rows[0]), int(rows[-1])), (int(columns[0]), int(columns[-1])))
         assert row.interval(unit) == expected
-
-
-class Opaque(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 1e9 else x.sort(-1).values
 
 
 def test_an_unknown_operation_is_unknown_from_there_on_by_name():

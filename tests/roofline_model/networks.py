@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.networks import Net
+from tests.networks import Net, Opaque
 
 
 def residual(channels=4):
@@ -38,12 +38,6 @@ def pre_activation():
         norm=nn.BatchNorm2d(4),
         conv=nn.Conv2d(4, 8, 3, padding=1, bias=False),
     )
-
-
-class Opaque(nn.Module):
-    # A layer whose Python code depends on values: it is a leaf for fx, and its cost is unknown.
-    def forward(self, x):
-        return x * 2 if x.sum() > 0 else x
 
 
 def with_opaque():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sklearn.metrics import log_loss, top_k_accuracy_score
-from torch import fx, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import compress
@@ -164,15 +164,6 @@ def test_student_follows_its_teacher():
     report = train(model, data=data, teacher=teacher, epochs=20, distill=True, distill_weight=1.0, lr=0.03)
     assert agreement() > 0.9
     assert report.history[-1].train_top1 < 0.3
-
-
-def test_qat_spec_trains_a_graph_module(tmp_path):
-    model = fx.symbolic_trace(convnet())
-    spec = compress.QATSpec(epochs=1, checkpoint_steps=2)
-    report = compress.fit(model, toy_data(), spec, batch_size=8, folder=tmp_path, teacher=convnet(1), name="qat")
-    assert report.steps == 6
-    saved = load_file(tmp_path / "qat.checkpoint.safetensors")
-    assert all(torch.equal(saved[f"model.{name}"], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("output", [tuple, dict])
