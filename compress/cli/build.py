@@ -11,7 +11,7 @@ import typer
 
 from compress.audit.engine import unknown_part
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
-from compress.cli.options import JsonOption, SetOption
+from compress.cli.options import JsonOption, SetOption, VariantOption
 from compress.engines.onnx_file import read_onnx
 from compress.engines.registry import require_engine
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, check_builder
@@ -38,7 +38,6 @@ SizeOption = Annotated[str | None, typer.Option(help="Least, best and largest si
 FurtherOption = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Further ones: optimization_level=5, ...")
 ]
-VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")]
 FileOption = Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")]
 CommandsOption = Annotated[
     bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")

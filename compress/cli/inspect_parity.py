@@ -11,22 +11,24 @@ import typer
 from rich.markup import escape
 
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
-from compress.cli.onnx_data import (
+from compress.cli.options import (
     ChannelsOption,
     DataOption,
     FileOption,
     ImagesOption,
+    InputSizeOption,
+    JsonOption,
     LayoutOption,
     MeanOption,
     MetricOption,
-    SizeOption,
+    RecipeChoice,
+    SetOption,
     StdOption,
     TargetOption,
     batches_of,
     form_of,
     spec_of,
 )
-from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
 from compress.measure.latency import NOT_MEASURED
 from compress.measure.parity import LayerParity
@@ -131,7 +133,7 @@ def inspect_parity(
     onnx: FileOption = None,
     data: DataOption = None,
     target: TargetOption = None,
-    size: SizeOption = None,
+    size: InputSizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
     layout: LayoutOption = "NCHW",

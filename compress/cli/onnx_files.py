@@ -13,19 +13,19 @@ from rich.markup import escape
 
 from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, decibels, print_json, print_next, print_table, progress
-from compress.cli.onnx_data import (
+from compress.cli.options import (
     ChannelsOption,
     DataOption,
     ImagesOption,
+    InputSizeOption,
+    JsonOption,
     LayoutOption,
     MeanOption,
     OpsOption,
-    SizeOption,
     StdOption,
     batches_of,
     form_of,
 )
-from compress.cli.options import JsonOption
 from compress.data.base import Preprocessing
 from compress.errors import RecipeError, first_few
 from compress.files import write_json, write_text
@@ -146,7 +146,7 @@ def cast(
         bool, typer.Option("--half-io", metavar="", help="Inputs and outputs in half precision too.")
     ] = False,
     data: DataOption = None,
-    size: SizeOption = None,
+    size: InputSizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
     layout: LayoutOption = "NCHW",

@@ -1,14 +1,23 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, and those that describe the inputs of an ONNX file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from compress.cli.console import ERRORS
+from compress.data import IMAGENET, Resize, preprocessing_words
 from compress.errors import RecipeError
+from compress.quantization import TARGETS, QuantSpec
+from compress.recipe.tree import load_recipe
 from compress.support.limits import IMAGE_SIDE
+
+if TYPE_CHECKING:
+    from compress.data.base import Preprocessing
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]
@@ -38,6 +47,64 @@ SizeOption = Annotated[
     str | None, typer.Option("--size", help="Sides that a file leaves open: 320, or 480x640 (height first).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document on standard output.")]
+VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")]
+
+_ONNX = "ONNX files"
+BATCH = 8  # images of one batch
+
+FileOption = Annotated[Path | None, typer.Option("--onnx", help="A float ONNX file.", rich_help_panel=_ONNX)]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", help="A folder of images, an .npz of inputs, or package.module:function.", rich_help_panel=_ONNX
+    ),
+]
+TargetOption = Annotated[str | None, typer.Option("--target", help=", ".join(TARGETS), rich_help_panel=_ONNX)]
+InputSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--size", help="Images: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
+    ),
+]
+MeanOption = Annotated[
+    str | None,
+    typer.Option("--mean", help="Images: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX),
+]
+StdOption = Annotated[
+    str | None,
+    typer.Option("--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
+]
+ResizeOption = Annotated[
+    str | None,
+    typer.Option("--resize", help="Images: crop, squash or pad; default as the file says.", rich_help_panel=_ONNX),
+]
+LayoutOption = Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)]
+ChannelsOption = Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)]
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric", help="Judges data with targets: package.module:name; default top-1.", rich_help_panel=_ONNX
+    ),
+]
+PrecisionOption = Annotated[
+    str,
+    typer.Option("--precision", help="Of what is not quantized: fp32, fp16 or bf16.", rich_help_panel=_ONNX),
+]
+OpsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--ops", help="A library of the file's own operators, for ONNX Runtime; repeat.", rich_help_panel=_ONNX
+    ),
+]
+AgainOption = Annotated[
+    bool,
+    typer.Option(
+        "--again", metavar="", help="Of a quantized file: make it float first, and begin anew.", rich_help_panel=_ONNX
+    ),
+]
+ImagesOption = Annotated[
+    int | None, typer.Option("--images", help="Images to calibrate with.", min=1, rich_help_panel=_ONNX)
+]
 
 
 def sides_of(size: str) -> tuple[int, int]:
@@ -45,3 +112,89 @@ def sides_of(size: str) -> tuple[int, int]:
     if len(sides) > 2 or min(sides) < 1:
         raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")
     return sides[0], sides[-1]
+
+
+def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, images: int | None) -> QuantSpec:
+    spec = QuantSpec()
+    if set_ and recipe is None:
+        raise RecipeError("--set changes a recipe; give --recipe too")
+    if recipe is not None:
+        found = load_recipe(recipe, set_ or ()).quantization
+        if found is None:
+            raise RecipeError(f"{recipe} has no quantization section, which says how to quantize the file")
+        spec = found
+    if target is not None:
+        if target not in TARGETS:
+            raise RecipeError(f"--target is {target!r} (one of: {', '.join(TARGETS)})")
+        spec = replace(spec, target=target)
+    return spec if images is None else replace(spec, calibration_images=images)
+
+
+def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[Any]:
+    if data is None:
+        raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
+    from compress.data.files import ImageFolder, unlabelled  # lazy: it imports torch
+
+    batches = unlabelled(data, form, limit=images, batch_size=BATCH)
+    if isinstance(batches, ImageFolder):
+        words = preprocessing_words(
+            form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
+        )
+        known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
+        ERRORS.print(
+            f"input    {len(batches.paths)} images of {data}, {form.channels}, {form.layout}: {words}{known}; "
+            "--size, --resize, --mean and --std change this",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return batches
+
+
+def form_of(
+    file: Path,
+    size: str | None,
+    mean: str | None,
+    std: str | None,
+    layout: str,
+    channels: str,
+    resize: str | None = None,
+) -> Preprocessing:
+    """The preprocessing that the options name, else that of the file."""
+    if resize not in (None, *get_args(Resize)):
+        raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
+    if layout not in ("NCHW", "NHWC") or channels not in ("RGB", "BGR"):
+        raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
+    form = replace(_form_in(file, layout), layout=layout, channels=channels)
+    height, width = form.height_width if size is None else sides_of(size)
+    resize = resize or form.resize or ("crop" if height == width else "squash")
+    form = replace(form, image_size=(height, width), resize=resize)
+    return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
+
+
+def _form_in(file: Path, layout: str) -> Preprocessing:
+    """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""."""
+    from compress.data.base import Preprocessing  # lazy: they import torch
+    from compress.engines.onnx_file import read_onnx  # lazy: they import torch
+    from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch
+
+    found = read_onnx(file)
+    text = found.metadata.get(PREPROCESSING_KEY)
+    if text is not None:
+        return Preprocessing.from_json(text)
+    shape = found.inputs[0].shape if found.inputs else ()
+    sides = shape[2:] if layout == "NCHW" else shape[1:3]
+    known = len(shape) == 4 and min(sides) > 0
+    return Preprocessing(image_size=(sides[0], sides[1]) if known else 224, crop_ratio=0.875, resize="")
+
+
+def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    if text is None:
+        return default
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) not in (1, 3) or (name == "std" and min(found) <= 0):
+        positive = " above 0" if name == "std" else ""
+        raise RecipeError(f"--{name} is {text!r}: it must be one number{positive} or three, such as 0.5,0.5,0.5")
+    return found * 3 if len(found) == 1 else found

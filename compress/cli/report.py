@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from compress.cli.console import ERRORS, OUT, print_json, print_next, print_table
-from compress.cli.options import FolderArgument, JsonOption
+from compress.cli.options import FolderArgument, JsonOption, VariantOption
 from compress.errors import RunError, near_misses
 from compress.pipeline.folder import read_state
 from compress.pipeline.predict import SERVERS, Prediction, write_bundle
@@ -101,7 +101,7 @@ def show_run(folder: Path, *, as_json: bool) -> None:
 
 def export(
     folder: FolderArgument,
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
+    variant: VariantOption = "",
     target: Annotated[
         str | None, typer.Option(help="Of a run for several targets: which one's file; default: the first's.")
     ] = None,
@@ -135,7 +135,7 @@ def bundle(
     folder: FolderArgument,
     server: Annotated[str, typer.Option(help=", ".join(SERVERS))] = "triton",
     out: Annotated[Path, typer.Option("--out", "-o", help="The server's model repository.")] = Path("models"),
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
+    variant: VariantOption = "",
     name: Annotated[str, typer.Option(help="Of the model in the repository; default: the run folder's.")] = "",
     max_batch_size: Annotated[int, typer.Option(min=1, max=BATCH, help="Triton: largest batch.")] = 32,
     as_json: JsonOption = False,
@@ -151,7 +151,7 @@ def predict(
     folder: FolderArgument,
     images: Annotated[list[Path], typer.Argument(help="Files or folders of images.")],
     engine: Annotated[str, typer.Option(help="Engine that runs the network.")] = "openvino",
-    variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the best by the run's figures.")] = "",
+    variant: VariantOption = "",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Folder of what is drawn or restored; default RUN/predictions."),

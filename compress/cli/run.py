@@ -10,33 +10,31 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compress.cli.console import ERRORS, progress
-from compress.cli.onnx_data import (
+from compress.cli.options import (
     AgainOption,
+    AllOption,
     ChannelsOption,
     DataOption,
+    DeviceOption,
     FileOption,
+    FromOption,
     ImagesOption,
+    InputSizeOption,
+    JsonOption,
     LayoutOption,
     MeanOption,
     OpsOption,
+    OutOption,
     PrecisionOption,
+    RecipeChoice,
+    RecipeOption,
     ResizeOption,
-    SizeOption,
+    ResumeOption,
+    SetOption,
     StdOption,
     TargetOption,
     form_of,
     spec_of,
-)
-from compress.cli.options import (
-    AllOption,
-    DeviceOption,
-    FromOption,
-    JsonOption,
-    OutOption,
-    RecipeChoice,
-    RecipeOption,
-    ResumeOption,
-    SetOption,
 )
 from compress.data import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RecipeError
@@ -103,7 +101,7 @@ def ptq(
     data: DataOption = None,
     target: TargetOption = None,
     precision: PrecisionOption = "fp32",
-    size: SizeOption = None,
+    size: InputSizeOption = None,
     resize: ResizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compress.support.process import core_count, instruction_sets, load_average, processor_name, read_fact
+from compress.support.process import core_count, instruction_sets, load_average, memory_bytes, processor_name, read_fact
 
 LIBRARIES = (
     "torch",
@@ -78,7 +78,7 @@ def describe_machine() -> Machine:
         cores=os.cpu_count() or 1,
         usable_cores=_usable_cores(),
         isa=tuple(flag for flag in ISA_FLAGS if flag in features),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         load_average=load_average(),
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
         python=platform.python_version(),
@@ -95,13 +95,6 @@ def _usable_cores() -> float:
     if quota.isdigit() and period.isdigit() and int(period):
         return min(float(count), round(int(quota) / int(period), 2))
     return float(count)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _versions() -> dict[str, str]:

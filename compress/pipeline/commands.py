@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +32,7 @@ from compress.report.write import write_card, write_report
 from compress.sparsity import parse_pattern
 from compress.sparsity.eligibility import eligibility
 from compress.support.imports import imported, is_import_path
+from compress.support.process import memory_bytes
 from compress.support.progress import NoProgress, Progress
 from compress.training import TrainSpec
 from compress.training.distributed import SINGLE, Processes
@@ -91,11 +91,8 @@ def check_memory(recipe: Recipe, world_size: int) -> None:
     data = recipe.data
     height, width = data.height_width
     needed = 12 * height * width * max(-(-data.batch_size // world_size), *recipe.bench.batch_sizes, 1)
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return
-    if needed > there:
+    there = memory_bytes()
+    if there is not None and needed > there:
         raise DataError(
             f"one batch of images takes {needed / 2**30:,.1f} GiB (data.image_size {data.image_size}, data.batch_size "
             f"{data.batch_size}, bench.batch_sizes {recipe.bench.batch_sizes}), and this machine has "

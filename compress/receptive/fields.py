@@ -275,12 +275,9 @@ class Field:
 
 def image_field(shape: Sequence[int]) -> Field:
     axes = range(len(shape) - 2)
-    bounds = []
-    for axis in axes:
-        pixels = carriers(shape, axis + 2)
-        bounds += [*pixels]
+    bounds = tuple(bound for axis in axes for bound in carriers(shape, axis + 2))
     view = View(wide=IDENTITY, narrow=IDENTITY)
-    return Field(bounds=tuple(bounds), views=(view,) * len(axes), dims=tuple(axis + 2 for axis in axes))
+    return Field(bounds=bounds, views=(view,) * len(axes), dims=tuple(axis + 2 for axis in axes))
 
 
 def constant_field(shape: Sequence[int], like: Field) -> Field:

@@ -67,7 +67,7 @@ class ErfReport:
 
     Attributes:
         page: HTML in which one picks the layer.
-        animation: GIF from the first layer to the last; None without it or of one layer.
+        animation: GIF from the first layer to the last; None of one layer.
     """
 
     fields: tuple[EffectiveReceptiveField, ...]
@@ -120,7 +120,6 @@ def erf_report(
     layers: Sequence[str] | None = None,
     count: int = 8,
     options: ErfOptions | None = None,
-    animate: bool = True,
     progress: Progress | None = None,
 ) -> ErfReport:
     """Write effective receptive fields as `erf.{png,html,json,gif}` into `out`."""
@@ -144,7 +143,7 @@ def erf_report(
     numbers = write_json(folder / "erf.json", document)
     with replacing(folder / "erf.png") as path:
         path.write_bytes(pictures[-1])
-    animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None
+    animation = write_animation(folder / "erf.gif", pictures) if len(pictures) > 1 else None
     page = write_text(folder / "erf.html", _erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
     return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)
 
@@ -169,17 +168,12 @@ def drift_report(
     out: Path | str,
     name: str = "",
     layer: str | None = None,
-    options: ErfOptions | None = None,
 ) -> DriftReport:
     """Compare effective fields with that of the first network, over the same images."""
     if len(networks) < 2:
         raise ReceptiveFieldError(f"a drift is between two networks; got {', '.join(networks) or 'none'}")
     batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
-    options = options or ErfOptions()
-    measured = {
-        key: effective_receptive_field(network, batches, layer=layer, options=options)
-        for key, network in networks.items()
-    }
+    measured = {key: effective_receptive_field(network, batches, layer=layer) for key, network in networks.items()}
     before, *others = measured
     drifts = {key: erf_drift(measured[before], measured[key]) for key in others}
     folder = Path(out)

@@ -45,6 +45,14 @@ def sums_bytes_in_16_bits() -> bool:
     return "avx2" in features and not features & {"avx_vnni", "avx512_vnni"}
 
 
+def memory_bytes() -> int | None:
+    """Of the machine; None where the system does not say it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def load_average() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 

@@ -10,7 +10,7 @@ from torch import nn
 from torchvision import transforms
 
 import compress
-from compress.cli.onnx_data import form_of
+from compress.cli.options import form_of
 from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
 from tests.exact import open_session

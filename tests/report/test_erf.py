@@ -59,16 +59,15 @@ def test_the_page_is_one_file_in_which_one_picks_the_layer(report):
 
 
 def test_layers_are_found_when_none_are_named(model, images, tmp_path):
-    found = erf_report(model, images, out=tmp_path, count=3, animate=False)
+    found = erf_report(model, images, out=tmp_path, count=3)
     assert len(found.fields) == 3
     assert found.fields[-1].grid == (12, 16)
-    assert found.animation is None
-    assert not (tmp_path / "erf.gif").exists()
 
 
 def test_batches_and_pairs_are_taken(model, images, tmp_path):
-    found = erf_report(model, [(images[:2], 0), (images[2:], 1)], out=tmp_path, layers=["0"], animate=False)
+    found = erf_report(model, [(images[:2], 0), (images[2:], 1)], out=tmp_path, layers=["0"])
     assert found.fields[0].images == 3
+    assert found.animation is None and not (tmp_path / "erf.gif").exists()  # of one layer
 
 
 @pytest.mark.parametrize("images", [[], torch.zeros(0, 3, 8, 8), [["text"]], [torch.zeros(3)]])

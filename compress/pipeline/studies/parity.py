@@ -183,20 +183,17 @@ def mend_file(
     spec: QuantSpec,
     goal: Goal,
     *,
-    images: Iterable[Any] | None = None,
     metric: Any = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> MendReport:
     """Debug a float ONNX file.
 
-    `batches` and `metric` as for `compress.mend`; `images`: batches with targets last, None = `batches`; `out` takes a
-    recipe for `ptq --onnx`.
+    `batches`, with targets last for a metric, and `metric` as for `compress.mend`; `out` takes a recipe for
+    `ptq --onnx`.
     """
     data = list(batches)
-    found = mend_onnx(
-        path, data, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, metric=metric, progress=progress
-    )
+    found = mend_onnx(path, data, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, metric=metric, progress=progress)
 
     def make(own: QuantSpec | None, target: Path) -> Path:
         return path if own is None else quantize_onnx(path, data, spec=own, out=target)
