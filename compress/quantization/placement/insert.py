@@ -177,16 +177,20 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         ['0', '5']
     """
     chosen = spec or QuantSpec()
-    return insert_placed(model, example_inputs, chosen, lambda graph: place(read_fx(graph), chosen))
+    check_quant_spec(chosen)
+    check_float_model(model)
+    made = float_graph(model, example_inputs, chosen)
+    return insert_placed(made, example_inputs, chosen, lambda graph: place(read_fx(graph), chosen))
 
 
 def insert_placed(
-    model: nn.Module, example_inputs: Inputs, spec: QuantSpec, placed: Callable[[fx.GraphModule], Placement]
+    made: tuple[fx.GraphModule, Prepared],
+    example_inputs: Inputs,
+    spec: QuantSpec,
+    placed: Callable[[fx.GraphModule], Placement],
 ) -> QuantizedModule:
-    """Do what `insert_quantizers` does, with the placement that a function decides on for the float graph."""
-    check_quant_spec(spec)
-    check_float_model(model)
-    graph_module, prepared = float_graph(model, example_inputs, spec)
+    """Insert quantizers into a float graph, in place, with the placement that a function decides on."""
+    graph_module, prepared = made
     placement = placed(graph_module)
     if spec.bias_correction in ("analytic", "empirical"):
         ensure_biases(graph_module, [site.path for site in placement.weights])

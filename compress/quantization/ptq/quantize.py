@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from compress.quantization.placement.decisions import (
     concats_apart,
     shared_tensors,
 )
-from compress.quantization.placement.insert import insert_placed, read_fx
+from compress.quantization.placement.insert import float_graph, insert_placed, read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.ptq.improve import (
     FirstBatches,
@@ -41,7 +42,13 @@ from compress.quantization.ptq.improve import (
 )
 from compress.quantization.ptq.on_images import Scaled, looks_at_layers, place_on_images, scale_channels
 from compress.quantization.ptq.walk import some_of
-from compress.quantization.report import CalibrationReport, QuantizedModule, calibration_of, quantization_report_of
+from compress.quantization.report import (
+    CalibrationReport,
+    Prepared,
+    QuantizedModule,
+    calibration_of,
+    quantization_report_of,
+)
 from compress.support.progress import Progress
 
 
@@ -152,6 +159,7 @@ class _Work:
     progress: Progress | None
     ranges: dict[Any, dict[Target, CalibrationReport]] = field(default_factory=dict)
     scaled: dict[tuple[tuple[Rule, ...], Target], Scaled] = field(default_factory=dict)
+    traced: tuple[tuple[Any, ...], tuple[fx.GraphModule, Prepared]] | None = None
 
     def make(self, chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, QuantizedModule]:
         return around_closed(lambda spec: self._attempt(spec, targets), chosen, self.batches)
@@ -192,7 +200,14 @@ class _Work:
             chosen = replace(spec, rules=(*rules, *spec.rules))
             return place_on_images(graph_module, chosen, self.seen, all_reduce=self.all_reduce)
 
-        return insert_placed(model, self.example_inputs, spec, placed)
+        return insert_placed(self._float_graph(model, spec), self.example_inputs, spec, placed)
+
+    def _float_graph(self, model: nn.Module, spec: QuantSpec) -> tuple[fx.GraphModule, Prepared]:
+        """A copy of the float graph: it is traced once for all targets and for the ranges beside the chosen ones."""
+        key = model, spec.relu6, spec.batchnorm, spec.equalize, spec.bias_correction == "analytic"
+        if self.traced is None or self.traced[0] != key:
+            self.traced = key, float_graph(model, self.example_inputs, spec)
+        return copy.deepcopy(self.traced[1])
 
     def _calibrate(
         self,
