@@ -46,9 +46,7 @@ class Parity:
     images: int
 
 
-def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) -> Parity:
-    if reference is None or logits is None:
-        raise EngineError("there are no logits to compare: measure the accuracy with keep_logits=True")
+def compare_logits(reference: NDArray[Any], logits: NDArray[Any]) -> Parity:
     _check(reference, logits)
     difference = np.abs(reference.astype(np.float64) - logits.astype(np.float64))
     return Parity(
@@ -317,11 +315,8 @@ def layer_parity(
     *,
     engine: str = "onnxruntime",
     precision: str | None = None,
-    tolerance: float = TOLERANCE,
 ) -> LayerParity:
     """Compare an engine with fake quantization at every quantizer, computed from the engine's values before it."""
-    if not 0 <= tolerance < 1:
-        raise EngineError(f"tolerance is {tolerance}: it must be at least 0 and below 1")
     calls = [node for node in qmodel.graph.nodes if node_kind(node) == "quantizer"]
     if not calls:
         raise EngineError("the network has no quantizers to compare at; give one that compress.quantize made")
@@ -343,10 +338,10 @@ def layer_parity(
         whole = flat_tensors(qmodel(images))[0].numpy()
         forced.run(images)
     qmodel.train(training)
-    points = [_point(qmodel, node, forced.computed[node], values[name], tolerance) for node, name in found.items()]
+    points = [_point(qmodel, node, forced.computed[node], values[name]) for node, name in found.items()]
     return LayerParity(
         engine=label,
-        tolerance=tolerance,
+        tolerance=TOLERANCE,
         points=tuple(points),
         missing=tuple(str(node.target) for node in calls if node not in found),
         method=method,
@@ -410,7 +405,7 @@ def _run(path: Path, images: Floats, engine: str, precision: str | None) -> tupl
         return built.info.label, {key: np.asarray(value, dtype=np.float32) for key, value in results.items()}
 
 
-def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats, tolerance: float) -> PointParity:
+def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats) -> PointParity:
     quantizer = _quantizer(qmodel, node)
     scale = along_axis(quantizer.scale.detach(), expected, quantizer.format.axis).double().numpy()
     reference: Floats = expected.numpy()
@@ -429,7 +424,7 @@ def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats,
         more_steps=more,
         largest_steps=int(apart.max()) if apart.size else 0,
         sqnr_db=sqnr_db(reference, got),
-        diverges=more > tolerance,
+        diverges=more > TOLERANCE,
     )
 
 

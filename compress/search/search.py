@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compress.engines.registry import ENGINES
+from compress.engines.registry import ENGINES, target_of
 from compress.errors import CompressError, EngineError, EngineUnavailableError, SearchError, near_misses
 from compress.files import read_json, write_json
 from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
-from compress.quantization import QuantSpec, Target
+from compress.quantization import QuantSpec
 from compress.search import SearchSpec, check_search_spec
 from compress.search.accuracy_model import AccuracyModel, rate_choices
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
@@ -287,8 +287,6 @@ def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
     )
 
 
-TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
-
 STUDY = "search"
 Role = Literal["all", "worker"]
 _BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -460,12 +458,11 @@ def _lab(
     fit, rest = images[held:], images[:held]
     size = min(32, len(fit))
     learnt = [part for part in fit.split(size) if len(part) == size]
-    target = TARGETS.get(engine, "tensorrt")
     return Lab(
         structure=structure,
         space=space,
         spec=spec,
-        quantization=replace(quantization or QuantSpec(), target=target),
+        quantization=replace(quantization or QuantSpec(), target=target_of(engine) or "tensorrt"),
         engine=engine,
         scores=channel_scores(structure, spec.criterion, learnt),
         fit=learnt,

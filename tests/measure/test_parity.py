@@ -57,8 +57,6 @@ def test_refusals():
         (x[:0], x[:0], "nothing to compare"),
         (x, np.full_like(x, np.nan), "the value holds NaN"),
         (np.full_like(x, np.inf), x, "the reference holds NaN"),
-        (None, x, "keep_logits=True"),
-        (x, None, "keep_logits=True"),
     ):
         with pytest.raises(EngineError, match=message):
             compare_logits(reference, value)
@@ -124,8 +122,6 @@ def test_a_bias_that_is_wrong_by_less_than_a_step_is_not_called_divergence(expor
 
 def test_refusals_of_layer_parity(exported, tmp_path):
     qmodel, path = exported
-    with pytest.raises(EngineError, match="tolerance"):
-        layer_parity(qmodel, path, X, tolerance=1)
     plain = onnx.load(str(path))
     for node in plain.graph.node:
         node.output[:] = [name.replace("DequantizeLinear", "Other") for name in node.output]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from compress.data.base import Batch, BatchPlan, Preprocessing
 from compress.engines import Engine
@@ -186,7 +188,7 @@ class Answers:
             self.evidence.update(outputs, targets)
         for i in range(len(targets)):
             if self.count + i in self.wanted:
-                self.outputs.append(_row(outputs, i))
+                self.outputs.append(tree_map(operator.itemgetter(slice(i, i + 1)), outputs))
                 self.targets.append(targets[i : i + 1])
         self.count += len(targets)
 
@@ -195,14 +197,6 @@ def answers_of(run: Run) -> Answers:
     count = len(run.data.val)
     wanted = sorted({round(i * (count - 1) / max(1, IMAGES - 1)) for i in range(min(IMAGES, count))})
     return Answers(evidence=None if run.task.evidence is None else run.task.evidence(), wanted=tuple(wanted))
-
-
-def _row(outputs: Any, index: int) -> object:
-    if isinstance(outputs, Mapping):
-        return {name: value[index : index + 1] for name, value in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        return tuple(value[index : index + 1] for value in outputs)
-    return outputs[index : index + 1]
 
 
 def keep_comparisons(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> None:
