@@ -20,7 +20,7 @@ from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import PORTABLE_SMS, TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
-from compress.pipeline.folder import read_state
+from compress.pipeline.folder import holds_run
 from compress.pipeline.saved import finished_run, network, networks_of, variants_in
 from compress.pipeline.steps.export import PHONES
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
@@ -133,8 +133,8 @@ def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = EN
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"
     folder = default_folder(name, command, resume=True, recipe=recipe)
-    if not _holds(folder, recipe, "export"):
-        begun = _holds(folder, recipe)
+    if not holds_run(folder, recipe, step="export"):
+        begun = holds_run(folder, recipe)
         folder = folder if begun else default_folder(name, command, resume=False)
         with progress() as bars:
             run(recipe, command, folder, resume=begun, progress=bars)
@@ -143,13 +143,6 @@ def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = EN
     if chosen not in known:
         raise RecipeError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
     return networks_of([folder])[chosen].of(engine)
-
-
-def _holds(folder: Path, recipe: Recipe, step: str = "") -> bool:
-    if not (folder / "state.json").is_file():
-        return False
-    state = read_state(folder)
-    return state.recipe == recipe.digest() and (not step or state.done(step))
 
 
 def _build(

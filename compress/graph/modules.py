@@ -5,10 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
+
+
+@contextmanager
+def modes_restored(*models: nn.Module | None) -> Iterator[None]:
+    modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:

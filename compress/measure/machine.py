@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from compress.support.process import core_count, instruction_sets, load_average, memory_bytes, processor_name, read_fact
+from compress.support.process import (
+    core_count,
+    instruction_sets,
+    load_average,
+    memory_bytes,
+    nvidia_driver,
+    processor_name,
+    read_fact,
+)
 
 LIBRARIES = (
     "torch",
@@ -84,7 +91,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         versions=_versions(),
         gpus=_gpus(),
-        gpu_driver=_driver(),
+        gpu_driver=nvidia_driver(),
     )
 
 
@@ -114,8 +121,3 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(
         Gpu(name=gpu.name, compute_capability=f"{gpu.major}.{gpu.minor}", memory_bytes=gpu.total_memory) for gpu in seen
     )
-
-
-def _driver() -> str:
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", read_fact("/proc/driver/nvidia/version"))
-    return found.group(1) if found else ""

@@ -15,6 +15,7 @@ from compress.errors import CalibrationError, DataError, ModelError, RecipeError
 from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
 from compress.files import write_json
+from compress.graph.modules import modes_restored
 from compress.models.by_name import BuiltModel
 from compress.pipeline.folder import COMMANDS, RECIPE_FILE, RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.run import Run, boxes_and_scores, task_of
@@ -36,7 +37,6 @@ from compress.support.process import memory_bytes
 from compress.support.progress import NoProgress, Progress
 from compress.training import TrainSpec
 from compress.training.distributed import SINGLE, Processes
-from compress.training.evaluate import modes_restored
 from compress.training.optim import check_optimizer, check_schedule
 from compress.training.passes import FeaturePairs
 from compress.variants import Variant

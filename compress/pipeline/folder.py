@@ -418,15 +418,17 @@ def latest_folder(parent: Path, name: str, recipe: Recipe | None = None) -> Path
     found = [parent / name]
     while (path := parent / f"{name}-{len(found) + 1}").exists():
         found.append(path)
-    own = [path for path in found if recipe is not None and _holds(path, recipe)]
+    own = [path for path in found if recipe is not None and holds_run(path, recipe)]
     return (own or found)[-1]
 
 
-def _holds(path: Path, recipe: Recipe) -> bool:
+def holds_run(path: Path, recipe: Recipe, *, step: str = "") -> bool:
+    """True if a folder holds a run of a recipe, and one that has finished a step if that is named."""
     try:
-        return read_state(path).recipe == recipe.digest()
+        state = read_state(path)
     except RunError:
         return False
+    return state.recipe == recipe.digest() and (not step or state.done(step))
 
 
 _QUANTIZED = tuple(v.step for v in Variant if v.is_quantized)

@@ -364,7 +364,6 @@ def _file_bars(axes: Axes, files: Sequence[tuple[str, float]]) -> None:
 
 
 SHOWN = 6
-_BINS = 160  # bins drawn; calibration's thousands would only make the file large
 
 Array = NDArray[np.float64]
 
@@ -426,7 +425,7 @@ def draw_histograms(histograms: Sequence[Histogram], form: Format) -> Figure:
 
 
 def _panel(axes: Axes, histogram: Histogram) -> None:
-    counts, edges = _coarse(*bins_of(histogram))
+    counts, edges = bins_of(histogram)
     shown = np.where(counts > 0, counts, np.nan)
     inside = (edges[1:] <= histogram.amax * (1 + 1e-9)) & (edges[:-1] >= -histogram.amax * (1 + 1e-9))
     for part, colour in ((inside, "blue"), (~inside, "alarm")):
@@ -446,14 +445,6 @@ def _panel(axes: Axes, histogram: Histogram) -> None:
     box = {"facecolor": LIGHT["paper"], "edgecolor": "none", "pad": 1.5}
     axes.text(1, 0.99, note, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, linespacing=1.35, bbox=box)
     bare(axes)
-
-
-def _coarse(counts: Array, edges: Array) -> tuple[Array, Array]:
-    factor = math.ceil(len(counts) / _BINS)
-    if factor == 1:
-        return counts, edges
-    starts = np.arange(0, len(counts), factor)
-    return np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])
 
 
 def _share(share: float) -> str:

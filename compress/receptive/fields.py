@@ -532,11 +532,11 @@ class Call:
 
     def operands(self) -> list[Field]:
         like = next(self.fields())
-        flat = _flat([*self.args, *self.kwargs.values()])
-        return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in flat]
+        parts = (v for v in flat([self.args, self.kwargs]) if isinstance(v, (Field, Tensor)))
+        return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in parts]
 
     def fields(self) -> Iterator[Field]:
-        return (v for v in _flat([*self.args, *self.kwargs.values()]) if isinstance(v, Field))
+        return (v for v in flat([self.args, self.kwargs]) if isinstance(v, Field))
 
     def result_shape(self) -> tuple[int, ...]:
         shape = self.node.meta.get("shape")
@@ -545,9 +545,14 @@ class Call:
         return tuple(shape)
 
 
-def _flat(values: Any) -> Iterator[Field | Tensor]:
-    for value in values:
-        if isinstance(value, (Field, Tensor)):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _flat(value)
+def flat(value: Any) -> Iterator[Any]:
+    """The parts of an argument: of sequences, mappings and slices."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    elif isinstance(value, dict):
+        yield from flat(list(value.values()))
+    elif isinstance(value, slice):
+        yield from flat([value.start, value.stop, value.step])
+    else:
+        yield value

@@ -17,7 +17,7 @@ from compress.graph.layers import layers
 from compress.graph.ops import attribute_of, layer_name, node_kind, node_module, run_node
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace
-from compress.receptive.fields import ORIGIN, Call, Field, NoRuleError, Window, compact, image_field
+from compress.receptive.fields import ORIGIN, Call, Field, NoRuleError, Window, compact, flat, image_field
 from compress.receptive.rules import RULES
 
 Status = Literal["exact", "global", "unknown"]
@@ -315,8 +315,8 @@ class _Walker:
             return attribute_of(self.graph_module, str(node.target))
         args = fx.node.map_arg(node.args, lambda n: self.values.get(n))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self.values.get(n))
-        flat = list(_flat([args, kwargs]))
-        unknown = next((v for v in flat if isinstance(v, _Unknown)), None)
+        parts = list(flat([args, kwargs]))
+        unknown = next((v for v in parts if isinstance(v, _Unknown)), None)
         kind = node_kind(node)
         if unknown is not None and kind != "shape":
             return _Unknown(reason=unknown.reason, shape=node.meta.get("shape"))
@@ -325,7 +325,7 @@ class _Walker:
         module = node_module(node) if node.op == "call_module" else None
         if unknown is not None:
             args = tuple(torch.zeros(()).expand(v.shape or ()) if isinstance(v, _Unknown) else v for v in args)
-        if unknown is not None or not any(isinstance(v, Field) for v in flat):
+        if unknown is not None or not any(isinstance(v, Field) for v in parts):
             return run_node(self.graph_module, node, args, kwargs)  # it does not depend on the image
         call = Call(node=node, kind=kind, module=module, args=args, kwargs=kwargs, name=layer_name(node))
         return self._apply(call)
@@ -368,15 +368,3 @@ class _Walker:
             axes=self.axes,
             macs=self.macs.get(node.name, 0),
         )
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    elif isinstance(value, slice):
-        yield from _flat([value.start, value.stop, value.step])
-    else:
-        yield value

@@ -96,8 +96,8 @@ class Costs:
             kind=kind,
             format=name,
             macs=both * row.weight_macs / self._batch,
-            read=read.share * _elements(row.input_shapes[0]) / self._batch,
-            written=written.share * _elements(row.output_shape or ()) / self._batch,
+            read=read.share * math.prod(row.input_shapes[0]) / self._batch,
+            written=written.share * math.prod(row.output_shape or ()) / self._batch,
             weights=both * row.weight_elements,
             inputs=read.count,
             outputs=written.count,
@@ -122,13 +122,6 @@ def kind_of(row: Layer) -> str:
 def _padding(count: float, block: int) -> float:
     """Channels that are computed for each one that is there."""
     return math.ceil(count / block) * block / count if count else 1.0
-
-
-def _elements(shape: tuple[int, ...]) -> float:
-    count = 1.0
-    for size in shape:
-        count *= size
-    return count
 
 
 _NETWORK, _CONVERT, _SINGLE = "network", "convert", "*"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.inputs import Inputs, as_inputs, hooked, run_with
+from compress.graph.modules import modes_restored
 from compress.graph.ops import module_kind, tensor_of
 from compress.graph.traits import WEIGHTED
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
@@ -249,8 +249,8 @@ def run_order(
 
     try:
         eager = torch.compiler.set_stance("force_eager")  # compiled calls skip hooks
-        with hooked(layers, note), evaluating(model), torch.no_grad(), eager, _Weights() as weights:
-            run_with(model, as_inputs(example_inputs))
+        with hooked(layers, note), modes_restored(model), torch.no_grad(), eager, _Weights() as weights:
+            run_with(model.eval(), as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error
     if others is not None:
@@ -259,14 +259,3 @@ def run_order(
             if id(parameter) in weights.taken - owned and parameter.dim() > 1 and path not in others:
                 others[path] = type(model.get_submodule(path.rpartition(".")[0])).__name__
     return list(order)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

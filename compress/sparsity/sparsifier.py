@@ -18,6 +18,7 @@ from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
+from compress.graph.modules import modes_restored
 from compress.graph.trace import check_module, trace
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
@@ -26,7 +27,6 @@ from compress.sparsity.eligibility import (
     check_rules,
     chosen_layers,
     eligibility,
-    evaluating,
     left_dense,
     run_order,
     weight_of,
@@ -155,8 +155,8 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
     layers = weighted_layers(model)
     ignored = [layers[path] for path in layers if left_dense(path, spec)]
     ignored.append(layers[run_order(model, layers, inputs)[-1]])
-    with evaluating(model), torch.no_grad():
-        shapes = [t.shape for t in flat_tensors(run_with(model, inputs))]
+    with modes_restored(model), torch.no_grad():
+        shapes = [t.shape for t in flat_tensors(run_with(model.eval(), inputs))]
         try:
             with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
                 warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)

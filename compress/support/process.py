@@ -45,6 +45,12 @@ def sums_bytes_in_16_bits() -> bool:
     return "avx2" in features and not features & {"avx_vnni", "avx512_vnni"}
 
 
+def nvidia_driver() -> str:
+    """The version of the GPUs' driver, such as 580.159.04; "" without one."""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", read_fact("/proc/driver/nvidia/version"))
+    return found.group(1) if found else ""
+
+
 def memory_bytes() -> int | None:
     """Of the machine; None where the system does not say it."""
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.graph.inputs import size_remark
+from compress.graph.modules import modes_restored
 from compress.support.imports import any_failure
 from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress
@@ -150,16 +150,6 @@ def _merged(meter: Meter, processes: Processes) -> Meter:
         if rank != processes.rank:
             merge(other)
     return meter
-
-
-@contextmanager
-def modes_restored(*models: nn.Module | None) -> Iterator[None]:
-    modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

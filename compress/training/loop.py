@@ -24,6 +24,7 @@ from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.own import loader_data
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.graph.inputs import flat_tensors
+from compress.graph.modules import modes_restored
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
 from compress.qat_fusion.regions import compile_regions
@@ -42,7 +43,7 @@ from compress.training.checkpoint import (
     save_checkpoint,
 )
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state, synchronized
-from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate, modes_restored, outputs_of
+from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate, outputs_of
 from compress.training.log import (
     Callback,
     Callbacks,

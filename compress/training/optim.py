@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import DataError, RecipeError, near_misses
 from compress.graph.inputs import model_inputs, run_with
+from compress.graph.modules import modes_restored
 from compress.quantization.learned import LearnedQuantizer
 from compress.support.imports import any_failure, described, imported, is_import_path
 from compress.training import QATSpec, TrainSpec
-from compress.training.evaluate import modes_restored
 
 WARMUP_START = 0.01  # of the peak
 _MILESTONES = (2 / 3, 8 / 9)  # shares of the steps after which `step` divides the rate by ten

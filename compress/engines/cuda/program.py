@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -42,6 +41,7 @@ from compress.engines.gpu import time_batch
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import compile_requests
+from compress.support.process import nvidia_driver
 
 # From the network's inputs, in its order, to its outputs.
 FloatNetwork = Callable[..., tuple[Tensor, ...]]
@@ -503,7 +503,10 @@ def machine_of(device: torch.device) -> Machine:
         return Machine(gpu="none", capability="0.0", driver="none", **versions)
     properties = torch.cuda.get_device_properties(device)
     return Machine(
-        gpu=properties.name, capability=f"{properties.major}.{properties.minor}", driver=_driver(), **versions
+        gpu=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        driver=nvidia_driver() or f"CUDA {torch.version.cuda}",
+        **versions,
     )
 
 
@@ -564,13 +567,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _driver() -> str:
-    """The version of the GPU's driver, such as 580.159.04; else that of torch's CUDA."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found.group(1) if found else f"CUDA {torch.version.cuda}"
