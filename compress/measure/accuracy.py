@@ -41,7 +41,7 @@ def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> 
 
 def as_array(part: Any) -> NDArray[np.generic]:
     array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
-    return array
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # torch does not take ml_dtypes'
 
 
 def limited(
@@ -316,7 +316,7 @@ def _run(
     runs = [
         padded_run(engine, list(part), size, names) for part in zip(*(chunks(a, size) for a in arrays), strict=True)
     ]
-    outputs = {name: torch.from_numpy(np.concatenate([run[name] for run in runs])) for name in runs[0]}
+    outputs = {name: torch.from_numpy(as_array(np.concatenate([run[name] for run in runs]))) for name in runs[0]}
     for name, tensor in outputs.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             broken = int((~tensor.isfinite().flatten(1).all(1)).nonzero()[0]) if tensor.ndim > 1 else 0

@@ -89,13 +89,12 @@ def sizes(field: EffectiveReceptiveField) -> str:
 
 
 def _legend(field: EffectiveReceptiveField) -> str:
-    shown = (
-        "Cross: the unit's centre; ellipses: 1 and 2 σ; dashed: the theoretical field"
-        if _box(field)
-        else ("Cross: the unit's centre; ellipses: 1 and 2 σ of the Gaussian")
-    )
-    beyond = ", which reaches beyond the image" if _box(field) and _beyond(field) else ""
-    return f"{shown}{beyond}."
+    box = _box(field)
+    if box is None:
+        return "Cross: the unit's centre; ellipses: 1 and 2 σ of the Gaussian."
+    reaches = any(a < 0 or b >= n for (a, b), n in zip(box, field.heat.shape, strict=True))
+    beyond = ", which reaches beyond the image" if reaches else ""
+    return f"Cross: the unit's centre; ellipses: 1 and 2 σ; dashed: the theoretical field{beyond}."
 
 
 def _box(field: EffectiveReceptiveField) -> tuple[tuple[int, int], tuple[int, int]] | None:
@@ -105,11 +104,6 @@ def _box(field: EffectiveReceptiveField) -> tuple[tuple[int, int], tuple[int, in
         return None
     spans = [row.window(field.unit, axis) for axis in range(2)]
     return None if spans[0] is None or spans[1] is None else (spans[0], spans[1])
-
-
-def _beyond(field: EffectiveReceptiveField) -> bool:
-    box = _box(field)
-    return box is not None and any(a < 0 or b >= n for (a, b), n in zip(box, field.heat.shape, strict=True))
 
 
 def _draw_on_image(axes: Axes, field: EffectiveReceptiveField, image: Tensor | None) -> None:
