@@ -127,7 +127,10 @@ def _trace_back(
     commutes, joined = _commuting(request, table), table.joined_parts
     origins = _origins(request.tensor, request.consumer, commutes, joined, apart)
     signed = any(origin not in positive for origin, _ in origins)
-    if signed and request.layer.kind in table.plain_paths and _takes_joined(request.tensor, commutes):
+    kind = request.layer.kind
+    if signed and (
+        kind in table.symmetric or (kind in table.plain_paths and _takes_joined(request.tensor, commutes))
+    ):
         origins = [(request.tensor, request.consumer)]
     elif len(origins) > 1 and any(origin not in computed for origin, _ in origins):  # which get no pair themselves
         origins = _origins(request.tensor, request.consumer, commutes, joined, apart | _concats(request.tensor))

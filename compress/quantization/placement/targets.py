@@ -44,7 +44,9 @@ class TargetTable:
             a convolution to it by itself, with a concat often with 9 levels instead of 256.
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
-        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only.
+        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only. A signed input is
+            quantized where they read it: OpenVINO 2026.4 gives a tensor that a convolution reads too a zero point,
+            carries it through what lies between, computes the layer in float and, after a concat, wrongly.
         signed_second: True stores the second factor of a product of two activations as int8 without a zero point, also
             if it is never negative: OpenVINO multiplies in float by any other.
         stays_float, grouped_float: kinds that stay float, always or where they have groups, each with the reason.
