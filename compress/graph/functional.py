@@ -257,8 +257,9 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 
 
 def is_constant(value: Any) -> bool:
-    """True if a value is no node, or computed from parameters, buffers and numbers alone."""
-    waiting = [value] if isinstance(value, fx.Node) else []
+    """True if a value, also of several, holds no node, or is computed from parameters, buffers and numbers alone."""
+    waiting = list[fx.Node]()
+    fx.node.map_arg(value, waiting.append)
     seen = set(waiting)
     while waiting:  # no recursion: networks are deep
         node = waiting.pop()

@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import keyword
+import operator
 import os
 import sys
 import threading
@@ -230,6 +231,7 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
         if key not in place
     ]
     tensors = {name: _recorded(name) for name in _MAKER_NAMES} | {name: _Limits(name) for name in ("finfo", "iinfo")}
+    tensors |= {name: _converted(name) for name in ("as_tensor", "asarray")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
     before = {name: getattr(torch, name) for name in tensors}
     scripted = torch.jit.isinstance
@@ -261,6 +263,18 @@ def _recorded(name: str) -> Callable[..., Any]:
         )
 
     return recorded
+
+
+def _converted(name: str) -> Callable[..., Any]:
+    """`torch.as_tensor`, or `asarray`, which leaves a symbolic tensor as it is, but for its type."""
+    recorded = _recorded(name)
+
+    def convert(data: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> object:
+        if isinstance(data, fx.Proxy) and isinstance(_seen(data), Tensor):
+            return data if dtype is None else data.to(dtype)
+        return recorded(data, *args, dtype=dtype, **kwargs)
+
+    return convert
 
 
 class _Limits:
@@ -351,7 +365,25 @@ class _Int(_Class):
     kind = int
 
     def __call__(self, *args: Any, **kwargs: Any) -> int | fx.Proxy:
-        return args[0] if len(args) == 1 and isinstance(_seen(args[0]), int) else int(*args, **kwargs)
+        found = _whole(args[0]) if len(args) == 1 and isinstance(args[0], fx.Proxy) else None
+        return int(*args, **kwargs) if found is None else found
+
+
+def _whole(value: Any) -> Any:
+    """A size by operations of integers, such as `x.shape[0] // 4` for `x.shape[0] / 4`; None if it is no whole one."""
+    seen = _seen(value)
+    if isinstance(seen, int):
+        return value
+    if not isinstance(seen, float) or not seen.is_integer():
+        return None
+    if not isinstance(value, fx.Proxy):
+        return int(seen)
+    node = value.node
+    if node.op != "call_function" or node.target not in (operator.truediv, operator.mul):
+        return None
+    exact = operator.floordiv if node.target is operator.truediv else operator.mul
+    parts = [_whole(value.tracer.proxy(arg) if isinstance(arg, fx.Node) else arg) for arg in node.args]
+    return None if None in [part for part in parts if not isinstance(part, fx.Proxy)] else exact(*parts)
 
 
 _BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}

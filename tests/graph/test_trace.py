@@ -205,6 +205,11 @@ def sizes_as_plain_numbers(self, x):  # as published backbones have them
     return (self.conv(x).view(b, 8, h * w) + int(w / 2)).view(int(x.size(0)), -1)
 
 
+def counts_its_windows_in_fractions(self, x):  # as the first Swin does
+    rows, h = torch.as_tensor(self.conv(x)).flatten(0, 1), x.shape[2]
+    return rows.reshape(int(rows.shape[0] / (h * 8 / h)), -1)
+
+
 def takes_lists_and_nested_tensors_too(self, x):  # as DETR does
     if hasattr(x, "tensors") or type(x) is not torch.Tensor:
         x = x.tensors
@@ -232,7 +237,7 @@ def parts_of_a_sequence_and_texts(self, x):  # as losses on features take the fi
 
 FORWARDS = [
     *(asks_for_classes, parts_of_a_sequence_and_texts),
-    *(sizes_as_plain_numbers, takes_lists_and_nested_tensors_too),
+    *(sizes_as_plain_numbers, counts_its_windows_in_fractions, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
     *(takes_another_way_without_a_tensor, sizes_as_an_array, numbers_of_numpy),

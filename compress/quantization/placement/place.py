@@ -128,9 +128,7 @@ def _trace_back(
     origins = _origins(request.tensor, request.consumer, commutes, joined, apart)
     signed = any(origin not in positive for origin, _ in origins)
     kind = request.layer.kind
-    if signed and (
-        kind in table.symmetric or (kind in table.plain_paths and _takes_joined(request.tensor, commutes))
-    ):
+    if signed and (kind in table.symmetric or (kind in table.plain_paths and _takes_joined(request.tensor, commutes))):
         origins = [(request.tensor, request.consumer)]
     elif len(origins) > 1 and any(origin not in computed for origin, _ in origins):  # which get no pair themselves
         origins = _origins(request.tensor, request.consumer, commutes, joined, apart | _concats(request.tensor))

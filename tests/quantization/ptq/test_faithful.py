@@ -198,6 +198,17 @@ def test_arguments_by_name_and_sizes_of_results(spec):
     assert sqnr(model(IMAGE), qmodel(IMAGE)) > 15 and not any("n." in name for name in qmodel.state_dict())
 
 
+def test_a_shape_that_is_added_up_of_lists():  # as MONAI's squeeze-and-excite has it
+    def forward(s, x):
+        y = s.a(x)
+        return s.b(y * s.fc(y.mean((2, 3))).sigmoid().view([*y.shape[:2]] + [1] * (y.ndim - 2)))
+
+    qmodel = quantize(
+        Net(forward, a=conv(), b=conv(), fc=nn.Linear(8, 8)).eval(), IMAGE, [IMAGE], spec=QuantSpec(target="openvino")
+    )
+    assert qmodel(IMAGE[:1]).shape == qmodel(IMAGE)[:1].shape
+
+
 def test_adaround_rounds_the_projections_of_attention():
     model = torchvision.models.VisionTransformer(16, 8, 1, 2, 16, 32, num_classes=4).eval()
     nn.init.normal_(model.heads.head.weight)
