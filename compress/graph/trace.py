@@ -115,8 +115,10 @@ class _KnownProxy(_Known, fx.Proxy):
         # Everyone who holds the proxy must see the change, as with a tensor.
         self.node = _record_call(with_item, (self, key, value), {}).node
 
-    def __getattr__(self, k: str) -> _KnownAttribute:
+    def __getattr__(self, k: str) -> Any:
         _check_attribute(self, k)
+        if k == "ndim" and isinstance(value := self.tracer.value_of(self), Tensor):
+            return value.ndim  # the same for any batch; einops looks it up in a dictionary
         return (_KnownShape if k == "shape" else _KnownAttribute)(self, k)
 
 
