@@ -80,7 +80,8 @@ def _naming(path: Path) -> Iterator[None]:
 def write_text(path: Path | str, text: str) -> Path:
     """UTF-8, whole or not at all."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # Names of files that are no UTF-8 hold surrogates: JSON takes the escape that they are written as.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(path)
 
 
@@ -95,9 +96,7 @@ def read_regular(path: Path | str, most: int = FILE_BYTES) -> bytes:
     Raises:
         OSError: missing, no regular file, or more bytes than `most`.
     """
-    with os.fdopen(
-        os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
-    ) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise OSError(

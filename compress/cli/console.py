@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -130,6 +131,10 @@ class LineProgress:
 
 
 _WIDE = 140  # columns of what is not a terminal: a file or a pipe does not wrap
+
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper):  # a file's name that is no UTF-8, or a terminal of ASCII
+        _stream.reconfigure(errors="backslashreplace")
 
 OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
 # Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no image.

@@ -211,7 +211,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if shapes is not None and model.forward.__code__.co_flags & inspect.CO_VARARGS:
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
     try:
-        with quiet(), torch.no_grad(), looked_up_once(), _FloatLimits():
+        with quiet(), torch.no_grad(), looked_up_once(), _ExactNumbers():
             program = torch.onnx.export(
                 model,
                 tuple(inputs),
@@ -244,16 +244,27 @@ def _check_batch(proto: onnx.ModelProto) -> None:
             )
 
 
-class _FloatLimits(TorchFunctionMode):
-    """Gives `clamp(x, 0, 0.5)` two limits of one type: torch.export finds no operator for two types (2.15)."""
+class _ExactNumbers(TorchFunctionMode):
+    """Gives `clamp(x, 0, 0.5)` two limits of one type, and an epsilon a dimension.
+
+    torch.export finds no operator for two types (2.15), and onnxscript's optimizer (0.7) drops sums with scalars of
+    1e-8 or less, after which zero is divided by zero.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        given = {**dict(zip(("min", "max"), args[1:], strict=False)), **(kwargs or {})}
-        if getattr(func, "__name__", "") in _CLAMPS and {type(limit) for limit in given.values()} == {int, float}:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        given = {**dict(zip(("min", "max"), args[1:], strict=False)), **kwargs}
+        if name in _CLAMPS and {type(limit) for limit in given.values()} == {int, float}:
             return func(args[0], **{name: float(limit) for name, limit in given.items()})
-        return func(*args, **(kwargs or {}))
+        if name.strip("_") in _SUMS and len(args) == 2 and isinstance(args[1], float) and 0 < abs(args[1]) <= _DROPPED:
+            x = args[0]
+            if isinstance(x, Tensor) and x.ndim and x.is_floating_point():
+                return func(x, x.new_full((1,), args[1]), **kwargs)
+        return func(*args, **kwargs)
 
 
+_SUMS = frozenset({"add", "radd", "iadd", "sub", "isub"})
+_DROPPED = 1e-8
 _CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_"})
 
 

@@ -24,9 +24,12 @@ from compress.onnx_graph import (
     each_node,
     made_after,
     opset_of,
+    replace_attributes,
 )
 
 _LARGEST = 2**31 - 1
+AXIS_OPSET = 13  # first opset of a DequantizeLinear with a scale for each channel
+_QUANTIZED_ALONE = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _ROOM = 2.0**30  # largest bias in steps: half of what INT32 holds, so that float32 scales may be inexact
 
 
@@ -240,6 +243,39 @@ def _wanted(view: OnnxGraph) -> set[str]:
 def _dequantizes_activation(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     producer = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
     return producer is not None and producer.op_type == "QuantizeLinear"
+
+
+@each_node
+def floats_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Repeat the scale of a float layer's input for each channel; opset 13 and later.
+
+    ONNX Runtime quantizes the weight and the bias of a layer between two pairs by itself, the weight with one scale,
+    also where the layer is to stay float; it does so for inputs of one scale alone.
+    """
+    pair = view.producers.get(node.input[0]) if node.op_type in _QUANTIZED_ALONE else None
+    weight = view.array(node.input[1]) if pair is not None and _dequantizes_activation(pair, view) else None
+    if pair is None or weight is None or weight.ndim < 2 or not _is_quantized_after(node, view):
+        return None
+    values = [view.array(name) for name in pair.input[1:]]
+    if any(value is None or value.size != 1 for value in values):
+        return None
+    last = node.op_type == "Conv" or (node.op_type == "Gemm" and attribute(node, "transB", 0))
+    channels = weight.shape[1 if last else 0] * (attribute(node, "group", 1) if node.op_type == "Conv" else 1)
+    name = view.free(added_tensor(node.output[0], "float_input"))
+    made = made_after(pair, pair.op_type, pair.input, name, name)
+    for place, value in enumerate(values, start=1):
+        each = np.broadcast_to(np.ravel(value), channels)
+        made.input[place] = view.add_constant(added_tensor(name, f"each_{place}"), each)
+    replace_attributes(made, axis=1)
+    node.input[0] = name
+    return [made, node]
+
+
+def _is_quantized_after(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    consumers = view.consumers.get(node.output[0], ())
+    if len(consumers) != 1 or consumers[0].op_type == "QuantizeLinear":
+        return len(consumers) == 1
+    return consumers[0].op_type in {"Relu", "Clip"} and _is_quantized_after(consumers[0], view)
 
 
 def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: OnnxGraph) -> onnx.NodeProto | None:

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from compress.export.names import INT4_KEY, added_tensor, node_name, tensor_name
-from compress.export.onnxruntime import bounded_softmaxes, clips_apart, integer_biases, repeat_pairs, room_for_biases
+from compress.export.onnxruntime import (
+    AXIS_OPSET,
+    bounded_softmaxes,
+    clips_apart,
+    floats_apart,
+    integer_biases,
+    repeat_pairs,
+    room_for_biases,
+)
 from compress.export.openvino import (
     batches_kept,
     bias_shared_convolutions,
@@ -186,6 +194,8 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         types = {one.data_type for one in proto.graph.initializer} | {attribute(n, "to", 0) for n in proto.graph.node}
         half = types & {TensorProto.FLOAT16, TensorProto.BFLOAT16}  # the engine leaves biases of such files as they are
         integer_biases(proto, WEIGHTED_OPS if half else ("Gemm", "MatMul"))
+        if opset_of(proto) >= AXIS_OPSET:
+            floats_apart(proto)
     if target == "litert":
         integer_biases(proto, WEIGHTED_OPS)
     if target:

@@ -96,6 +96,10 @@ class Block(nn.Module):
         self._warn()
         return super().register_forward_pre_hook(*args, **kwargs)
 
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        self._warn()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         self._warn()
         return super().register_full_backward_hook(*args, **kwargs)

@@ -810,7 +810,8 @@ def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
     """Yield path, table and key of each hook of a user on a block."""
     for path, module in model.named_modules():
         if not (path and Tracer().is_leaf_module(module, path)):
-            for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            backward = (module._backward_hooks, module._backward_pre_hooks)
+            for table in (module._forward_hooks, module._forward_pre_hooks, *backward):
                 yield from ((path or "the model", table, key) for key in list(table) if not _of_library(table[key]))
 
 

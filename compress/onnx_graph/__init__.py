@@ -35,12 +35,18 @@ _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
+WRITTEN_KEY = "compress.written"
+"""Metadata entry of a file of another program that was changed, and not quantized, which has an entry of its own."""
+_OWN = (b"\x12\x08compress", b"compress.target", WRITTEN_KEY.encode())  # the first is the producer of exported models
 
 
 @contextlib.contextmanager
 def replacing_model(path: Path | str) -> Iterator[Path]:
-    """`replacing`, but of no file that holds weights of an ONNX file beside it (ExportError)."""
+    """`replacing`, but of no ONNX file of another program and of no weights of one beside it (ExportError)."""
     path = Path(path)
+    content = path.read_bytes() if path.suffix == ".onnx" and path.is_file() else b""
+    if content and not any(mark in content for mark in _OWN):
+        raise ExportError(f"{path} is there, and compress did not write it: give another name, or remove that file")
     for other in sorted(path.parent.glob("*.onnx")) if path.is_file() else ():
         if other == path or not other.is_file() or path.name.encode() not in other.read_bytes():
             continue
@@ -151,8 +157,11 @@ def each_node(rule: Rule) -> Callable[[onnx.ModelProto], int]:
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give a graph other nodes, in topological order; an index of it is stale afterwards."""
-    nodes = list(nodes)
+    """Give a graph other nodes, in topological order, each with its own name; an index of it is stale afterwards."""
+    nodes, taken = list(nodes), {""}
+    for node in nodes:
+        if node.name:  # a file may have the name that a pass invents
+            node.name = free_name(node.name, taken)
     del graph.node[:]
     graph.node.extend(nodes)
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
-from compress.export.names import INT4_KEY, added_tensor
+from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.prepare import half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph import constant_tensor, consumed_as, drop_unread, replacing_model
+from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
 from compress.onnx_ptq.index import Index, Types
 from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.read import Reading, Weight
@@ -203,6 +203,8 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     those of a model that was at `path` are removed afterwards. A file for `target` ONNX Runtime is loaded once. Nothing
     is written if the model is not valid.
     """
+    if not any(entry.key in {WRITTEN_KEY, TARGET_KEY} for entry in source.proto.metadata_props):
+        source.proto.metadata_props.add(key=WRITTEN_KEY, value="changed")
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
         _check(whole, path, target, source)

@@ -17,6 +17,7 @@ from compress.errors import CompressError, near_misses
 
 _INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")})
 _MOST_SOURCES = 1000
+_NAMED_BYTES = 1 << 26
 
 
 def is_import_path(name: str) -> bool:
@@ -54,7 +55,7 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
 
 
 def own_sources(paths: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the user's modules that these objects are in or import, and of the packages that hold them."""
+    """SHA-256 of the user's modules that these objects are in or import, of their packages, and of files they name."""
     found: dict[str, str] = {}
     waiting = [path.partition(":")[0] for path in paths if is_import_path(path)]
     while waiting and len(found) < _MOST_SOURCES:
@@ -68,12 +69,29 @@ def own_sources(paths: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(SyntaxError):
             for node in ast.walk(ast.parse(source)):
                 waiting += _imported_by(node, name if path.name == "__init__.py" else parent)
+                found.update(_named_file(node, path.parent))
     return dict(sorted(found.items()))
+
+
+def _named_file(node: ast.AST, folder: Path) -> dict[str, str]:
+    """SHA-256 of a file beside a module that names it, such as one of anchors."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not Path(node.value).suffix:
+        return {}
+    with contextlib.suppress(OSError, ValueError):  # a text that is no name
+        place = folder / node.value
+        if place.is_relative_to(folder) and place.is_file() and place.stat().st_size <= _NAMED_BYTES:
+            return {node.value: hashlib.sha256(place.read_bytes()).hexdigest()}
+    return {}
 
 
 def _imported_by(node: ast.AST, package: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called, name = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+        if called in {"import_module", "__import__"} and isinstance(name, str):
+            with contextlib.suppress(ImportError, ValueError):
+                return [importlib.util.resolve_name(name, package)]
     if not isinstance(node, ast.ImportFrom):
         return []
     within = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else ()

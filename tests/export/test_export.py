@@ -172,6 +172,19 @@ def test_numbers_and_texts_beside_tensors_are_left_out(tmp_path):
     np.testing.assert_allclose(got[1], X.sum(1).numpy(), rtol=1e-4, atol=1e-5)
 
 
+class Shares(nn.Module):
+    def forward(self, x):
+        x = x.relu()
+        return x / (x.sum(1, keepdim=True) + 1e-12) + x / (1e-8 + x.sum(1, keepdim=True)).sub(1e-10)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_small_number_keeps_zero_from_being_divided_by_zero(precision, tmp_path):
+    x = torch.tensor([[-1.0, -2.0], [1.0, -2.0]])[..., None, None].expand(2, 2, 3, 3)
+    path = compress.export_onnx(Shares(), x, tmp_path / "shares.onnx", precision=precision)
+    np.testing.assert_allclose(run(path, x), Shares()(x).numpy(), atol=2e-3)
+
+
 def test_a_folder_is_no_file_to_write(tmp_path):
     with pytest.raises(IsADirectoryError, match="it is a folder; name a file"):
         compress.export_onnx(network(), X[:1], tmp_path)

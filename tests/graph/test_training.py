@@ -166,6 +166,11 @@ def counts(s, x):
     return x * s.calls
 
 
+def counts_in_data(s, x):
+    s.mean.data += 1
+    return x * s.mean.view(-1, 1, 1)
+
+
 def averages(s, x):
     s.mean.lerp_(x.mean((0, 2, 3)), 0.1)
     return x - s.mean.view(-1, 1, 1)
@@ -176,7 +181,7 @@ def only_first(s, x):
     return x if seen else 2 * x
 
 
-@pytest.mark.parametrize("run", [counts, averages, only_first])
+@pytest.mark.parametrize("run", [counts, counts_in_data, averages, only_first])
 def test_results_that_depend_on_earlier_calls_are_refused(run):
     model = between(run, calls=0, seen=False).eval()
     model.register_buffer("mean", torch.zeros(8))

@@ -17,11 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from safetensors.torch import save_file
 
 from compress import CompressError, DataSpec, audit_onnx, from_onnx, load_data, load_recipe
 from compress.audit.files import onnx_beside, read_engine_layers
+from compress.data.decode import read_image
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
 from compress.errors import AuditError, CheckpointError, DataError, EngineError, RecipeError, RunError
@@ -450,6 +451,15 @@ def test_images(name, tmp_path):
     split = load_data(spec).val
     with pytest.raises(DataError, match="is not a readable image"):
         split.load(list(range(len(split))), epoch=None, device=torch.device("cpu"))
+
+
+def test_a_program_for_a_printer_that_is_named_as_an_image_is_not_run(tmp_path, monkeypatch):
+    ran: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: ran.append(args) or GREY.im)
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 20\n%%EndComments\n")
+    with pytest.raises(DataError, match="is not a readable image"):
+        read_image(tmp_path / "a.png")
+    assert not ran
 
 
 FOLDERS = {

@@ -111,6 +111,12 @@ def test_external_data_stay_external(tmp_path):
     ):
         with pytest.raises(ExportError, match="holds weights of float.onnx"):
             write()
+    for write in (
+        partial(compress.quantize_onnx, file, batches(), out=beside),
+        partial(compress.cast_onnx, file, beside),
+    ):
+        with pytest.raises(ExportError, match="compress did not write it"):
+            write()
     np.testing.assert_array_equal(run(beside, PICTURES), before)
     whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
     np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))

@@ -123,14 +123,16 @@ def test_a_run_goes_on_after_a_fault(whole, tmp_path, monkeypatch, kind, share):
 def test_the_code_of_a_run_is_that_of_all_own_modules(tmp_path, monkeypatch):
     package = {
         "__init__": "from .nets import tiny",
-        "nets": "import own_other\nfrom . import blocks\ntiny = print",
-        "blocks": "import torch",
+        "nets": "import own_other\nfrom . import blocks\nimport_module('.late', __package__)\ntiny = print",
+        "blocks": "import torch\nANCHORS = Path(__file__).with_name('anchors.json')",
+        "late": "",
         "unread": "",
     }
     (tmp_path / "own_package").mkdir()
     for name, text in package.items():
         (tmp_path / "own_package" / f"{name}.py").write_text(text)
     (tmp_path / "own_other.py").write_text("")
+    (tmp_path / "own_package" / "anchors.json").write_text("[]")
     monkeypatch.syspath_prepend(tmp_path)
-    own = ["own_other", "own_package", "own_package.blocks", "own_package.nets"]
+    own = ["anchors.json", "own_other", *(f"own_package{part}" for part in ("", ".blocks", ".late", ".nets"))]
     assert list(own_sources(["own_package:tiny"])) == list(own_sources(["own_package.nets:tiny"])) == own

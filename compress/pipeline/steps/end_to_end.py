@@ -97,7 +97,8 @@ def _pictures_of(file: Path, images: Path | None, split: Split | None, count: in
 def _pictures(images: Path, count: int) -> list[Source]:
     if not images.is_dir():
         raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
-    found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
+    named = (path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS and not path.is_dir())
+    found = sorted(named)[:count]
     if not found:
         raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
     return _contents(found)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from compress.errors import CompressWarning, DeadTensorError
 from compress.quantization import ActivationSpec, QuantSpec, Rule, Target, WeightSpec
 from compress.quantization.numerics import QuantFormat
+from compress.quantization.placement.targets import TABLES, TAKES_APART
 from compress.quantization.placement.view import GraphView, Node
 
 FAR_APART = "its inputs have scales of their own: on calibration images their ranges are far apart"
@@ -173,13 +174,14 @@ def concats_apart(view: GraphView, placement: Placement, ranges: Mapping[str, fl
     `ranges`: largest magnitudes, on some images, of the tensors that `shared_tensors` names.
     """
     nodes, found = {node.name: node for node in view.nodes}, dict[str, float]()
+    layers = TABLES[placement.target].inputs.keys()
     for site in placement.activations:
         most = max((ranges.get(tensor, 0.0) for tensor, _ in site.edges), default=0.0)
         tensors = {tensor: [nodes[c] for t, c in site.edges if t == tensor] for tensor, _ in site.edges}
-        others = [t for t, users in tensors.items() if any(not _leads_to_concat(user) for user in users)]
+        others = [t for t, users in tensors.items() if not all(_shares(user, layers) for user in users)]
         least = min((ranges[tensor] for tensor in others if ranges.get(tensor)), default=most)
         if least and most > _APART * least:
-            for user in (user for users in tensors.values() for user in users if _leads_to_concat(user)):
+            for user in (user for users in tensors.values() for user in users if _shares(user, layers)):
                 found[_concat_after(user).layer] = most / least
     return tuple(
         Rule(match=glob.escape(name), enable=False, reason=f"{FAR_APART}: {times:.0f} times")
@@ -199,5 +201,17 @@ def _concat_after(node: Node) -> Node:
     return node
 
 
-def _leads_to_concat(node: Node) -> bool:
-    return _concat_after(node).kind == "concat"
+def _shares(node: Node, layers: Collection[str]) -> bool:
+    """True if a tensor goes through this node to a concat that a layer in 8 bits reads, which has one scale."""
+    concat = _concat_after(node)
+    return concat.kind == "concat" and _is_read_by(concat, layers)
+
+
+def _is_read_by(node: Node, layers: Collection[str]) -> bool:
+    """True if a layer reads a result, as it is or moved."""
+    moves = ("concat", *TAKES_APART)
+    return any(
+        user.kind in layers
+        or ((user.traits.commutes_with_quantization or user.kind in moves) and _is_read_by(user, layers))
+        for user in node.consumers
+    )

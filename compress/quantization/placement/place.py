@@ -165,8 +165,8 @@ def _origins(
     """
     if tensor.kind == "concat" and tensor not in apart:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
-    infinite = bool(tensor.tensors) and not math.isfinite(tensor.tensors[0].filling)
-    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not infinite and not tensor.converts:
+    filled = bool(tensor.tensors) and tensor.tensors[0].filling != 0  # a maximum of -1e9 and x holds x alone
+    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not filled and not tensor.converts:
         return _origins(tensor.tensors[0], tensor, commutes, joined, apart)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):

@@ -1,5 +1,7 @@
 # A gate that no calibration image opens leaves the layers behind it float, from torch and from a file.
 
+import copy
+
 import onnx
 import pytest
 import torch
@@ -78,10 +80,28 @@ class Dense(nn.Module):
         return self.d(torch.cat([a, b, self.c(b).relu()], 1)).mean((2, 3))
 
 
-@pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
+class Grown(Dense):
+    # A normalization, which is computed in float, reads what was joined before.
+    def __init__(self):
+        super().__init__()
+        self.b, self.c = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.n, self.m = nn.BatchNorm2d(8), nn.BatchNorm2d(16)
+        with torch.no_grad():
+            for layer in (self.b, self.c):
+                layer.weight.mul_(15)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(self.n(torch.cat([a], 1)).relu())
+        return self.d(torch.cat([a, b, self.c(self.m(torch.cat([a, b], 1)).relu())], 1)).mean((2, 3))
+
+
 @pytest.mark.parametrize("source", ["torch", "file"])
-def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(target, source, tmp_path):
-    model, out = Dense().eval(), tmp_path / "int8.onnx"
+@pytest.mark.parametrize(
+    ("make", "target"), [(Dense, "openvino"), (Dense, "onnxruntime"), (Dense, "tensorrt"), (Grown, "onnxruntime")]
+)
+def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(make, target, source, tmp_path):
+    model, out = make().eval(), tmp_path / "int8.onnx"
     made = quantized_file(source, model, X, compress.QuantSpec(target=target), out)
     assert source == "file" or any("far apart" in row.reason for row in made.placement.decisions)
     with torch.no_grad():
@@ -123,6 +143,30 @@ def test_onnx_runtime_computes_as_many_convolutions_in_integers_as_the_audit_say
     assert kinds.count("QLinearConv") == sum(row.int8 for row in rows) >= 2
     assert kinds.count("Conv") + kinds.count("FusedConv") == sum(not row.int8 for row in rows)
     assert make is not skip or all(row.int8 for row in rows)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 8, 2, 2)])
+def test_onnx_runtime_computes_a_layer_that_stays_float_in_float(layer, tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), copy.deepcopy(layer), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[2].weight[:, 0] *= 100  # one scale for all of it, as the engine chose, leaves the others 1 bit
+    spec = compress.QuantSpec(target="onnxruntime", rules=(compress.Rule(match="2", enable=False),))
+    out = tmp_path / "q.onnx"
+    qmodel = quantized_file("torch", model, X, spec, out)
+    with torch.no_grad():
+        wanted = qmodel(X)
+    noise = (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean()
+    assert noise < 1e-4 * wanted.pow(2).mean()
+
+
+@pytest.mark.parametrize("source", ["torch", "file"])
+def test_a_maximum_with_masked_borders_keeps_its_scale(source, tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConstantPad2d(1, -1e4), nn.MaxPool2d(3), nn.Conv2d(8, 4, 1)).eval()
+    quantized_file(source, model, X, compress.QuantSpec(), tmp_path / "int8.onnx")
+    with torch.no_grad():
+        wanted = model(X)
+    noise = (torch.from_numpy(compute(tmp_path / "int8.onnx", X.numpy())) - wanted).pow(2).mean()
+    assert noise < 2e-3 * wanted.pow(2).mean()
 
 
 @pytest.mark.parametrize(
