@@ -306,5 +306,6 @@ _GOOD_DB, _POOR_DB = 20.0, 10.0  # noise of a tenth and of a third of the signal
 
 
 def print_json(value: Any) -> None:
-    OUT.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    OUT.file.write(text.encode(errors="backslashreplace").decode() + "\n")  # names of files that are no UTF-8
     OUT.file.flush()

@@ -256,8 +256,8 @@ def floats_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] 
     weight = view.array(node.input[1]) if pair is not None and _dequantizes_activation(pair, view) else None
     if pair is None or weight is None or weight.ndim < 2 or not _is_quantized_after(node, view):
         return None
-    values = [view.array(name) for name in pair.input[1:]]
-    if any(value is None or value.size != 1 for value in values):
+    values = [value for value in map(view.array, pair.input[1:]) if value is not None and value.size == 1]
+    if len(values) != len(pair.input) - 1:
         return None
     last = node.op_type == "Conv" or (node.op_type == "Gemm" and attribute(node, "transB", 0))
     channels = weight.shape[1 if last else 0] * (attribute(node, "group", 1) if node.op_type == "Conv" else 1)
