@@ -46,6 +46,7 @@ def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str
     boxes.ir_version = network.ir_version
     taken = [one.name for one in boxes.graph.input]
     whole = compose.merge_models(network, boxes, io_map=list(zip(shapes, taken, strict=True)), prefix2=_PREFIX)
+    whole.producer_name = network.producer_name
     _suppress(whole.graph, decoding)
     onnx.checker.check_model(whole, full_check=True)
     with replacing_model(path) as temporary:

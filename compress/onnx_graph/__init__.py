@@ -37,7 +37,7 @@ SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
 WRITTEN_KEY = "compress.written"
 """Metadata entry of a file of another program that was changed, and not quantized, which has an entry of its own."""
-_OWN = (b"\x12\x08compress", b"compress.target", WRITTEN_KEY.encode())  # the first is the producer of exported models
+_OWN = (b"\x12\x08compress", b"compress.target", WRITTEN_KEY.encode())  # the first: the producer of exported files
 
 
 @contextlib.contextmanager
