@@ -157,7 +157,7 @@ def requests_of(
         for place, source in enumerate(_factors(node)):
             signed = place == 1 and table.signed_second
             found.tensors.append(Request(source, node, node, f"{node.kind} input", table.inputs[node.kind], signed))
-    if node.kind in table.outputs and (node.kind != "add" or residual):
+    if node.kind in table.outputs and (node.kind != "add" or (residual and not found.refused)):
         _request_output(found, node, table)
     return found
 
@@ -209,10 +209,25 @@ def _request_residual(
     if not settings[layer].enable or layer.refusal:
         found.refuse(node, "add stays float", f"the layer it would fuse with, {layer.layer}, is float")
         return
+    if table.residual == "both" and not table.results and not settings[node].rule and _ends_float(node, table):
+        found.refuse(node, "add stays float", "only norms or the network's output take its result")
+        return
     for source in node.tensors:
         if source is not branch or table.residual == "both":
             text = f"the branch beside {layer.layer} is INT8, so that layer, add and activation are one kernel"
             found.tensors.append(Request(source, node, node, "residual add", text))
+
+
+def _ends_float(node: Node, table: TargetTable) -> bool:
+    """True if a tensor goes to norms in float and to the outputs alone, also moved or through activations and sums."""
+    moves = ("activation", "movement", "passing")
+    return all(
+        user.kind == "output"
+        or user.traits.category == "shape"
+        or (user.traits.category == "normalization" and user.kind in table.stays_float)
+        or ((user.traits.category in moves or is_residual_add(user, table.residual_after)) and _ends_float(user, table))
+        for user in node.consumers
+    )
 
 
 def _request_output(found: Requests, node: Node, table: TargetTable) -> None:

@@ -401,6 +401,25 @@ def test_residual_sums(name):
     }.get(name, (1, 0))
 
 
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (lambda m, y: y, False),
+        (lambda m, y: F.pixel_shuffle(y + y.cos(), 2), False),
+        (lambda m, y: m.c(m.norm(F.relu(y))), False),
+        (lambda m, y: m.c(F.silu(y)), True),
+        (lambda m, y: (y, m.c(y)), True),
+    ],
+)
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+def test_a_sum_whose_result_nothing_takes_in_8_bits_stays_float(target, after, expected):
+    layers = {"a": conv(), "c": nn.Conv2d(4, 4, 1), "norm": nn.GroupNorm(2, 4)}
+    result = placed(lambda m, x: after(m, m.a(x) + x.exp()), target, **layers)
+    assert ("exp" in quantized(result)) == expected
+    assert ("add stays float" in rules(result, "add")) != expected
+    assert expected or "add output" not in rules(result, "add")
+
+
 def test_sums_of_volumes_fuse_and_sums_of_tokens_do_not():
     volumes = placed(lambda m, x: m.a(x) + x.exp(), shape=(2, 4, 3, 3, 3), a=nn.Conv3d(4, 4, 1))
     assert quantized(volumes) == {"x", "exp"}
