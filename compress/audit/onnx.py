@@ -20,6 +20,9 @@ from compress.support.imports import any_failure
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
 
+_WIDE = "has 16 bits, with which LiteRT alone computes in integers (16x8)"
+_NOT_BYTES = {"float8_e4m3fn": "is FP8, not INT8", "float8_e5m2": "is FP8, not INT8", "int16": _WIDE, "uint16": _WIDE}
+
 _SHORT = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "double": "FP64"}
 
 _ABSORBED = frozenset({"Relu", "Clip"})
@@ -322,7 +325,7 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
     scale = None if weight is None else view.array(weight.input[1])
     types = ["float" if source is None else _integer_type(source, view) for source in (data, weight)]
     missing = [
-        f"{name} is {'FP8, not INT8' if dtype.startswith('float8') else 'not quantized'}"
+        f"{name} {_NOT_BYTES.get(dtype, 'is not quantized')}"
         for dtype, name in zip(types, ("its input", "its weight"), strict=True)
         if dtype not in _INTEGERS
     ]

@@ -15,6 +15,7 @@ class ExportSpec:
 
     Attributes:
         opset: from 19 on, Q/DQ have half-precision scales per channel; from 21 on, weights of 4 bits are INT4.
+            Files with activations of 16 bits have 21 at least.
         precision: type of everything that is not quantized; strongly typed engines run exactly that.
         dynamic_batch: leave the batch size open.
         channel_scales: place of the scales of a weight's channels: at the `weight`, or after the layer at its `output`,

@@ -7,7 +7,9 @@ weights symmetric with a scale for each channel, INT32 biases of scale input * w
 
 A product between DequantizeLinear and QuantizeLinear becomes one INT8 operator; what moves elements keeps integers;
 everything else is float32, between DEQUANTIZE and QUANTIZE. uint8 with zero point z is written as int8 with z - 128,
-the same grid. Images are held with channels last; inputs and outputs keep names and layout of the ONNX file.
+the same grid. Activations of 16 bits are int16 without a zero point, beside INT8 weights and INT64 biases (16x8); where
+tensors of 8 and 16 bits meet in an operator, those of 8 become 16, exactly. Images are held with channels last; inputs
+and outputs keep names and layout of the ONNX file.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from numpy.typing import NDArray
 
 from compress.errors import ExportError
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph import OnnxGraph, Window, attributes_of, free_name, read_window, replacing_model
+from compress.onnx_graph import OnnxGraph, Window, attributes_of, each_node, free_name, read_window, replacing_model
 from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
 _IDENTIFIER = b"TFL3"
 _OPSET = 13
 """The oldest whose operators are read here; axes, bounds and limits are attributes before."""
+_GROUPS_OPSET = 21
+"""First opset whose GroupNormalization has a scale for each channel; it is written since."""
 _MOVING = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Gather")
 _LOGICAL = {
     **{"Where": "SELECT_V2", "Greater": "GREATER", "Less": "LESS", "Equal": "EQUAL"},
@@ -119,6 +123,8 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
                 dim.dim_value = size
     for value in fixed.graph.output:
         value.type.tensor_type.ClearField("shape")
+    if opset >= _GROUPS_OPSET:
+        _groups_as_instances(fixed)
     del fixed.graph.value_info[:]
     from onnxscript import optimizer  # lazy: engines are listed without it
 
@@ -132,6 +138,42 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
         return onnx.shape_inference.infer_shapes(onnx_ir.serde.serialize_model(tree), data_prop=True)
 
 
+@each_node
+def _groups_as_instances(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Write a GroupNormalization, which onnx infers no shapes over, as one of instances: each group is a row."""
+    affine = [view.array(name) for name in node.input[1:3]] if node.op_type == "GroupNormalization" else [None]
+    if any(value is None for value in affine):
+        return None
+    attributes, source, result = attributes_of(node), node.input[0], node.output[0]
+    groups, columns = attributes["num_groups"], [np.asarray(value).reshape(-1, 1) for value in affine]
+    parts = {
+        "rows": [0, groups, -1],
+        "channels": [0, columns[0].size, -1],
+        "ones": [1.0] * groups,
+        "none": [0.0] * groups,
+    }
+    rows, channels, ones, none = (
+        view.add_constant(f"{result}/{part}", np.asarray(value, np.int64 if min(value) < 0 else np.float32))
+        for part, value in parts.items()
+    )
+    gamma, beta = (view.add_constant(f"{result}/{k}", v) for k, v in zip(("gamma", "beta"), columns, strict=True))
+    steps = [
+        ("Reshape", [source, rows]),
+        ("InstanceNormalization", [f"{result}/0", ones, none]),
+        ("Reshape", [f"{result}/1", channels]),
+        ("Mul", [f"{result}/2", gamma]),
+        ("Add", [f"{result}/3", beta]),
+        ("Shape", [source]),
+        ("Reshape", [f"{result}/4", f"{result}/5"]),
+    ]
+    made = []
+    for i, (op, inputs) in enumerate(steps):
+        output = result if i == len(steps) - 1 else f"{result}/{i}"
+        options = {"epsilon": attributes.get("epsilon", 1e-5)} if op == "InstanceNormalization" else {}
+        made.append(onnx.helper.make_node(op, inputs, [output], name=f"{node.name}/{i}", **options))
+    return made
+
+
 @dataclass(frozen=True, eq=False)
 class _Scales:
     """Scales and zero points of integers; one, or one for each index of an axis."""
@@ -140,6 +182,10 @@ class _Scales:
     zero: NDArray[np.int64]
     bits: int = 8
     axis: int = 0
+
+    def widened(self) -> _Scales:
+        """Scales of 16 bits that hold these integers of 8, and 127 between two of them."""
+        return replace(self, scale=self.scale / np.float32(128), zero=np.zeros_like(self.zero), bits=16)
 
     def same(self, other: _Scales) -> bool:
         return self.bits == other.bits and all(
@@ -171,6 +217,12 @@ _VERSIONS = {
     "BROADCAST_TO": (2, 3),
 }
 """First version of an operator that takes what is written here, in float32 and in INT8, where these are not 1 and 2."""
+_WIDE_VERSIONS = {
+    **{"CONV_2D": 4, "DEPTHWISE_CONV_2D": 5, "FULLY_CONNECTED": 7, "BATCH_MATMUL": 3, "ADD": 3, "SUB": 5, "MUL": 4},
+    **{"MAX_POOL_2D": 3, "MEAN": 3, "PAD": 3, "PADV2": 3, "MIRROR_PAD": 3, "CONCATENATION": 3, "GATHER": 4, "SLICE": 4},
+    **{"TRANSPOSE": 5, "RESIZE_NEAREST_NEIGHBOR": 4, "MAXIMUM": 4, "MINIMUM": 4, "DEQUANTIZE": 3},
+}
+"""The same for INT16, where it is not that for INT8."""
 
 
 class _Writer:
@@ -211,8 +263,11 @@ class _Writer:
     def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **options: Any) -> None:
         """Add an operator; options go into the table that the schema has for it, `kind` names one of another name."""
         code, integers = getattr(self.fb.BuiltinOperator, op), self.graph.tensors[inputs[0]].type
-        eight = integers in (self.fb.TensorType.INT8, self.fb.TensorType.INT16)
-        version = _VERSIONS.get(op, (1, 2))[eight]
+        wide = integers == self.fb.TensorType.INT16
+        version = _VERSIONS.get(op, (1, 2))[wide or integers == self.fb.TensorType.INT8]
+        if wide:
+            version = _WIDE_VERSIONS.get(op, version)
+            options |= {"potScaleInt16": False} if op in {"ADD", "SUB"} else {}
         made = self.fb.OperatorT()
         made.inputs, made.outputs = list(inputs), list(outputs)
         made.opcodeIndex = self.codes.setdefault((code, version), len(self.codes))
@@ -374,7 +429,7 @@ class _Converter:
         return moved * scales.scale.reshape(spread)
 
     def scales_of(self, node: onnx.NodeProto) -> _Scales:
-        """The scales of a QuantizeLinear or DequantizeLinear, zero points as int8 has them."""
+        """The scales of a QuantizeLinear or DequantizeLinear, zero points as int8 or int16 has them."""
         scale, zero = self.graph.array(node.input[1]), None
         if len(node.input) > 2 and node.input[2]:
             zero = self.graph.array(node.input[2])
@@ -382,11 +437,16 @@ class _Converter:
             raise self.refusal(node, "has a computed scale")
         attributes = attributes_of(node)
         kind = np.dtype(np.uint8) if zero is None else zero.dtype
-        if kind not in (np.uint8, np.int8, np.int16, np.int32) and kind.name != "int4":
+        if kind not in (np.uint8, np.int8, np.uint16, np.int16, np.int32) and kind.name != "int4":
             raise self.refusal(node, f"has integers of the type {kind}, which LiteRT does not take")
-        shift = 128 if kind == np.uint8 else 0
+        shift = 2 ** (8 * kind.itemsize - 1) if kind.kind == "u" else 0
         moved = (np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)) - shift
-        bits = 16 if kind == np.int16 else 8
+        bits = 16 if kind.itemsize == 2 else 8
+        if bits == 16 and moved.any():
+            raise self.refusal(
+                node,
+                "has 16 bits and a zero point, and LiteRT has none there; quantize the network with target: litert",
+            )
         axis = int(attributes.get("axis", 1)) if scale.ndim else 0  # XNNPACK takes no other axis of one scale
         return _Scales(np.asarray(scale, np.float32), moved, bits, axis)
 
@@ -491,6 +551,26 @@ class _Converter:
                 f"with, as files for {made} have it and LiteRT does not; quantize the network with target: litert"
             )
         self._alias(node.output[0], source)
+
+    def alike(self, chain: _Chain, *names: str) -> tuple[str, ...]:
+        """Integers that an operator reads and writes, in one width: LiteRT's kernels mix no 8 and 16 bits."""
+        if chain.scales is None or len({chain.scales.bits, *(self.scales[name].bits for name in names)}) == 1:
+            return names
+        if chain.scales.bits == 8:
+            chain.narrow, chain.scales = chain.scales, chain.scales.widened()
+        return tuple(map(self._widened, names))
+
+    def _widened(self, name: str) -> str:
+        """The tensor with 16 bits, with the layout that it has."""
+        held, wide, last = self.scales[name], f"{name}/wide", self.is_last(name)
+        if held.bits == 16:
+            return name
+        if wide not in self.scales:
+            self.scales[wide], self.shapes[wide] = held.widened(), self.shape(name)
+            made = self.new(wide, self.placed(self.shape(name), last), self.scales[wide])
+            self.out.operator("QUANTIZE", [self.get(name, last=last, integers=True)], [made])
+            self.forms[wide, last, True] = made
+        return wide
 
     def _alias(self, name: str, source: str) -> None:
         """Let a tensor be another in all forms that are there; as integers, it has the scales of the other."""
@@ -612,6 +692,11 @@ class _Converter:
         if chain.scales is None:
             self.forms[chain.end, last, False] = made
             return
+        if chain.narrow is not None:
+            wide, chain.scales = made, chain.narrow
+            tensor = self.out.graph.tensors[wide]
+            made = self.new(f"{tensor.name}/narrow", tensor.shape, chain.scales)
+            self.out.operator("QUANTIZE", [wide], [made])
         for reader in chain.readers:
             self.done.add(reader.output[0])
             self.scales[reader.output[0]] = chain.scales
@@ -626,7 +711,8 @@ class _Converter:
 class _Chain:
     """A product's result and what is computed after it in the same operator; `scales` if its result is integers.
 
-    `limits` are those of a Clip that LiteRT cannot fuse: operators of their own, on the same integers.
+    `limits` are those of a Clip that LiteRT cannot fuse: operators of their own, on the same integers. `narrow` are the
+    scales of 8 bits that a result of 16 gets.
     """
 
     end: str
@@ -634,6 +720,7 @@ class _Chain:
     bias: Array | None = None
     scales: _Scales | None = None
     limits: tuple[float, float] | None = None
+    narrow: _Scales | None = None
 
     def __post_init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -719,8 +806,8 @@ def _bias(c: _Converter, value: Array | None, weight: _Weight, channels: int, so
     return c.out.constant(whole, "", _Scales(step, np.zeros(step.shape, np.int64)))
 
 
-def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tuple[_Chain, _Weight]:
-    """The chain after a product by a constant, and its weight, as integers if the whole chain is."""
+def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tuple[_Chain, _Weight, str]:
+    """The chain after a product by a constant, its weight and input, as integers if the whole chain is."""
     chain = c.chain(node.output[0], bias=bias)
     quantized = c.integers(node.input[0]) and chain.scales is not None
     weight = _weight(c, node.input[1], integers=quantized)
@@ -728,12 +815,12 @@ def _product(c: _Converter, node: onnx.NodeProto, *, bias: bool = False) -> tupl
         raise c.refusal(node, "has a computed weight")
     if weight.scales is None and chain.scales is not None:
         chain.scales, chain.readers = None, []
-    return chain, weight
+    return chain, weight, c.alike(chain, node.input[0])[0]
 
 
 def _conv(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    chain, weight = _product(c, node)
-    source, integers = node.input[0], weight.scales is not None
+    chain, weight, source = _product(c, node)
+    integers = weight.scales is not None
     size, groups = c.shape(source), int(attributes.get("group", 1))
     window = _window(c, node, attributes, weight.value.shape[2:])
     weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
@@ -800,8 +887,8 @@ def _padded(
 
 
 def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    chain, weight = _product(c, node)
-    source, out = node.input[0], _image(c.shape(node.output[0]))
+    chain, weight, source = _product(c, node)
+    out = _image(c.shape(node.output[0]))
     window = _window(c, node, {**attributes, "auto_pad": "NOTSET"}, weight.value.shape[2:])
     weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
     starts = [pair[0] for pair in window.pads]
@@ -853,17 +940,18 @@ def _plain_kernel(weight: _Weight, groups: int, window: Window, ends: Sequence[i
 def _gemm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     if attributes.get("transA") or {attributes.get(key, 1.0) for key in ("alpha", "beta")} != {1.0}:
         raise c.refusal(node, "with transA, alpha or beta is not written")
-    chain, weight = _product(c, node)
+    chain, weight, source = _product(c, node)
     bias, weight = c.given(node, 2), weight if attributes.get("transB") else weight.arranged((1, 0))
     if bias is not None:
         if bias.size > 1 and bias.shape[-1] != bias.size:
             raise c.refusal(node, f"with a bias of the shape {bias.shape} is not written")
         bias = np.broadcast_to(bias.reshape(-1), weight.value.shape[:1])
-    _linear(c, node, chain, weight, bias)
+    _linear(c, node, chain, weight, bias, source)
 
 
-def _linear(c: _Converter, node: onnx.NodeProto, chain: _Chain, weight: _Weight, bias: Array | None) -> None:
-    source = node.input[0]
+def _linear(
+    c: _Converter, node: onnx.NodeProto, chain: _Chain, weight: _Weight, bias: Array | None, source: str
+) -> None:
     inputs = [
         c.get(source, last=False, integers=weight.scales is not None),
         c.out.constant(weight.value, f"{node.name}/weight", weight.scales),
@@ -875,13 +963,13 @@ def _linear(c: _Converter, node: onnx.NodeProto, chain: _Chain, weight: _Weight,
 def _matmul(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     value = c.value(node.input[1])
     if value is not None and value.ndim == 2:
-        chain, weight = _product(c, node, bias=True)
-        _linear(c, node, chain, weight.arranged((1, 0)), chain.bias)
+        chain, weight, source = _product(c, node, bias=True)
+        _linear(c, node, chain, weight.arranged((1, 0)), chain.bias, source)
         return
     chain, integers = c.chain(node.output[0]), c.integers(*node.input)
     if not integers or chain.fused or chain.limits:
         chain = _Chain(node.output[0])
-    inputs = [c.get(name, last=False, integers=chain.scales is not None) for name in node.input]
+    inputs = [c.get(name, last=False, integers=chain.scales is not None) for name in c.alike(chain, *node.input)]
     c.emit("BATCH_MATMUL", inputs, node, chain, last=False, kind="BatchMatMul")
 
 
@@ -900,7 +988,7 @@ def _binary(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
         chain = _Chain(node.output[0])
     rank = len(c.shape(node.output[0]))
     last = rank == 4 and any(c.is_last(name) for name in node.input)
-    inputs = [_operand(c, name, rank, last, integers=quantized) for name in node.input]
+    inputs = [_operand(c, name, rank, last, integers=quantized) for name in c.alike(chain, *node.input)]
     c.emit(op, inputs, node, chain, last=last)
 
 
@@ -1284,6 +1372,7 @@ def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     if op != "MEAN" or not c.integers(source) or chain.fused or chain.limits:
         chain = _Chain(node.output[0])
     integers, last = chain.scales is not None, c.is_last(source)
+    (source,) = c.alike(chain, source)
     inputs = [c.get(source, last=last, integers=integers), c.numbers([_axis(a, rank, last) for a in axes])]
     if keep or not last:
         c.emit(op, inputs, node, chain, last=last, keepDims=keep, kind="Reducer")
@@ -1363,8 +1452,17 @@ def _depth_to_space(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
         ordered = c.new(f"{node.name}/ordered", c.placed(shape, True), c.scales[source] if integers else None)
         c.out.operator("GATHER", [read, c.out.constant(order)], [ordered], axis=3)
         read = ordered
-    made = _moved(c, node, result, c.shape(result), last=True, integers=integers)
-    c.out.operator("DEPTH_TO_SPACE", [read], [made], blockSize=block)
+    made, scales = _moved(c, node, result, c.shape(result), last=True, integers=integers), c.scales.get(result)
+    if not integers or scales is None or scales.bits == 8:
+        c.out.operator("DEPTH_TO_SPACE", [read], [made], blockSize=block)
+        return
+    images, channels, height, width = shape  # it has no kernel for INT16: rows of a block before its columns
+    size = images * height, width, block, channels // block
+    rows = c.new(f"{node.name}/rows", size, scales)
+    turned = c.new(f"{node.name}/turned", [size[i] for i in (0, 2, 1, 3)], scales)
+    c.reshape(read, rows)
+    c.move(rows, turned, (0, 2, 1, 3))
+    c.reshape(turned, made)
 
 
 def _batch_norm(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:

@@ -30,13 +30,14 @@ from compress.export import ExportSpec
 from compress.export.casting import Ranges, cast_model
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
 from compress.export.prepare import prepare
-from compress.export.targets import clean, finish_for, pads_into_convolutions, shape_for
+from compress.export.targets import OPSET, clean, finish_for, pads_into_convolutions, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
 from compress.onnx_graph import drop_unread, replacing_model
+from compress.quantization.quantizer import quantizers
 from compress.quantization.report import QuantizationReport
 from compress.support.validation import validate
 
@@ -95,6 +96,8 @@ def export_onnx(
     check_export(spec)
     _check_model(model)
     inputs = as_inputs(example_inputs)
+    if any(quantizer.format.wide for _, quantizer in quantizers(model)):
+        spec = replace(spec, opset=max(spec.opset, OPSET))
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
     target = report.placement.target if isinstance(report, QuantizationReport) else ""

@@ -150,9 +150,11 @@ def _bias(node: onnx.NodeProto, view: OnnxGraph) -> tuple[onnx.NodeProto, int] |
 
 
 def _scale(name: str, view: OnnxGraph) -> NDArray[Any] | None:
-    """Return the scale of a tensor that comes from a DequantizeLinear, also through operations that move values."""
+    """Return the scale of a tensor that comes from bytes, also through operations that move values."""
     node = view.dequantizer(name, MOVES | {"MaxPool"})
-    return None if node is None else view.array(node.input[1])
+    zero = None if node is None or len(node.input) < 3 else view.array(node.input[2])
+    wide = zero is not None and zero.dtype.itemsize > 1  # what reads 16 bits is no integer operation
+    return None if node is None or wide else view.array(node.input[1])
 
 
 def _dequantize(

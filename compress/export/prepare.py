@@ -218,6 +218,9 @@ class _ByPosition(nn.Module):
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str) -> nn.Module:
     of_weight = name.endswith(".weight_quantizer")
+    precision = (
+        "fp32" if quantizer.format.wide else precision
+    )  # half precision holds neither its steps nor its integers
     scale = held_by_half(quantizer.scale.detach(), precision, of_weight=of_weight)
     if of_weight:
         weight = cast(Tensor, parent.weight).detach()
@@ -228,7 +231,7 @@ def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str)
 
 
 class _QuantizeDequantize(nn.Module):
-    """Writes QuantizeLinear and DequantizeLinear, after a Clip where there are fewer than 8 bits."""
+    """Writes QuantizeLinear and DequantizeLinear, after a Clip where their type has more bits."""
 
     is_quantizer = True
     scale: Tensor
@@ -238,9 +241,8 @@ class _QuantizeDequantize(nn.Module):
         super().__init__()
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", torch.tensor(zero_point, dtype=quant_format.dtype))
-        whole = quant_format.num_bits == 8 and not quant_format.narrow  # the type itself saturates, E4M3 too
         moved = zero_point - quant_format.zero_point
-        self.bounds = None if whole else (quant_format.low - moved, quant_format.high - moved)
+        self.bounds = None if quant_format.fills_type else (quant_format.low - moved, quant_format.high - moved)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bounds is not None:

@@ -24,7 +24,7 @@ from compress.errors import ExportError
 from compress.export.onnx import export_onnx, looked_up_once
 from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, flat_tensors
-from compress.onnx_graph import attribute, replacing_model
+from compress.onnx_graph import OnnxGraph, attribute, replacing_model
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile, load_source
@@ -175,6 +175,13 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     partitioner = imported("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
     imported("executorch.kernels.quantized")  # pairs outside XNNPACK
     source = load_source(file, quantized=True)
+    view = OnnxGraph(source.proto.graph)
+    wide = next((node.name for node in source.proto.graph.node if _is_wide(node, view)), "")
+    if wide:
+        raise ExportError(
+            f"{file}: {wide} has 16 bits, and XNNPACK computes with 8: quantize for ExecuTorch with activations of 8 "
+            "bits, or leave such layers float (enable: false); LiteRT and ONNX Runtime run this file"
+        )
     program, inputs, expected = _program(source, batch_size)
     information = {
         "inputs": [tensor.name for tensor in inputs_of_file(source)],
@@ -191,6 +198,11 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     with replacing_model(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)
+
+
+def _is_wide(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    zero = view.array(node.input[2]) if node.op_type == "QuantizeLinear" and len(node.input) > 2 else None
+    return zero is not None and zero.dtype.itemsize > 1
 
 
 def _without_size(path: Path, tensor: TensorInfo) -> ExportError:

@@ -22,6 +22,7 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, Casting, types_of
 from compress.export.names import TARGET_KEY
+from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
 from compress.onnx_graph import drop_unread
 from compress.onnx_ptq.calibrate import calibrate_graph
@@ -35,7 +36,7 @@ from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.write import insert_pairs, save_model
-from compress.quantization import QuantSpec, Rule, check_quant_spec
+from compress.quantization import MOST_BITS, QuantSpec, Rule, check_quant_spec
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import (
     Placement,
@@ -275,9 +276,11 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     halves = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
     types = {tensor.data_type for tensor in tensors_of(source.proto.graph)}
     types |= {value.type.tensor_type.elem_type for value in source.proto.graph.input}
+    if any(part.num_bits > MOST_BITS for part in activations):
+        return WIDE_OPSET
     if halves & types or any(part.kind == "e4m3" for part in activations):
         return 19
-    clips = any(part.num_bits < 8 for part in activations)
+    clips = any(part.num_bits < MOST_BITS for part in activations)
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
-from compress.errors import AuditError, EngineError
+from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.prepare import half_or_more, half_scale, held_by_half
 from compress.files import replacing
@@ -104,7 +104,7 @@ class _Writer:
         """Insert a pair after each tensor of a site; they share one scale."""
         made: dict[torch.dtype, tuple[str, str]] = {}  # a scale has the type of its tensor
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
-            scale = self._scale(scale_from_amax(amax, site.format), tensor, site.name, of_weight=False)
+            scale = self._scale(scale_from_amax(amax, site.format), tensor, site.name, wide=site.format.wide)
             if scale.dtype not in made:
                 scales, points = self._free(added_tensor(tensor, "scale"), added_tensor(tensor, "zero_point"))
                 self._constant(scales, scale)
@@ -125,7 +125,7 @@ class _Writer:
             *(added_tensor(tensor, p) for p in parts)
         )
         nodes, source = [], tensor
-        if quant_format.num_bits < 8 or quant_format.narrow:
+        if not quant_format.fills_type:
             least, most = bounds_of(scale.float(), quant_format)
             self._constant(low, (least * scale).to(scale.dtype))
             self._constant(high, (most * scale).to(scale.dtype))
@@ -152,13 +152,18 @@ class _Writer:
         if value is not None and self.index.producers[name].op_type != "Constant":
             node.input[2] = self.index.add_constant(added_tensor(name, "value"), value)
 
-    def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool) -> Tensor:
+    def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool = False, wide: bool = False) -> Tensor:
         dtype = self.types.get(tensor)
+        if wide and dtype in {TensorProto.FLOAT16, TensorProto.BFLOAT16}:
+            raise QuantizationError(
+                f"{name}: the file holds this tensor in half precision, whose steps are wider than those of 16 bits; "
+                "quantize the float32 file, or leave the layer at 8 bits"
+            )
         if dtype == TensorProto.FLOAT16:
             return half_scale(half_or_more(scale) if of_weight else scale, name)
         if dtype == TensorProto.BFLOAT16:
             return scale.bfloat16()
-        return held_by_half(scale.float(), self.precision, of_weight=of_weight)
+        return held_by_half(scale.float(), "fp32" if wide else self.precision, of_weight=of_weight)
 
     def _constant(self, name: str, value: Tensor, quant_format: QuantFormat | None = None) -> None:
         if quant_format is not None and quant_format.kind == "e4m3":

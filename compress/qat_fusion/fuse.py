@@ -41,7 +41,7 @@ from compress.quantization.quantizer import Quantizer
 
 
 def is_learned(quantizer: nn.Module) -> bool:
-    return type(quantizer) is LearnedQuantizer
+    return type(quantizer) is LearnedQuantizer and not quantizer.format.wide
 
 
 class FusedLearnedModule(nn.Module):
@@ -321,6 +321,8 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
         kind = type(quantizer).__name__
         if type(quantizer) is Quantizer:
             kind = "a range with a zero point" if quantizer.format.lowest else "FP8"
+        if isinstance(quantizer, Quantizer) and quantizer.format.wide:
+            kind = f"a quantizer of {quantizer.format.num_bits} bits"
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain, pool = Chain(node), None
     layer = None if chain.layer is None else node_module(chain.layer)

@@ -51,8 +51,8 @@ def weight_dtype(weight: Tensor) -> torch.dtype:
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """True if a quantizer rounds to integers in a fixed range that is symmetric or begins at 0."""
-    if type(quantizer) is not Quantizer:
+    """True if a quantizer rounds to integers of a byte in a fixed range that is symmetric or begins at 0."""
+    if type(quantizer) is not Quantizer or quantizer.format.wide:
         return False
     return quantizer.format.kind == "int" and not quantizer.format.lowest and not quantizer.amax.requires_grad
 

@@ -32,9 +32,10 @@ Kind = Literal["int", "e4m3"]
 BiasCorrection = Literal["auto", "analytic", "empirical"]
 Head = Literal["auto", "float", "quantize"]
 
-LEAST_BITS, MOST_BITS = 2, 8
-"""Widths of integers that quantizers, calibrators and exports know."""
+LEAST_BITS, MOST_BITS, WIDEST = 2, 8, 16
+"""Widths of integers that quantizers, calibrators and exports know; activations alone have up to `WIDEST`."""
 Bits = Annotated[int, Field(ge=LEAST_BITS, le=MOST_BITS)]
+ActivationBits = Annotated[int, Field(ge=LEAST_BITS, le=WIDEST)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 TARGETS: tuple[Target, ...] = get_args(Target)
 """`any` follows no engine: inputs and weights of products alone, as papers on low bits do."""
@@ -70,9 +71,11 @@ class ActivationSpec:
     """Quantization of activations: always per tensor; the target's table chooses between signed and unsigned.
 
     Attributes:
-        num_bits: fewer than 8 are written as 8-bit integers after a Clip.
+        num_bits: fewer than 8 are written as 8-bit integers after a Clip, and 9 to 16 as 16-bit ones (opset 21), which
+            phones and accelerators compute with (A16W8); `onnxruntime` computes such layers in float.
         calibrator: method that chooses `amax`; the network's input always keeps its whole range (`max`). `auto` is
-            `max` for tensors of 8 bits that only matrix products read, with `smooth: auto`, and `mse` for others.
+            `max` for tensors of more than 8 bits, and for those of 8 bits that only matrix products read, with
+            `smooth: auto`; `mse` for others.
             `entropy` is slightly the best on natural images, and by far the worst where values crowd at a few places
             (drawings, ReLU6). `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1).
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
@@ -84,7 +87,7 @@ class ActivationSpec:
         16
     """
 
-    num_bits: Bits = 8
+    num_bits: ActivationBits = 8
     calibrator: ActivationCalibrator = "auto"
     percentile: Percentile = 99.99
     kind: Kind = "int"
@@ -93,7 +96,8 @@ class ActivationSpec:
         """The specification with calibrator `auto` as `max`, if the whole range is kept, or as `mse`."""
         if self.calibrator != "auto":
             return self
-        return replace(self, calibrator="max" if whole and self.num_bits == 8 else "mse")
+        kept = self.num_bits > MOST_BITS or (whole and self.num_bits == MOST_BITS)
+        return replace(self, calibrator="max" if kept else "mse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +310,7 @@ def quant_contradictions(spec: QuantSpec) -> Iterator[str]:
     if not spec.targets or len(set(spec.targets)) < len(spec.targets):
         yield f"quantization.target is {list(spec.targets)}: name one target, or several that differ"
     yield from _kind_contradictions(spec)
+    yield from _wide_contradictions(spec)
     folded = {
         "equalize": spec.equalize,
         "adaround": spec.adaround,
@@ -349,6 +354,35 @@ def _kind_contradictions(spec: QuantSpec) -> Iterator[str]:
             yield (
                 f"{where}: weights.kind is {kinds[0]} and activations.kind {kinds[1]}; a product of FP8 takes both in "
                 "FP8: give both the same kind"
+            )
+
+
+_NOT_WIDE: dict[Target, str] = {
+    "tensorrt": "TensorRT's Q/DQ take INT8, INT4 and FP8, and its strongly typed engines refuse others",
+    "openvino": "OpenVINO (2026.4) takes pairs of 16 bits out of a network and computes in float what reads them",
+}
+_HISTOGRAM_CALIBRATORS = ("entropy", "mse")
+
+
+def _wide_contradictions(spec: QuantSpec) -> Iterator[str]:
+    """Refuse more than 8 bits on engines without them, and with calibrators whose histograms have fewer bins."""
+    every = spec.targets
+    parts = [("quantization", spec.activations, every)]
+    for i, rule in enumerate(spec.rules):
+        if rule.activations is not None and rule.enable:
+            parts.append((f"quantization.rules.{i}", rule.activations, (rule.target,) if rule.target else every))
+    for where, part, targets in parts:
+        if part.num_bits <= MOST_BITS:
+            continue
+        for target in [one for one in targets if one in _NOT_WIDE and one in every]:
+            yield (
+                f"{where}.activations.num_bits is {part.num_bits} for target {target}: {_NOT_WIDE[target]}; leave such "
+                "layers float (enable: false), or choose target litert, onnxruntime or any"
+            )
+        if part.calibrator in _HISTOGRAM_CALIBRATORS:
+            yield (
+                f"{where}.activations.calibrator is {part.calibrator} with {part.num_bits} bits: a step is narrower "
+                "than a bin of its histogram, which therefore shows no error; set calibrator max, or percentile"
             )
 
 

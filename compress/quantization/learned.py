@@ -37,10 +37,11 @@ from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import learned_quantize
 from compress.kernels.triton.fake_quantize import LEAST_RANGE
+from compress.kernels.triton.launch import Kernels
 from compress.quantization import MOST_BITS
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import QuantFormat, scale_from_amax
-from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers
+from compress.quantization.quantizer import Quantizer, _QuantWeight, _unrounded, quantizers
 from compress.quantization.report import placement_of
 
 
@@ -94,7 +95,9 @@ class LearnedQuantizer(Quantizer):
 
     def _quantized(self, x: Tensor) -> Tensor:
         f = self.format
-        return learned_quantize(x, self.amax, Epilogue(f.low, f.high, axis=f.axis), self.gradient_factor(x))
+        grid, factor = Epilogue(f.low, f.high, axis=f.axis), self.gradient_factor(x)
+        kernels: Kernels | None = "torch" if f.wide else None  # Triton's hold integers of a byte
+        return learned_quantize(_unrounded(x, f), self.amax, grid, factor, kernels=kernels)
 
     def gradient_factor(self, x: Tensor) -> float:
         shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)

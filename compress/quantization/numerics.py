@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.errors import QuantizationError
 from compress.kernels.memory_format import along_axis
-from compress.quantization import LEAST_BITS, MOST_BITS
+from compress.quantization import LEAST_BITS, MOST_BITS, WIDEST
 
 E4M3_MAX = 448
 
@@ -28,7 +28,7 @@ class QuantFormat:
     """Which integers, or FP8 numbers, a tensor becomes.
 
     Attributes:
-        num_bits: 2 to 8.
+        num_bits: 2 to 16.
         signed: False for values that are never negative: [0, 2^b - 1], twice the resolution.
         axis: channel axis of per-channel scales; None = one scale for the tensor.
         narrow: leave out the lowest integer (weights: [-127, 127]).
@@ -46,8 +46,8 @@ class QuantFormat:
     kind: NumberKind = "int"
 
     def __post_init__(self) -> None:
-        if not LEAST_BITS <= self.num_bits <= MOST_BITS:
-            raise QuantizationError(f"num_bits is {self.num_bits}: it must be {LEAST_BITS} to {MOST_BITS}")
+        if not LEAST_BITS <= self.num_bits <= WIDEST:
+            raise QuantizationError(f"num_bits is {self.num_bits}: it must be {LEAST_BITS} to {WIDEST}")
         if self.kind == "e4m3" and (self.num_bits != 8 or not self.signed or self.offset):
             raise QuantizationError("E4M3 has 8 bits, a sign and no offset; set num_bits 8, signed True, offset False")
         if self.lowest > 0 or (self.lowest < 0 and not (self.signed and self.offset and self.axis is None)):
@@ -78,7 +78,19 @@ class QuantFormat:
     def dtype(self) -> torch.dtype:
         if self.kind == "e4m3":
             return torch.float8_e4m3fn
+        if self.wide:
+            return torch.int16 if self.signed and not self.offset else torch.uint16
         return torch.int8 if self.signed and not self.offset else torch.uint8
+
+    @property
+    def wide(self) -> bool:
+        """True for integers that a byte does not hold."""
+        return self.num_bits > MOST_BITS
+
+    @property
+    def fills_type(self) -> bool:
+        """True if the type of the integers saturates where the format does, so that no Clip is needed."""
+        return self.num_bits in (MOST_BITS, WIDEST) and not self.narrow
 
 
 def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:

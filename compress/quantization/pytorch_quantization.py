@@ -22,7 +22,7 @@ from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module, tensor_of
 from compress.graph.report import attach_report, leaves_of
 from compress.graph.trace import trace
-from compress.quantization import ActivationSpec, WeightSpec
+from compress.quantization import LEAST_BITS, MOST_BITS, ActivationSpec, WeightSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.quantizer import (
@@ -214,6 +214,8 @@ def _range_of(module: nn.Module, path: str, weight: Tensor | None) -> _Range | N
         raise QuantizationError(
             f"{path} gives integers (fake_quant=False); only fake quantization has an equivalent here"
         )
+    if weight is not None and theirs._num_bits > MOST_BITS:
+        raise QuantizationError(f"{path} has {theirs._num_bits} bits; weights have {LEAST_BITS} to {MOST_BITS} here")
     narrow = theirs._narrow_range and not theirs.use_fb_fake_quant
     amax = _learned_amax(theirs, path) if theirs._learn_amax else getattr(theirs, "_amax", None)
     if amax is None:

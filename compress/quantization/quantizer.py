@@ -125,7 +125,7 @@ class Quantizer(nn.Module):
         return self._quantized(x)
 
     def _quantized(self, x: Tensor) -> Tensor:
-        return fake_quantize(x, self.scale, self.format)
+        return fake_quantize(_unrounded(x, self.format), self.scale, self.format)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -146,6 +146,12 @@ class Quantizer(nn.Module):
         shown = "uncalibrated" if not self._ready else f"amax={self.amax.max().item():.4g}"
         kind = "e4m3" if f.kind == "e4m3" else f"{'int' if f.signed else 'uint'}{f.num_bits}"
         return f"{kind}, axis={f.axis}, {shown}" + (", off" if not self.enabled else "")
+
+
+def _unrounded(x: Tensor, quant_format: QuantFormat) -> Tensor:
+    """`x` in float32 if autocast has rounded it to half precision, which does not hold the steps of a wide format."""
+    half = quant_format.wide and x.dtype in {torch.float16, torch.bfloat16}
+    return x.float() if half and torch.is_autocast_enabled(x.device.type) else x
 
 
 def quantizers(qmodel: nn.Module) -> Iterator[tuple[str, Quantizer]]:

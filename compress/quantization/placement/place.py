@@ -21,7 +21,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from compress.errors import QuantizationError
 from compress.graph.traits import kinds
-from compress.quantization import ActivationSpec, QuantSpec
+from compress.quantization import MOST_BITS, ActivationSpec, QuantSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.placement.heads import head_parts
@@ -243,9 +243,10 @@ def _sites(
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
         spec = _common_spec(members, settings).resolved(whole=products)  # clipping outliers costs more
         second, integers = any(item.signed for item in members), spec.kind == "int"
-        signed = second or not positive.issuperset(item.tensor for item in members)
+        plain = table.wide_symmetric and spec.num_bits > MOST_BITS
+        signed = second or plain or not positive.issuperset(item.tensor for item in members)
         kinds = {item.layer.kind for item in members}
-        shifts = signed and integers and not second and not kinds & table.symmetric
+        shifts = signed and integers and not second and not plain and not kinds & table.symmetric
         least = _lowest(members, table, positive, lowest) if shifts else 0.0
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
@@ -258,7 +259,8 @@ def _sites(
         sites.append(ActivationSite(name=name, edges=edges, format=quant_format, spec=spec))
         for origin in dict.fromkeys(item.tensor for item in members):
             asked = [item for item in members if item.tensor is origin]
-            rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
+            wide = {item.layer.layer for item in members if settings[item.layer].activations.num_bits == spec.num_bits}
+            rows.append((order[origin], _activation_row(origin, asked, name, quant_format, wide)))
     return sites, rows
 
 
@@ -287,7 +289,9 @@ def _common_spec(members: list[Request], settings: Mapping[Node, LayerSettings])
     return spec
 
 
-def _activation_row(origin: Node, asked: list[Request], name: str, quant_format: QuantFormat) -> Decision:
+def _activation_row(
+    origin: Node, asked: list[Request], name: str, quant_format: QuantFormat, wide: Set[str]
+) -> Decision:
     return Decision(
         tensor=origin.name,
         layer=" ".join(dict.fromkeys(item.layer.layer for item in asked)),
@@ -298,7 +302,8 @@ def _activation_row(origin: Node, asked: list[Request], name: str, quant_format:
         signed=quant_format.signed,
         rule=", ".join(dict.fromkeys(item.rule for item in asked)),
         reason="; ".join(dict.fromkeys(part for item in asked for part in item.reason.split("; ")))
-        + _number_type(quant_format),
+        + _number_type(quant_format)
+        + (f"; {quant_format.num_bits} bits for {', '.join(sorted(wide))}" if quant_format.wide else ""),
     )
 
 

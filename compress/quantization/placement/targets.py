@@ -50,6 +50,8 @@ class TargetTable:
         signed_second: True stores the second factor of a product of two activations as int8 without a zero point, also
             if it is never negative: OpenVINO multiplies in float by any other.
         stays_float, grouped_float: kinds that stay float, always or where they have groups, each with the reason.
+        wide_symmetric: True stores activations of more than 8 bits as int16 without a zero point, also if none is
+            negative: LiteRT's 16x8 kernels take no other.
         results: True also quantizes results that the model returns.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
@@ -72,6 +74,7 @@ class TargetTable:
     signed_second: bool = False
     stays_float: dict[str, str] = field(default_factory=dict)
     grouped_float: dict[str, str] = field(default_factory=dict)
+    wide_symmetric: bool = False
     results: bool = False
     all_integers: bool = False
 
@@ -155,6 +158,7 @@ TABLES: dict[Target, TargetTable] = {
         unsigned=True,
         offset=_FUSED_INTEGERS,
         zero_points=_FUSED_INTEGERS,
+        wide_symmetric=True,
         results=True,
         stays_float=_FLOAT
         | {
