@@ -72,6 +72,16 @@ def test_digest_tells_recipes_apart():
         ({"quantization": {"target": "tensort"}}, "quantization.target is 'tensort', did you mean 'tensorrt'"),
         ({"quantization": {"weights": {"num_bits": 17}}}, "num_bits is 17: it must be 2 to 8"),
         ({"quantization": {"activations": {"percentile": 0}}}, "percentile is 0"),
+        ({"quantization": {"activations": {"num_bits": 17}}}, "num_bits is 17: it must be 2 to 16"),
+        ({"quantization": {"activations": {"num_bits": 16}}}, "16 for target tensorrt: TensorRT's Q/DQ.*enable: false"),
+        (
+            {"quantization": {"target": "openvino", "rules": [{"match": "fc", "activations": {"num_bits": 9}}]}},
+            "rules.0.activations.num_bits is 9 for target openvino: OpenVINO .*in float",
+        ),
+        (
+            {"quantization": {"target": "litert", "activations": {"num_bits": 16, "calibrator": "mse"}}},
+            "calibrator is mse with 16 bits: a step is narrower",
+        ),
         ({"bench": {"batch_sizes": [0]}}, "bench.batch_sizes"),
         ({"export": {"opset": 13}}, "export.opset is 13"),
         ([], "holds a list; a recipe .*sections task, .*model, data"),

@@ -29,7 +29,7 @@ from compress.errors import CompressWarning, ExportError
 from compress.export import ExportSpec
 from compress.export.casting import Ranges, cast_model
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
-from compress.export.prepare import prepare
+from compress.export.prepare import NOT_HALF, prepare
 from compress.export.targets import OPSET, clean, finish_for, pads_into_convolutions, shape_for
 from compress.export.tensorrt import scales_on_outputs
 from compress.graph.compare import alone
@@ -97,6 +97,8 @@ def export_onnx(
     _check_model(model)
     inputs = as_inputs(example_inputs)
     if any(quantizer.format.wide for _, quantizer in quantizers(model)):
+        if spec.precision != "fp32":
+            raise ExportError(f"precision is {spec.precision}: {NOT_HALF}")
         spec = replace(spec, opset=max(spec.opset, OPSET))
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)

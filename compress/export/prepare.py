@@ -31,6 +31,11 @@ from compress.quantization import MOST_BITS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
 
+NOT_HALF = (
+    "the network has activations of more than 8 bits, whose steps half precision does not hold; choose fp32, or leave "
+    "such layers at 8 bits"
+)
+
 
 def half_or_more(scale: Tensor) -> Tensor:
     """Round scales up where float16 is coarse, so that the scale of a nearly zero channel stays above zero."""
@@ -218,9 +223,6 @@ class _ByPosition(nn.Module):
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str) -> nn.Module:
     of_weight = name.endswith(".weight_quantizer")
-    precision = (
-        "fp32" if quantizer.format.wide else precision
-    )  # half precision holds neither its steps nor its integers
     scale = held_by_half(quantizer.scale.detach(), precision, of_weight=of_weight)
     if of_weight:
         weight = cast(Tensor, parent.weight).detach()

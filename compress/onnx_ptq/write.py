@@ -26,7 +26,7 @@ from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
-from compress.export.prepare import half_or_more, half_scale, held_by_half
+from compress.export.prepare import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
 from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
 from compress.onnx_ptq.index import Index, Types
@@ -154,16 +154,13 @@ class _Writer:
 
     def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool = False, wide: bool = False) -> Tensor:
         dtype = self.types.get(tensor)
-        if wide and dtype in {TensorProto.FLOAT16, TensorProto.BFLOAT16}:
-            raise QuantizationError(
-                f"{name}: the file holds this tensor in half precision, whose steps are wider than those of 16 bits; "
-                "quantize the float32 file, or leave the layer at 8 bits"
-            )
+        if wide and (dtype in {TensorProto.FLOAT16, TensorProto.BFLOAT16} or self.precision != "fp32"):
+            raise QuantizationError(f"{name} is in half precision: {NOT_HALF}")
         if dtype == TensorProto.FLOAT16:
             return half_scale(half_or_more(scale) if of_weight else scale, name)
         if dtype == TensorProto.BFLOAT16:
             return scale.bfloat16()
-        return held_by_half(scale.float(), "fp32" if wide else self.precision, of_weight=of_weight)
+        return held_by_half(scale.float(), self.precision, of_weight=of_weight)
 
     def _constant(self, name: str, value: Tensor, quant_format: QuantFormat | None = None) -> None:
         if quant_format is not None and quant_format.kind == "e4m3":

@@ -197,6 +197,7 @@ class OffsetQuantizer(LearnedQuantizer):
         self.offset = nn.Parameter(lowest)
 
     def _quantized(self, x: Tensor) -> Tensor:
+        x = _unrounded(x, self.format)
         factor = self.gradient_factor(x) / self.format.high
         offset = factor * (self.offset - self.offset.detach()) - self.zero * self.scale
         work = x if x.dtype == torch.float64 else x.float()
@@ -228,6 +229,7 @@ class ZeroPointQuantizer(Quantizer):
         return int(self.zero)
 
     def _quantized(self, x: Tensor) -> Tensor:
+        x = _unrounded(x, self.format)
         work = x if x.dtype == torch.float64 else x.float()
         inside = torch.clamp(work / self.scale, -self.zero, self.format.high - self.zero)
         return ((inside + (inside.round() - inside).detach()) * self.scale).to(x.dtype)

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, build_engine, export_onnx, quantize
-from compress.errors import QuantizationError
+from compress.errors import ExportError, QuantizationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, quantize_tensor, scale_from_amax
 from compress.quantization.sensitivity.compare import sqnr
 from tests.exact import session_options
@@ -20,6 +20,7 @@ from tests.networks import Net, network
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 E4M3 = QuantFormat(kind="e4m3")
+WIDE = ActivationSpec(num_bits=16)
 FP8 = {"weights": WeightSpec(kind="e4m3"), "activations": ActivationSpec(kind="e4m3", calibrator="max")}
 
 
@@ -52,11 +53,14 @@ CASES = {
     "w4 per tensor": (QuantSpec(weights=WeightSpec(num_bits=4, axis=None)), 21),
     "w6a6": (QuantSpec(weights=WeightSpec(num_bits=6), activations=ActivationSpec(num_bits=6, calibrator="max")), 19),
     "w4a4": (QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=4, calibrator="max")), 21),
+    "w8a16": (QuantSpec(target="onnxruntime", activations=WIDE), 19),
+    "w8a12": (QuantSpec(target="litert", activations=ActivationSpec(num_bits=12)), 21),
     "fp8": (QuantSpec(**FP8), 19),
     "fp8, unsigned target": (QuantSpec(target="openvino", **FP8), 21),
 }
 TYPES = {"w4": ("int8", "int4"), "w4 below opset 21": ("int8", "int8"), "w4 per tensor": ("int8", "int4")}
 TYPES |= {"w6a6": ("int8", "int8"), "w4a4": ("int8", "int4")}
+TYPES |= {"w8a16": ("uint16", "int8"), "w8a12": ("int16", "int8")}
 TYPES |= dict.fromkeys(("fp8", "fp8, unsigned target"), ("float8_e4m3fn", "float8_e4m3fn"))
 
 
@@ -84,7 +88,25 @@ def test_file_computes_what_fake_quantization_does(name, made):
     assert sqnr(expected, torch.from_numpy(found)) > 60
     audit = audit_onnx(path)
     assert {(row.input_type, row.weight_type) for row in audit.rows} == {TYPES[name]}
-    assert all(row.int8 == ("fp8" not in name) for row in audit.rows)
+    assert all(row.int8 == (row.input_type in {"int8", "uint8"}) for row in audit.rows)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "litert"])
+def test_a_rule_of_sixteen_bits_widens_what_its_layer_reads_and_writes_alone(tmp_path, target):
+    rules = (Rule(match="block1.conv2", activations=WIDE),)
+    qmodel = quantize(network(), X[:2], [X], spec=QuantSpec(target=target, rules=rules))
+    wide = [row for row in qmodel.placement.decisions if row.num_bits == 16]
+    assert wide and all("16 bits for block1." in row.reason for row in wide)
+    path = export_onnx(qmodel, X[:2], tmp_path / "model.onnx")
+    types = {row.name: row.input_type for row in audit_onnx(path).rows}
+    assert next(name for name, kind in types.items() if kind.endswith("int16")) == "/block1/conv2/Conv"
+    assert set(types.values()) == ({"uint8", "uint16"} if target == "onnxruntime" else {"uint8", "int16"})
+    with torch.no_grad():
+        expected = qmodel(X)
+    (found,) = ort.InferenceSession(path, session_options()).run(None, {"input": X.numpy()})
+    assert sqnr(expected, torch.from_numpy(found)) > 35
+    with pytest.raises(ExportError, match="half precision does not hold"):
+        export_onnx(qmodel, X[:2], tmp_path / "half.onnx", precision="fp16")
 
 
 def test_int4_file_is_smaller_and_holds_the_same_integers(made):

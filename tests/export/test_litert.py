@@ -116,12 +116,12 @@ def norms():
     )
 
 
-def exported(model, path, *, quantized=True):
+def exported(model, path, *, quantized=True, **options):
     torch.manual_seed(0)
     images = torch.rand(4, 3, 16, 16) * 2 - 1
     model = model.eval()
     if quantized:
-        model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert"))
+        model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert", **options))
     return compress.export_onnx(model, images[:1], path, labels=["a", "b"]), images.numpy()
 
 
@@ -148,6 +148,23 @@ def check_results(path, images, quantized):
     assert all(decibels(wanted[name], got[name]) > (35 if quantized else 100) for name in wanted)
     assert layers["CONV_2D"].precision == ("i8" if quantized else "f32")
     assert layers["CONV_2D"].kernel == "XNNPACK"
+
+
+@pytest.mark.parametrize("network", further([residual, upscale, signal, norms, encoder], [residual, upscale]))
+def test_activations_of_16_bits_are_integers_too(tmp_path, network):
+    # Half of the layers, so that tensors of 8 and 16 bits meet, and all.
+    net, wide = network(), compress.ActivationSpec(num_bits=16)
+    layers = [name for name, part in net.named_modules() if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Linear))]
+    rules = tuple(compress.Rule(match=name, activations=wide) for name in layers[1::2])
+    for least, options in ((35, {"rules": rules}), (60, {"activations": wide})):
+        path, images = exported(net, tmp_path / "model.onnx", **options)
+        with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
+            wanted = engine.run({"input": images})
+        with compress.build_engine(path, "litert", batch_size=4) as engine:
+            got, kinds = engine.run({"input": images}), engine.runtime_layers()
+        assert all(decibels(wanted[name], got[name]) > least for name in wanted)
+        products = {layer.precision for layer in kinds if "CONV" in layer.kind or layer.kind == "FULLY_CONNECTED"}
+        assert products <= ({"i8", "i16"} if "rules" in options else {"i16"}) and "i16" in products
 
 
 def _gelu(y, scale=0.5**0.5, one=1.0):

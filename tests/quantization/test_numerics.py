@@ -32,12 +32,13 @@ from tests.exact import open_session
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
 WEIGHT = QuantFormat(axis=0, narrow=True)
 GELU = QuantFormat(offset=True, lowest=-0.17)
+INT16, UINT16, OFFSET16 = (QuantFormat(num_bits=16, **form) for form in ({}, {"signed": False}, {"offset": True}))
 
 floats = st.floats(-1e4, 1e4, width=32)
 
 
 def onnx_round_trip(x, scale, quant_format):
-    kind = TensorProto.INT8 if quant_format.dtype == torch.int8 else TensorProto.UINT8
+    kind = getattr(TensorProto, str(quant_format.dtype).removeprefix("torch.").upper())
     shape = list(scale.shape)
     attributes = {} if quant_format.axis is None else {"axis": quant_format.axis}
     zeros = np.full(shape, int(zero_of(scale, quant_format)))
@@ -52,19 +53,21 @@ def onnx_round_trip(x, scale, quant_format):
     floats = [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(x.shape)) for n in "xy"]
     ints = helper.make_tensor_value_info("q", kind, list(x.shape))
     graph = helper.make_graph(nodes, "g", floats[:1], [ints, floats[1]], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 @pytest.mark.parametrize("runner", ["reference", "onnxruntime"])
 @given(
     values=st.lists(floats, min_size=1, max_size=20),
     amax=st.floats(2**-6, 1024, width=32),
-    form=st.sampled_from([INT8, UINT8, OFFSET, GELU]),
+    form=st.sampled_from([INT8, UINT8, OFFSET, GELU, INT16, UINT16, OFFSET16]),
 )
 def test_same_integers_as_onnx(runner, values, amax, form):
     quant_format = form
     x, scale = torch.tensor(values), scale_from_amax(torch.tensor(amax), quant_format)
-    x = torch.cat([x, scale * torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5])])  # ties and the ends
+    x = torch.cat(
+        [x, scale * torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5, 32767.5, -32768.5, 65534.5])]
+    )  # ties and the ends
     model = onnx_round_trip(x, scale, quant_format)
     if runner == "reference":
         q, y = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
@@ -107,7 +110,7 @@ def test_per_channel_gradient_as_torchs_operator():
     assert torch.equal(mine.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [*range(2, 9), 12, 16])
 @pytest.mark.parametrize("signed", [True, False])
 def test_ranges(bits, signed):
     quant_format = QuantFormat(num_bits=bits, signed=signed)
@@ -124,9 +127,21 @@ def test_half_precision_is_computed_in_float32(dtype):
     assert torch.equal(fake_quantize(x, scale, INT8), expected)
 
 
-@pytest.mark.parametrize("bits", [1, 9])
+def test_autocast_does_not_round_what_sixteen_bits_hold():
+    quantizer = compress.Quantizer(OFFSET16)
+    quantizer.set_amax(torch.tensor(3.0))
+    x = torch.randn(1000).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quantizer(x.requires_grad_())
+    found.sum().backward()
+    steps = found.detach().double() / float(quantizer.scale)
+    assert found.dtype == torch.float32 and bool(((steps - steps.round()).abs() < 0.01).all())
+    assert torch.equal(x.grad, (x.detach().abs() <= 3).to(x.dtype)) and quantizer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", [1, 17])
 def test_bits_are_bounded(bits):
-    with pytest.raises(QuantizationError, match="2 to 8"):
+    with pytest.raises(QuantizationError, match="2 to 16"):
         QuantFormat(num_bits=bits)
 
 
