@@ -145,18 +145,13 @@ def _groups_as_instances(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.Nod
     if any(value is None for value in affine):
         return None
     attributes, source, result = attributes_of(node), node.input[0], node.output[0]
-    groups, columns = attributes["num_groups"], [np.asarray(value).reshape(-1, 1) for value in affine]
-    parts = {
-        "rows": [0, groups, -1],
-        "channels": [0, columns[0].size, -1],
-        "ones": [1.0] * groups,
-        "none": [0.0] * groups,
-    }
-    rows, channels, ones, none = (
-        view.add_constant(f"{result}/{part}", np.asarray(value, np.int64 if min(value) < 0 else np.float32))
-        for part, value in parts.items()
+    groups, columns = int(attributes["num_groups"]), [np.asarray(value).reshape(-1, 1) for value in affine]
+    shapes = ([0, groups, -1], [0, columns[0].size, -1])
+    values: list[Array] = [np.asarray(shape, np.int64) for shape in shapes]
+    values += [np.full(groups, n, np.float32) for n in (1, 0)] + columns
+    rows, channels, ones, none, gamma, beta = (
+        view.add_constant(f"{result}/{i}_constant", value) for i, value in enumerate(values)
     )
-    gamma, beta = (view.add_constant(f"{result}/{k}", v) for k, v in zip(("gamma", "beta"), columns, strict=True))
     steps = [
         ("Reshape", [source, rows]),
         ("InstanceNormalization", [f"{result}/0", ones, none]),

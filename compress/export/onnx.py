@@ -96,10 +96,7 @@ def export_onnx(
     check_export(spec)
     _check_model(model)
     inputs = as_inputs(example_inputs)
-    if any(quantizer.format.wide for _, quantizer in quantizers(model)):
-        if spec.precision != "fp32":
-            raise ExportError(f"precision is {spec.precision}: {NOT_HALF}")
-        spec = replace(spec, opset=max(spec.opset, OPSET))
+    spec = _for_wide(spec, model)
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
     target = report.placement.target if isinstance(report, QuantizationReport) else ""
@@ -110,6 +107,15 @@ def export_onnx(
     with replacing_model(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
     return Path(path)
+
+
+def _for_wide(spec: ExportSpec, model: nn.Module) -> ExportSpec:
+    """The form with the opset that activations of more than 8 bits need."""
+    if not any(quantizer.format.wide for _, quantizer in quantizers(model)):
+        return spec
+    if spec.precision != "fp32":
+        raise ExportError(f"precision is {spec.precision}: {NOT_HALF}")
+    return replace(spec, opset=max(spec.opset, OPSET))
 
 
 def _cast(proto: onnx.ModelProto, inputs: tuple[Tensor, ...], precision: str) -> None:
