@@ -148,7 +148,7 @@ def _groups_as_instances(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.Nod
     groups, columns = int(attributes["num_groups"]), [np.asarray(value).reshape(-1, 1) for value in affine]
     shapes = ([0, groups, -1], [0, columns[0].size, -1])
     values: list[Array] = [np.asarray(shape, np.int64) for shape in shapes]
-    values += [np.full(groups, n, np.float32) for n in (1, 0)] + columns
+    values += [*(np.full(groups, n, np.float32) for n in (1, 0)), *columns]
     rows, channels, ones, none, gamma, beta = (
         view.add_constant(f"{result}/{i}_constant", value) for i, value in enumerate(values)
     )
