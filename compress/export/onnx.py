@@ -83,8 +83,7 @@ def export_onnx(
 
     Raises:
         ModelError: the model is no module.
-        ExportError: bad arguments, inputs that the model fails on, a quantizer without ranges, or an operation that
-            cannot be exported.
+        ExportError: bad arguments or inputs, a quantizer without ranges, or an operation that cannot be exported.
 
     Examples:
         >>> qmodel = compress.quantize(model, images[:1], batches)

@@ -229,9 +229,9 @@ class QuantSpec:
             network wherever an activation exceeds 6.
         smooth: SmoothQuant: share of the ranges' difficulty that moves from the output of a LayerNorm into the weights
             that consume it; 0.5 is usual. `auto` looks at each layer on calibration images: inputs with outlier
-            channels are scaled where the layer's result in 8 bits has less than 45 dB and gains 0.5, a convolution's
-            34 and 1 (in torch models where a layer or a norm before can take the scale), and a product of two
-            activations with less than 27 dB stays float.
+            channels are scaled where the layer's result in 8 bits has less than 34 dB and gains 1 (in torch models
+            where a layer or a norm before can take the scale), and a product of two activations with less than 27 dB
+            stays float.
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
         reconstruct: learn roundings and ranges block by block, for few bits; instead of `adaround`.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the

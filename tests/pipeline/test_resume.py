@@ -123,8 +123,9 @@ def test_a_run_goes_on_after_a_fault(whole, tmp_path, monkeypatch, kind, share):
 def test_the_code_of_a_run_is_that_of_all_own_modules(tmp_path, monkeypatch):
     package = {
         "__init__": "from .nets import tiny",
-        "nets": "import own_other\nfrom . import blocks\nimport_module('.late', __package__)\ntiny = print",
-        "blocks": "import torch\nANCHORS = Path(__file__).with_name('anchors.json')",
+        "nets": "from importlib import import_module\nimport own_other\nfrom . import blocks\n"
+        "import_module('.late', __package__)\ntiny = print",
+        "blocks": "import torch\nfrom pathlib import Path\nANCHORS = Path(__file__).with_name('anchors.json')",
         "late": "",
         "unread": "",
     }

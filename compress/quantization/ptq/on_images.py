@@ -45,13 +45,13 @@ T = TypeVar("T")
 Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]
 """Makes a function that runs the float network on an image and returns the tensors of these names, float32."""
 
-POOR_DB, GAIN_DB = {"linear": 45.0, "conv": 34.0}, {"linear": 0.5, "conv": 1.0}
+POOR_DB, GAIN_DB = 34.0, 1.0
 """Signal to noise of a layer's result below which scales are tried, and the gain that is worth one."""
 FLOAT_DB = 27.0
 """Signal to noise below which a product of two activations stays float: DINOv2's with a softmax have 16 to 26 dB, and
 its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46.
 """
-STRENGTHS = (0.4, 0.55, 0.7, 0.85, 0.95)
+STRENGTHS = (0.5, 0.7, 0.95)
 OUTLIER = 3.0
 """Largest range of a channel over the median of all from which convolutions are tried."""
 QUIET = 4.0
@@ -233,21 +233,20 @@ def channel_scale(
     samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, *, lowest: float = 0.0
 ) -> ChannelScale | None:
     """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain little."""
-    kind = "conv" if samples[0].values.ndim > 2 else "linear"
     largest = torch.stack([sample.ranges for sample in samples]).amax(0)
     inner = torch.stack([_input_ranges(consumer) for consumer in consumers]).amax(0)
     live = (largest > 0) & (inner > 0)
     if not bool(live.any()) or not bool(largest.isfinite().all()):
         return None
-    if kind == "conv" and float(largest[live].amax()) < OUTLIER * float(largest[live].median()):
+    if float(largest[live].amax()) < OUTLIER * float(largest[live].median()) and samples[0].values.ndim > 2:
         return None  # no outliers: trying out convolutions takes time
     seen = torch.stack([sample.ranges for sample in samples[::2]]).amax(0)
     found = _measured(samples[1::2] or samples, consumers, spec, lowest)
     before = found(torch.ones_like(largest))
-    if before >= POOR_DB[kind]:
+    if before >= POOR_DB:
         return None
     after, strength = max((found(_scale(seen, inner, live, alpha)), alpha) for alpha in STRENGTHS)
-    if after < before + GAIN_DB[kind]:
+    if after < before + GAIN_DB:
         return None
     scale = _scale(largest, inner, live, strength)
     return ChannelScale(scale=scale, before_db=before, after_db=after)
