@@ -40,8 +40,10 @@ _LOG_RATIO = math.log(4 / 3)
 _TRIES = 10
 _METHODS = {"bilinear": Image.Resampling.BILINEAR.value, "bicubic": Image.Resampling.BICUBIC.value}
 _LONGEST_STRIP = 4  # times what the crop needs
-_FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "PPM", "TIFF", "GIF", "JPEG2000"})
-"""Formats of pixels. Pillow opens others too, whatever the name of the file: for PostScript it starts Ghostscript."""
+_FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "DIB", "WEBP", "TIFF", "JPEG2000")
+"""Formats of pixels. Pillow opens others too, whatever the name of the file: for PostScript it starts Ghostscript.
+At one that `preinit` does not know Pillow loads all its plugins, for a quarter of a second: these come last.
+"""
 _PILLOW = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a worker process that is forked from another thread must not find it locked
     os.register_at_fork(before=_PILLOW.acquire, after_in_parent=_PILLOW.release, after_in_child=_PILLOW.release)
@@ -95,8 +97,8 @@ def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iter
     with _PILLOW:  # Pillow's limit is a global variable
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            Image.init()
-            file = Image.open(source, formats=[name for name in Image.ID if name in _FORMATS])
+            Image.preinit()
+            file = Image.open(source, formats=_FORMATS)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
     with file:

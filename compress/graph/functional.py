@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.modules import NamedLinear
-from compress.graph.ops import altered, attribute_of, calls_alike, node_kind, node_module, replace_node, run_node
+from compress.graph.ops import (
+    altered,
+    attribute_of,
+    calls_alike,
+    node_kind,
+    node_module,
+    replace_node,
+    run_node,
+    walk,
+)
 
 _CONVOLUTIONS: dict[Any, type[nn.Module]] = {
     F.conv1d: nn.Conv1d,
@@ -258,17 +267,12 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
 
 def is_constant(value: Any) -> bool:
     """True if a value, also of several, holds no node, or is computed from parameters, buffers and numbers alone."""
-    waiting = list[fx.Node]()
-    fx.node.map_arg(value, waiting.append)
-    seen = set(waiting)
-    while waiting:  # no recursion: networks are deep
-        node = waiting.pop()
-        if node.op in {"placeholder", "output"} or (node.op != "get_attr" and not node.all_input_nodes):
-            return False
-        new = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(new)
-        waiting += new
-    return True
+    starts = list[fx.Node]()
+    fx.node.map_arg(value, starts.append)
+    return all(
+        node.op == "get_attr" or (node.op not in {"placeholder", "output"} and node.all_input_nodes)
+        for node in walk(starts, lambda node: node.all_input_nodes)
+    )
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -60,7 +60,7 @@ from compress.graph.inputs import (
     shapes_text,
 )
 from compress.graph.modules import ByMode, InTraining
-from compress.graph.ops import METHODS_OF_SHAPE, altered, node_kind, run_node
+from compress.graph.ops import METHODS_OF_SHAPE, altered, node_kind, run_node, walk
 from compress.graph.report import (
     ATTRIBUTES,
     GraphReport,
@@ -385,7 +385,7 @@ def _whole(value: Any) -> Any:
         return None
     exact = operator.floordiv if node.target is operator.truediv else operator.mul
     parts = [_whole(value.tracer.proxy(arg) if isinstance(arg, fx.Node) else arg) for arg in node.args]
-    return None if None in [part for part in parts if not isinstance(part, fx.Proxy)] else exact(*parts)
+    return None if any(part is None for part in parts) else exact(*parts)
 
 
 _BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
@@ -489,13 +489,7 @@ def _part(
     result: fx.Node, instead_of: fx.Node, twins: dict[fx.Node, fx.Node], root: nn.Module
 ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]] | None:
     """The nodes of a training graph that only `result` needs, as a module, and its inputs in the evaluation graph."""
-    inside: set[fx.Node] = set()
-    waiting = [result]
-    while waiting:
-        node = waiting.pop()
-        if node not in inside and node not in twins:
-            inside.add(node)
-            waiting += node.all_input_nodes
+    inside = set(walk([result], lambda node: () if node in twins else node.all_input_nodes)).difference(twins)
     nodes = list(result.graph.nodes)
     for node in nodes[: nodes.index(result)]:  # operations in place, whose results nobody reads
         if node not in twins and not node.users and inside.intersection(node.all_input_nodes):

@@ -361,7 +361,7 @@ _NOT_WIDE: dict[Target, str] = {
     "tensorrt": "TensorRT's Q/DQ take INT8, INT4 and FP8, and its strongly typed engines refuse others",
     "openvino": "OpenVINO (2026.4) takes pairs of 16 bits out of a network and computes in float what reads them",
 }
-_HISTOGRAM_CALIBRATORS = ("entropy", "mse")
+HISTOGRAM_CALIBRATORS = ("entropy", "mse")
 
 
 def _wide_contradictions(spec: QuantSpec) -> Iterator[str]:
@@ -379,7 +379,7 @@ def _wide_contradictions(spec: QuantSpec) -> Iterator[str]:
                 f"{where}.activations.num_bits is {part.num_bits} for target {target}: {_NOT_WIDE[target]}; leave such "
                 "layers float (enable: false), or choose target litert, onnxruntime or any"
             )
-        if part.calibrator in _HISTOGRAM_CALIBRATORS:
+        if part.calibrator in HISTOGRAM_CALIBRATORS:
             yield (
                 f"{where}.activations.calibrator is {part.calibrator} with {part.num_bits} bits: a step is narrower "
                 "than a bin of its histogram, which therefore shows no error; set calibrator max, or percentile"

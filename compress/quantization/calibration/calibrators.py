@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
-from compress.quantization import LEAST_BITS, WIDEST, ActivationSpec, CalibratorName, WeightSpec
+from compress.quantization import (
+    HISTOGRAM_CALIBRATORS,
+    LEAST_BITS,
+    MOST_BITS,
+    WIDEST,
+    ActivationSpec,
+    CalibratorName,
+    WeightSpec,
+)
 from compress.quantization.calibration.histogram import (
     BINS,
     MAX_BINS,
@@ -473,8 +481,9 @@ def make_calibrator(
     With `signed` False all 2**num_bits integers lie above zero. `percentile` is the share that is not clipped, in
     percent.
     """
-    if not LEAST_BITS <= num_bits <= WIDEST:
-        raise CalibrationError(f"num_bits is {num_bits}: it must be {LEAST_BITS} to {WIDEST}")
+    most = MOST_BITS if name in HISTOGRAM_CALIBRATORS else WIDEST
+    if not LEAST_BITS <= num_bits <= most:
+        raise CalibrationError(f"num_bits is {num_bits}: it must be {LEAST_BITS} to {most}")
     if name == "max":
         return MaxCalibrator(axis=axis)
     if name == "percentile":
