@@ -112,7 +112,7 @@ class BuildOptions:
 
 
 def cpu_info(name: str, package: str, build: BuildOptions, path: Path) -> EngineInfo:
-    """Of an engine that computes in float32 on the CPU what is not quantized."""
+    """The description of an engine on the CPU that computes in float32 what is not quantized."""
     if build.precision not in (None, "f32"):
         raise EngineError(f"{name}: precision is {build.precision!r}; it runs what is not quantized in f32")
     return EngineInfo(

@@ -314,7 +314,7 @@ class _OfThread(type):
 
 
 class _Printed:
-    """A stream to standard error that drops what the thread that made it writes."""
+    """The standard error without the text that the thread which made this object writes."""
 
     def __init__(self) -> None:
         self._stream, self._thread = sys.stderr, threading.get_ident()

@@ -160,7 +160,7 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
 
 
 def _takes_patches(layer: Any) -> bool:
-    """Whether the layer is a convolution of an image's patches, which do not overlap, as at the start of a ViT."""
+    """True if a layer is a convolution whose filters read an image in patches that do not overlap (ViT, ConvNeXt)."""
     if not isinstance(layer, nn.Conv2d) or layer.in_channels > _IMAGE_CHANNELS or layer.groups > 1:
         return False
     return layer.kernel_size == layer.stride and layer.padding == (0, 0) and layer.dilation == (1, 1)

@@ -52,7 +52,7 @@ def nvidia_driver() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Of the machine; None where the system does not say it."""
+    """The memory of the machine in bytes; None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

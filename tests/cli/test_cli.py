@@ -338,7 +338,7 @@ def test_progress_is_chosen_before_or_after_the_command(compress, capsys, option
     assert compress("recipes").returncode == 0 and VERBOSITY.level == 0
 
 
-# What a newcomer meets: usual files are taken, and a detector is told from a classifier.
+# Files that other tools export are read, and the file of a detector is distinguished from that of a classifier.
 
 
 def test_completion_for_shells_is_offered(compress):

@@ -351,7 +351,7 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
 
 def classifier_after(body):
     layers = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "relu": nn.ReLU(inplace=True)}
-    nn.init.constant_(layers["a"].bias, -0.3)  # most of what a ReLU sees is negative
+    nn.init.constant_(layers["a"].bias, -0.3)  # most inputs of the ReLU are negative
     return Net(lambda net, x: net.fc(body(net, x).mean((2, 3))), **layers, fc=nn.Linear(8, 3)).eval()
 
 
