@@ -35,25 +35,27 @@ from compress.errors import CompressError
 from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
-    "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it.", recipe=True),
+    "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it.", plan="run"),
     "ptq": Entry(
         "compress.cli.run:ptq",
         "Baseline, post-training quantization, export, engines, report. With --onnx: Q/DQ into a file, without its "
         "source.",
-        recipe=True,
+        plan="run",
     ),
     "qat": Entry(
         "compress.cli.run:qat",
         "Baseline, post-training quantization, quantization-aware training, export, engines, report.",
-        recipe=True,
+        plan="run",
     ),
     "prune": Entry(
         "compress.cli.run:prune",
         "Baseline, sparsity, fine-tuning; with a quantization section also INT8 that keeps the zeros.",
-        recipe=True,
+        plan="run",
     ),
     "export": Entry(
-        "compress.cli.report:export", "Export a network of a finished run to ONNX, in another precision or opset."
+        "compress.cli.report:export",
+        "Export a network of a finished run to ONNX, in another precision or opset.",
+        plan="folder",
     ),
     "cast": Entry(
         "compress.cli.onnx_files:cast",
@@ -69,36 +71,38 @@ _COMMANDS = {
         "compress.cli.studies:sensitivity",
         "Quantize each layer alone, and leave each alone float: SQNR and the metric. With a budget: a mixed-precision "
         "recipe.",
-        recipe=True,
+        plan="run",
     ),
     "search": Entry(
         "compress.cli.studies:search",
         "The most accurate network within a latency, or the fastest within a drop: precision, 2:4, width and depth, "
         "measured on the engine.",
-        recipe=True,
+        plan="run",
     ),
     "receptive-field": Entry(
         "compress.cli.model:receptive_field",
         "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",
-        recipe=True,
+        plan="network",
     ),
     "erf": Entry(
         "compress.cli.model:erf",
         "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as figures and numbers.",
-        recipe=True,
+        plan="network",
     ),
     "roofline": Entry(
         "compress.cli.model:roofline",
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
-        recipe=True,
+        plan="network",
     ),
     "bundle": Entry(
         "compress.cli.report:bundle",
         "A run's file as a model repository of Triton Inference Server or of OpenVINO Model Server.",
+        plan="folder",
     ),
     "predict": Entry(
         "compress.cli.report:predict",
         "Classes, masks or boxes of images, or restored images, by a run's file on an engine.",
+        plan="folder",
     ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
     "doctor": Entry(
@@ -118,7 +122,7 @@ _INSPECT = {
         "compress.cli.model:inspect_model",
         "Layers with their macs, and every placement decision with its reason. With --sparsity: which layers 2:4 masks "
         "could make faster, and by how much at most. With --draw: the graph of one block with its Q/DQ nodes.",
-        recipe=True,
+        plan="network",
     ),
     "onnx": Entry(
         "compress.cli.inspect_file:inspect_onnx",
@@ -133,7 +137,7 @@ _INSPECT = {
         "Each engine against fake quantization at every quantizer, and the first layer that differs by more than "
         "rounding explains. With --mend: quantization against float, which layers lose accuracy and why, and a recipe "
         "with the smallest set of changes that brings it back, each with its price; for recipes, runs and ONNX files.",
-        recipe=True,
+        plan="network",
     ),
 }
 _BUILD = {
@@ -145,12 +149,12 @@ _BUILD = {
         "compress.cli.build:build_recipe",
         "Build an engine of the network that a recipe's last run made; a run that is missing or stopped is finished "
         "first.",
-        recipe=True,
+        plan="run",
     ),
     "explore": Entry(
         "compress.cli.build:explore",
         "Export a recipe's network in several forms, build each, and compare the bytes that the engines move.",
-        recipe=True,
+        plan="run",
     ),
 }
 

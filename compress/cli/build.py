@@ -11,7 +11,7 @@ import typer
 
 from compress.audit.engine import unknown_part
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
-from compress.cli.options import JsonOption, SetOption, VariantOption
+from compress.cli.options import FromOption, JsonOption, RecipeOption, SetOption, VariantOption
 from compress.engines.onnx_file import read_onnx
 from compress.engines.registry import require_engine
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, check_builder
@@ -21,14 +21,13 @@ from compress.engines.tensorrt.options import PORTABLE_SMS, TensorRTOptions, par
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
 from compress.pipeline.folder import holds_run
-from compress.pipeline.saved import finished_run, network, networks_of, variants_in
+from compress.pipeline.saved import chosen_variant, finished_run, network, networks_of
 from compress.pipeline.steps.export import PHONES
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
 from compress.recipe.tree import Recipe, load_recipe
 from compress.roofline_model.model import find_device
 from compress.variants import Variant
 
-RecipeArgument = Annotated[str, typer.Argument(help="A recipe: a path, or a name such as resnet50.yaml.")]
 EngineOption = Annotated[
     str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt, litert (.tflite) or executorch (.pte).")
 ]
@@ -64,7 +63,8 @@ def build_file(
 
 
 def build_recipe(
-    recipe: RecipeArgument,
+    recipe: RecipeOption,
+    from_: FromOption = None,
     engine: EngineOption = ENGINE,
     sm: SmOption = None,
     batch: BatchOption = None,
@@ -81,7 +81,8 @@ def build_recipe(
     if not commands:  # before a run that may be missing is made
         check_builder(engine, options)
         _check_target(parsed, variant)
-    _build(exported_file(recipe, parsed, variant, engine), engine, options, out=out, commands=commands, as_json=as_json)
+    file = exported_file(recipe, parsed, variant, engine, folder=from_)
+    _build(file, engine, options, out=out, commands=commands, as_json=as_json)
 
 
 def _check_target(recipe: Recipe, variant: str) -> None:
@@ -128,21 +129,20 @@ def engine_options(
     return parse_options(given)
 
 
-def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = ENGINE) -> Path:
-    """The ONNX file of the recipe's last run for an engine; a missing or stopped run is finished first."""
+def exported_file(
+    name: str, recipe: Recipe, variant: str = "", engine: str = ENGINE, *, folder: Path | None = None
+) -> Path:
+    """The ONNX file of `folder`, or of the recipe's last run, for an engine; a missing or stopped run is finished."""
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"
-    folder = default_folder(name, command, resume=True, recipe=recipe)
-    if not holds_run(folder, recipe, step="export"):
-        begun = holds_run(folder, recipe)
-        folder = folder if begun else default_folder(name, command, resume=False)
-        with progress() as bars:
-            run(recipe, command, folder, resume=begun, progress=bars)
-    known = variants_in(folder)
-    chosen = variant or known[-1]
-    if chosen not in known:
-        raise RecipeError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
-    return networks_of([folder])[chosen].of(engine)
+    if folder is None:
+        folder = default_folder(name, command, resume=True, recipe=recipe)
+        if not holds_run(folder, recipe, step="export"):
+            begun = holds_run(folder, recipe)
+            folder = folder if begun else default_folder(name, command, resume=False)
+            with progress() as bars:
+                run(recipe, command, folder, resume=begun, progress=bars)
+    return networks_of([folder])[str(chosen_variant(folder, variant))].of(engine)
 
 
 def _build(
@@ -194,7 +194,8 @@ _COLUMNS = ("form", "SM", "MB an image", "kernels", "8-bit macs", "least ms", "a
 
 
 def explore(
-    recipe: RecipeArgument,
+    recipe: RecipeOption,
+    from_: FromOption = None,
     engine: EngineOption = ENGINE,
     sm: SmOption = None,
     batch: BatchOption = None,
@@ -217,7 +218,7 @@ def explore(
     options = options if options.sms else replace(options, sms=PORTABLE_SMS)
     check_builder(engine, options if BUILDERS[engine].portable else replace(options, sms=()))
     require_engine("onnxruntime")  # compares the answers of the forms
-    folder = exported_file(recipe, parsed, variant).parent
+    folder = exported_file(recipe, parsed, variant, folder=from_).parent
     this = finished_run(folder)
     spec = this.recipe.quantization
     with progress() as bars, tempfile.TemporaryDirectory() as files:
@@ -247,6 +248,7 @@ def explore(
         given = " ".join(f"--set '{text}'" for text in row.overrides) or "the recipe as it is"
         text = f"SM {capability}: fewest bytes with {row.form}: {given}"
         OUT.print(text, highlight=False, soft_wrap=True)
+    print_next(f"build recipe --from {folder} --engine {engine}")
 
 
 def _cells(row: FormResult) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from compress.cli.options import (
     MeanOption,
     MetricOption,
     RecipeChoice,
+    ResizeOption,
     SetOption,
     StdOption,
     TargetOption,
@@ -134,6 +135,7 @@ def inspect_parity(
     data: DataOption = None,
     target: TargetOption = None,
     size: InputSizeOption = None,
+    resize: ResizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
     layout: LayoutOption = "NCHW",
@@ -147,7 +149,8 @@ def inspect_parity(
         if goal is None or run is not None:
             raise RecipeError("--onnx FILE is compared with float: add --mend or --mend-sqnr, and no --run")
         spec = spec_of(recipe, set_, target, images)
-        batches = batches_of(data, form_of(onnx, size, mean, std, layout, channels), spec.calibration_images)
+        form = form_of(onnx, size, mean, std, layout, channels, resize)
+        batches = batches_of(data, form, spec.calibration_images)
         judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
             show = mend_file(onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars)

@@ -1,6 +1,7 @@
 """Commands that are imported when they are used: `--help` does not wait for torch.
 
-Earlier forms of commands, and recipes that are not there or hold wrong keys, are refused before that import.
+Earlier forms of commands, recipes that are not there or hold wrong keys, and folders without a run are refused before
+that import.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from compress.cli.console import VERBOSITY
+from compress.cli.plan import Plan, announce, taken
 from compress.errors import RecipeError
-from compress.recipe.tree import load_recipe, recipe_names
+from compress.recipe.tree import recipe_names
 
 Arguments = list[str]
 
@@ -31,12 +33,12 @@ class Entry:
 
     Attributes:
         target: `module:function` that runs it; the function's parameters are the command's options.
-        recipe: its first argument may be a recipe, which is refused before the import.
+        plan: what it is about to do is printed before the import: see `Plan`.
     """
 
     target: str
     help: str
-    recipe: bool = False
+    plan: Plan = ""
 
 
 class LazyCommand(TyperCommand):
@@ -85,7 +87,7 @@ def lazy_group(
         def resolve_command(self, ctx: Any, args: Arguments) -> Any:
             name, command, rest = super().resolve_command(ctx, args)
             if isinstance(command, LazyCommand):
-                refuse_recipe(rest, positional=command.entry.recipe)
+                announce(rest, command.entry.plan)
             return name, command, rest
 
     return LazyGroup
@@ -112,7 +114,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Show no 
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", metavar="", help="Show progress as lines, at least every second.")
 ]
-RecipeName = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="The same as --recipe.")]
+RecipeName = Annotated[str | None, typer.Argument(metavar="RECIPE", help="The same as --recipe.")]
 
 
 def set_verbosity(quiet: bool, verbose: bool) -> None:
@@ -162,18 +164,6 @@ def refused_build(arguments: Sequence[str]) -> str | None:
     return _refused("build", arguments, nothing, _build_today)
 
 
-def refuse_recipe(arguments: Sequence[str], *, positional: bool) -> None:
-    recipe, rest = _taken(arguments, "--recipe", "-r")
-    if positional and recipe is None and rest and not rest[0].startswith("-"):
-        recipe, rest = rest[0], rest[1:]
-    overrides: list[str] = []
-    while (taken := _taken(rest, "--set", "-s"))[0] is not None:
-        overrides.append(str(taken[0]))
-        rest = taken[1]
-    if recipe is not None and _HELP not in rest:
-        load_recipe(recipe, overrides)
-
-
 def _refused(
     command: str, arguments: Sequence[str], nothing: str, today: Callable[[list[str]], list[str]]
 ) -> str | None:
@@ -190,26 +180,16 @@ def _inspect_today(words: list[str]) -> list[str]:
         words.remove("--parity")
         return ["parity", *words]
     for option in ("engine", "onnx"):  # an engine's audit also took the file that the engine was built from
-        file, rest = _taken(words, f"--{option}")
+        file, rest = taken(words, f"--{option}")
         if file is not None:
             return [option, file, *rest]
     return ["model", *words]
 
 
 def _build_today(words: list[str]) -> list[str]:
-    file, rest = _taken(words, "--onnx")
+    file, rest = taken(words, "--onnx")
     if file is not None:
         return ["onnx", file, *rest]
     command = "explore" if "--explore" in words else "recipe"
-    recipe, rest = _taken([word for word in words if word != "--explore"], "--recipe", "-r")
+    recipe, rest = taken([word for word in words if word != "--explore"], "--recipe", "-r")
     return [command, recipe or "NAME", *rest]
-
-
-def _taken(words: Sequence[str], *options: str) -> tuple[str | None, list[str]]:
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in options and equals:
-            return value, [*words[:i], *words[i + 1 :]]
-        if name in options and i + 1 < len(words):
-            return words[i + 1], [*words[:i], *words[i + 2 :]]
-    return None, list(words)

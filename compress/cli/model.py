@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
+from compress.cli.plan import weights_text
 from compress.data.base import BatchPlan
 from compress.data.load import class_count, load_data
 from compress.errors import RecipeError
@@ -82,12 +83,6 @@ def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
     spec = recipe.model if weights else dataclasses.replace(recipe.model, weights=None)
     torch.manual_seed(recipe.train.seed)
     return build_model(spec, num_classes=spec.num_classes or class_count(recipe.data), task=recipe.task).eval()
-
-
-def weights_text(recipe: Recipe) -> str:
-    if recipe.model.weights is not None:
-        return f"weights of {recipe.model.weights}"
-    return f"random weights (seed {recipe.train.seed})"
 
 
 def blank_images(recipe: Recipe, count: int = 2) -> Tensor:
@@ -254,9 +249,7 @@ def roofline(
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     find_device(device).peak_flops_per_s(precision)  # an unknown name is refused before the network is built
     name, images = parsed.model.name, blank_images(parsed, 1)
-    with progress() as bars:
-        bars.note(f"{name} at {image_size_text(parsed.data.image_size)} is counted from its shapes, without its images")
-        graph = trace(network_of(parsed), images)
+    graph = trace(network_of(parsed), images)
     plain, fused = (count(graph, images, fused=fuse).with_batch(batch_size) for fuse in (False, True))
     bound = roofline_of(replace(plain if unfused else fused, model=name), device=device, precision=precision)
     figure = save_figure(draw_roofline(bound), out / f"{name.replace(':', '-')}-{device}-{precision}.png")
@@ -283,6 +276,7 @@ def _measure(device: str, out: Path, as_json: bool) -> None:
     else:
         OUT.print(ceilings_text(measured))
         OUT.print(f"figure: {figure}", highlight=False)
+        print_next("roofline --model resnet50 --device machine")
 
 
 def receptive_field(
@@ -398,6 +392,7 @@ def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: boo
     columns = ("network", "influence on other pixels", "moved, px", "mean radius, px", "side, ratio")
     print_table(f"{name}: effective receptive field against the float network's", columns, rows)
     OUT.print("\n".join(map(str, (*written.pictures, written.numbers))), highlight=False)
+    print_next(f"report {folder}")
 
 
 def _images(recipe: Recipe, count: int, *, noise: bool) -> list[Tensor]:

@@ -22,6 +22,7 @@ from compress.cli.options import (
     LayoutOption,
     MeanOption,
     OpsOption,
+    ResizeOption,
     StdOption,
     batches_of,
     form_of,
@@ -147,6 +148,7 @@ def cast(
     ] = False,
     data: DataOption = None,
     size: InputSizeOption = None,
+    resize: ResizeOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
     layout: LayoutOption = "NCHW",
@@ -157,7 +159,8 @@ def cast(
 ) -> None:
     batches = None
     if data is not None:
-        batches = batches_of(data, form_of(file, size, mean, std, layout, channels), images or _IMAGES)
+        form = form_of(file, size, mean, std, layout, channels, resize)
+        batches = batches_of(data, form, images or _IMAGES)
     done = cast_onnx(file, out, precision=precision, batches=batches, keep_io_types=not half_io, ops=ops or ())
     casting = done.casting
     if as_json:

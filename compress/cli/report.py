@@ -33,6 +33,13 @@ from compress.report.write import write_comparison, write_report
 from compress.support.limits import BATCH
 from compress.support.text import MISSING, display
 
+_SERVE = {
+    "triton": "docker run --rm -p 8000:8000 -v {models}:/models nvcr.io/nvidia/tritonserver:TAG "
+    "tritonserver --model-repository=/models",
+    "openvino": "docker run --rm -p 9000:9000 -v {models}:/models openvino/model_server --port 9000 "
+    "--model_name {name} --model_path /models/{name}",
+}
+
 OtherArgument = Annotated[Path | None, typer.Argument(help="A second run folder, which the first is compared with.")]
 
 
@@ -47,10 +54,15 @@ def report(folder: FolderArgument, other: OtherArgument = None, as_json: JsonOpt
         return
     OUT.print(markdown.read_text(encoding="utf-8"), highlight=False, soft_wrap=True, markup=False)
     OUT.print(f"comparison: {page}\n            {markdown}", highlight=False, soft_wrap=True)
+    print_next(f"report {folder}", f"report {other}")
 
 
-def show_finished_steps(folder: Path) -> None:
-    """Print which steps `--resume` finds finished: a misspelt folder would go unnoticed for hours."""
+def show_folder(folder: Path, *, named: bool, resume: bool) -> None:
+    """Print a folder that no option named, and the steps that `--resume` finds: a typo would go unnoticed for hours."""
+    if not named:
+        ERRORS.print(f"folder   {folder}", highlight=False, soft_wrap=True)
+    if not resume:
+        return
     if (folder / "state.json").is_file():
         text = f"{folder}: finished so far: {', '.join(read_state(folder).steps) or 'no step'}"
     else:
@@ -145,6 +157,9 @@ def bundle(
         print_json([str(path) for path in written])
     else:
         OUT.print("\n".join(map(str, written)), highlight=False, soft_wrap=True)
+        model = written[0].parent.parent
+        command = _SERVE[server].format(models=out.resolve(), name=model.name)
+        OUT.print(f"next:\n  {command}", highlight=False, soft_wrap=True)
 
 
 def predict(

@@ -1,15 +1,10 @@
-"""The commands that run a recipe: train, ptq, qat, prune; `ptq` also takes an ONNX file without its source.
-
-What they are about to do is printed before torch is imported.
-"""
+"""The commands that run a recipe: train, ptq, qat, prune; `ptq` also takes an ONNX file without its source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
-from compress.cli.console import ERRORS, progress
+from compress.cli.console import progress
 from compress.cli.options import (
     AgainOption,
     AllOption,
@@ -36,18 +31,8 @@ from compress.cli.options import (
     form_of,
     spec_of,
 )
-from compress.data import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RecipeError
-from compress.recipe.tree import Recipe, load_recipe
-from compress.support.text import display
-
-# Python packages of engines that are not named like them.
-_LIBRARIES = {
-    "litert": "ai_edge_litert",
-    "tensorrt-rtx": "tensorrt_rtx",
-    "tensorrt-lean": "tensorrt_lean",
-    "cuda": "torch",
-}
+from compress.recipe.tree import load_recipe
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -61,8 +46,7 @@ def _command(name: str) -> Callable[..., None]:
         as_json: JsonOption = False,
     ) -> None:
         parsed = load_recipe(recipe, set_ or ())
-        show_plan(parsed, out, device, start=from_)
-        from compress.cli.report import show_finished_steps, show_run  # lazy: torch is imported after the plan is shown
+        from compress.cli.report import show_folder, show_run  # lazy: torch is imported after the plan is shown
         from compress.pipeline import default_folder  # lazy: they import torch
         from compress.pipeline import run as run_recipe  # lazy: they import torch
         from compress.training.distributed import init_processes  # lazy: they import torch
@@ -70,10 +54,8 @@ def _command(name: str) -> Callable[..., None]:
         processes = init_processes(device)
         try:
             folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume, recipe=parsed))
-            if processes.is_main and out is None:
-                ERRORS.print(f"folder   {folder}", highlight=False, soft_wrap=True)
-            if resume and processes.is_main:
-                show_finished_steps(folder)
+            if processes.is_main:
+                show_folder(folder, named=out is not None, resume=resume)
             with progress(processes.is_main) as bars:
                 run_recipe(
                     parsed, name, folder, resume=resume, device=device, start=from_, processes=processes, progress=bars
@@ -140,36 +122,3 @@ def ptq(
         every=every,
         as_json=as_json,
     )
-
-
-def show_plan(recipe: Recipe, folder: Path | None, device: str | None, *, start: Path | None) -> None:
-    """Print on standard error what a run will do; torch is not imported for it."""
-    model, data, spec = recipe.model, recipe.data, recipe.data
-    weights = f"float network of {start}" if start else f"weights {model.weights}" if model.weights else "fresh weights"
-    if not start and recipe.train.epochs:
-        weights += f", trained for {recipe.train.epochs} {'epoch' if recipe.train.epochs == 1 else 'epochs'}"
-    mean, std = NORMALIZATION.get(data.name, IMAGENET)
-    resize = spec.resize if spec.name in ("folder", "images") else ""
-    words = preprocessing_words(
-        spec.height_width, spec.mean or mean, spec.std or std, resize=resize, crop_ratio=spec.crop_ratio
-    )
-    if spec.name == "degraded":
-        parts = "random parts (evaluation: the centre)" if spec.augment else "the centre"
-        noise = f", noise of {spec.noise:g} grey levels" if spec.noise else ""
-        words = f"{parts} of {{}} x {{}}, scaled down by {spec.scale}{noise}".format(
-            *(spec.scale * side for side in spec.height_width)
-        )
-    missing = [name for name in recipe.bench.engines if find_spec(_LIBRARIES.get(name, name)) is None]
-    found = [display(name) for name in recipe.bench.engines if name not in missing]
-    lines = {
-        "network": f"{model.name}, {weights}",
-        "data": data.name if data.root is None else f"{data.name}, {data.root}",
-        "input": words,
-        "device": device or ("a GPU, if torch finds it" if Path("/proc/driver/nvidia").exists() else "cpu"),
-        "folder": str(folder) if folder is not None else "",
-        "engines": ", ".join(found)
-        + (f"; not installed: {', '.join(missing)} (doctor says what to do)" if missing else ""),
-    }
-    for name, text in lines.items():
-        if text:
-            ERRORS.print(f"{name:9}{text}", highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import DeviceOption, FromOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
-from compress.cli.report import show_finished_steps
+from compress.cli.report import show_folder
 from compress.errors import RecipeError, SearchError
 from compress.measure.latency import NOT_MEASURED
 from compress.pipeline import default_folder
@@ -70,8 +70,7 @@ def search(
             front = search_worker(folder, engine=engine, storage=storage, device=device, progress=bars)
         _show_worker(folder, front, as_json=as_json)
         return
-    if resume:
-        show_finished_steps(folder)
+    show_folder(folder, named=out is not None, resume=resume)
     with progress() as bars:
         outcome = search_run(
             parsed,
@@ -126,6 +125,9 @@ def _show_search(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
     print_table(outcome.bound.words, columns, tuned, numbers=columns[1:])
     OUT.print(outcome.advice, highlight=False, soft_wrap=True)
     OUT.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    if outcome.chosen is not None:
+        made = folder / outcome.chosen.folder
+        print_next(f"report {made}", f"bundle {made} --server triton --variant {outcome.chosen.variant}")
 
 
 def _show_worker(folder: Path, front: Front, *, as_json: bool) -> None:
@@ -177,8 +179,7 @@ def sensitivity(
         check_costs(costs)
     parsed = load_recipe(recipe, set_ or ())
     folder = out or default_folder(recipe, "sensitivity", resume=resume, recipe=parsed)
-    if resume:
-        show_finished_steps(folder)
+    show_folder(folder, named=out is not None, resume=resume)
     points: tuple[MixedPoint, ...] = ()
     chosen, path = None, write or folder / "mixed.yaml"
     with progress() as bars:

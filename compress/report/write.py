@@ -10,7 +10,6 @@ import yaml
 
 from compress.errors import RunError
 from compress.files import replacing, write_text
-from compress.measure.latency import NOT_MEASURED
 from compress.measure.metric import judged_by
 from compress.records.files import RunData, is_untrained, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
@@ -66,7 +65,7 @@ def compare_runs(first: RunData, second: RunData) -> Document:
         for name, run in both
     ]
     recipes = [recipe_tree(run) for run in (first, second)]
-    machines = [run.environment or {} for run in (first, second)]
+    machines = [{**(run.environment or {}), "load_average": None} for run in (first, second)]
     same = "Both were measured on the same machine with the same versions."
     sections = (
         Section("figures", "Figures of both", (results, _note(names))),
@@ -93,7 +92,7 @@ def table_of(pairs: list[tuple[SummaryRow, SummaryRow]], names: tuple[str, str],
 def _row(one: SummaryRow, other: SummaryRow) -> tuple[str, ...]:
     change = None if one.score is None or other.score is None else other.score - one.score
     ratio = MISSING if not one.p50_ms or other.p50_ms is None else fixed(other.p50_ms / one.p50_ms, 2, "×")
-    ratio = NOT_MEASURED if "p50_ms" in one.partial | other.partial else ratio
+    ratio = "not measured" if "p50_ms" in one.partial | other.partial else ratio
     return (
         display(one.engine),
         "not timed" if one.batch_size is None else str(one.batch_size),
@@ -128,8 +127,9 @@ def _names(first: RunData, second: RunData) -> tuple[str, str]:
 
 def _note(names: tuple[str, str]) -> Text:
     return Text(
-        f"Differences and ratios are {names[1]} against {names[0]}. The two were measured at different times: a ratio "
-        f"of latencies within {100 * _SAME:.0f} % says nothing, and on different machines none does.",
+        f"Differences and ratios are {names[1]} against {names[0]}; a busy machine gives no ratio. Both were measured "
+        f"at different times: a ratio of latencies within {100 * _SAME:.0f} % says nothing, and on different machines "
+        "none does.",
         note=True,
     )
 

@@ -48,9 +48,13 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     seen = {}
+    (tmp_path / "net.onnx").write_bytes(b"0" * 20_000)
     for words in (
         ("sensitivity", "quickstart", "-s", "qat.epoch=1"),
         ("qat", "quickstart", "-q", "-s", "qat.epochs=1"),
+        ("erf", "--model", "resnet50"),
+        ("ptq", "--onnx", "net.onnx", "--data", "images", "--target", "openvino"),
+        ("predict", "runs/nowhere", "a.jpg"),
     ):
         command = [sys.executable, "-m", "compress", *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
@@ -59,7 +63,10 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     plan = seen["qat"].partition("Traceback")[0]
     for text in ("network  resnet18", "data     digits", "24 x 24, mean 0.305, std 0.376", "engines  OpenVINO"):
         assert text in plan
-    assert "torch was imported" in seen["qat"]
+    assert seen["erf"].startswith("network  resnet50, random weights\ninput    224 px\n")
+    assert seen["ptq"].startswith("network  net.onnx, 0.02 MB\ndata     images\ndevice   cpu\nengines  OpenVINO\n")
+    assert seen["predict"].startswith("error RunError: runs/nowhere is no run folder")
+    assert all("torch was imported" in seen[name] for name in ("qat", "erf", "ptq"))
 
 
 REFUSALS = [
@@ -84,7 +91,7 @@ REFUSALS = [
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "nan"), "--max-drop is nan"),
     (("sensitivity", "--recipe", "resnet50", "--images", "-1"), "'--images'"),
     (("inspect", "onnx", "/dev/zero"), "/dev/zero"),
-    (("inspect", "parity", "--run", "."), "holds no quantized network (there is: none)"),
+    (("inspect", "parity", "--run", "."), ". is no run folder (recipe.yaml is missing)"),
     (("build", "explore", "resnet50", "--device", "h2000"), "did you mean 'h200'"),
     (("build", "recipe", "quickstart", "--sm", "89"), "quantization.target is openvino"),
 ]
