@@ -203,6 +203,14 @@ def node_module(node: fx.Node) -> nn.Module:
     return owner.get_submodule(str(node.target))
 
 
+def called_module(node: fx.Node) -> Any:  # Any: callers ask for attributes of many classes
+    return node_module(node) if node.op == "call_module" else None
+
+
+def asks_shape(node: fx.Node) -> bool:
+    return (node.target is getattr and node.args[1:] == ("shape",)) or node.target in {"size", "dim"}
+
+
 def walk(starts: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
     """Yield nodes and those that `further` leads to from each, nearest first, each once."""
     found = list(dict.fromkeys(starts))

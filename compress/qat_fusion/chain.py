@@ -73,10 +73,6 @@ class Chain:
         self.nodes.append(layer)
 
 
-def called_module(node: fx.Node) -> Any:  # Any: callers ask for attributes of many classes
-    return node_module(node) if node.op == "call_module" else None
-
-
 def quantizer_of(quantize: Any) -> Quantizer:
     return quantize.quantizer
 

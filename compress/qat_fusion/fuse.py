@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import called_module, node_kind, node_module
 from compress.graph.report import GraphReport, ReportedModule, attach_report, leaves_of
 from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
 from compress.kernels.fake_quantize import (
@@ -23,7 +23,7 @@ from compress.kernels.fake_quantize import (
 )
 from compress.kernels.triton.launch import HAS_TRITON, Kernels
 from compress.qat_fusion.attention import fuse_attention
-from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, called_module, epilogue_of, product
+from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, epilogue_of, product
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import (
     FusedBatchNormModule,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import asks_shape, called_module, node_kind, node_module
 from compress.kernels.triton import batch_norm as triton_batch_norm
 from compress.kernels.triton import squeeze as triton_squeeze
 from compress.kernels.triton.batch_norm import Running, batch_norm_again, batch_norm_quantize
@@ -22,7 +22,6 @@ from compress.qat_fusion.chain import (
     ACTIVATIONS,
     activation_of,
     adds_alike,
-    called_module,
     has_one_consumer,
     product,
     quantizer_of,
@@ -112,7 +111,7 @@ class _Norm(NamedTuple):
 def _norm_of(quantize: fx.Node) -> _Norm | None:
     """The norm that a node quantizes, if other nodes read its shape at most."""
     node = quantize.all_input_nodes[0]
-    if node_kind(node) != "layer_norm" or any(user is not quantize and not _asks_shape(user) for user in node.users):
+    if node_kind(node) != "layer_norm" or any(user is not quantize and not asks_shape(user) for user in node.users):
         return None
     found = _of_module(node) if node.op == "call_module" else _of_call(node)
     return found if found is not None and found.weight and found.width <= WIDEST else None
@@ -172,10 +171,6 @@ def _fuse(
         graph.erase_node(source)
         names.insert(0, source.name)
     return tuple(names)
-
-
-def _asks_shape(node: fx.Node) -> bool:
-    return (node.target is getattr and node.args[1:] == ("shape",)) or node.target in {"size", "dim"}
 
 
 class FusedBatchNormModule(nn.Module):

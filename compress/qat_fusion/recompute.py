@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind
+from compress.graph.ops import asks_shape, called_module, node_kind
 from compress.kernels.triton.launch import Kernels, use_triton_eager
-from compress.qat_fusion.chain import called_module
 
 
 class Recipe(NamedTuple):
@@ -106,9 +105,11 @@ def recompute_inputs(graph_module: fx.GraphModule, producers: tuple[type, ...], 
 
 
 def _layers_after(value: fx.Node, layers: tuple[type, ...]) -> list[fx.Node]:
-    """The layers that read a value, directly or after a dropout; none if anything else reads it."""
+    """The layers that read a value, directly or after a dropout; none if anything else reads more than its shape."""
     found: list[fx.Node] = []
     for user in value.users:
+        if asks_shape(user):
+            continue
         if node_kind(user) in {"dropout", "identity"} and user.all_input_nodes == [value]:
             after = _layers_after(user, layers)
         else:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import node_kind, walk
+from compress.graph.ops import called_module, node_kind, walk
 from compress.graph.traits import AVERAGES
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze
-from compress.qat_fusion.chain import ACTIVATIONS, activation_of, called_module, has_one_consumer, product, quantizer_of
+from compress.qat_fusion.chain import ACTIVATIONS, activation_of, has_one_consumer, product, quantizer_of
 from compress.qat_fusion.recompute import Recipe
 from compress.qat_fusion.weights import grid_of, is_live
 

@@ -386,6 +386,7 @@ def layers_with_recipes(fused):
         (lambda self, y: self.norm(y), ["two"]),
         (lambda self, y: F.dropout(F.gelu(y), 0.0), ["two"]),
         (lambda self, y: self.norm(self.three(F.silu(y))), ["three", "two"]),
+        (lambda self, y: (lambda z: self.three(z).reshape(z.shape))(self.norm(y)), ["three"]),
         (lambda self, y: F.relu(y), []),  # keeps bits alone, from which nothing is computed again
         (lambda self, y: (lambda z: (z, z))(F.gelu(y)), []),  # something else keeps the values
         (lambda self, y: F.gelu(y).flip(1), []),
