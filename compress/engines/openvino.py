@@ -29,7 +29,7 @@ from compress.engines.base import (
 )
 from compress.engines.onnx_file import OnnxFile, existing_file, joins_signed, load_onnx, read_onnx, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
-from compress.export.openvino import bare_extremes, extremes_apart
+from compress.export.openvino import bare_extremes, extremes_apart, orders_in_two
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -166,15 +166,15 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
     with library_errors(EngineError, f"openvino cannot read {path}: "):
-        if file is not None and file.quantized_types:
+        if file is not None:
             form = load_onnx(path)
             signed = "i8" in file.quantized_types and joins_signed(form)
-            if signed or bare_extremes(form):
+            if signed or bare_extremes(form) or any(node.op_type == "Gather" for node in form.graph.node):
                 model = load_onnx(path, weights=True)
                 if signed:
                     to_unsigned(model)
-                extremes_apart(model)
-                changed = model.SerializeToString()
+                if signed + extremes_apart(model) + orders_in_two(model):
+                    changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
 
 

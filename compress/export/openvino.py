@@ -224,6 +224,32 @@ def flat_gathers(proto: onnx.ModelProto) -> int:
     return view.rewrite(flat)
 
 
+@each_node
+def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Write every Gather that puts the channels of an activation in another order as two, each its own inverse.
+
+    OpenVINO puts the weights of the layers after it in that order instead (`RICFusion`), in float too, and takes the
+    order where its inverse is needed: below 0 dB unless both are the same. It leaves two in a row alone.
+    """
+    index = view.array(node.input[1]) if node.op_type == "Gather" and node.input[0] not in view.constants else None
+    order = [] if index is None or index.ndim != 1 else [int(i) % len(index) for i in index]
+    if sorted(order) != [*range(len(order))] or all(order[j] == i for i, j in enumerate(order)):
+        return None
+    halves = np.empty((2, len(order)), np.int64)
+    for start in range(len(order)):
+        cycle = [start]
+        while order[cycle[-1]] != start:
+            cycle.append(order[cycle[-1]])
+        for place, channel in enumerate(cycle):
+            halves[:, channel] = cycle[(1 - place) % len(cycle)], cycle[-place]
+    output, between = node.output[0], view.free(added_tensor(node.output[0], "half"))
+    names = [view.add_constant(added_tensor(output, f"order{i}"), half) for i, half in enumerate(halves)]
+    node.input[1], node.output[0] = names[0], between
+    second = made_after(node, "Gather", [between, names[1]], output)
+    replace_attributes(second, axis=attribute(node, "axis", 0))
+    return [node, second]
+
+
 _TO_THE_END = np.iinfo(np.int64).max
 
 

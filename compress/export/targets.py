@@ -33,6 +33,7 @@ from compress.export.openvino import (
     flat_gathers,
     float_averages,
     joins_apart,
+    orders_in_two,
     products_apart,
     signs_apart,
     strides_kept,
@@ -178,6 +179,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         strides_kept(proto)
     if target in {"openvino", ""}:
         concatenated_pads(proto)
+        orders_in_two(proto)
 
 
 def finish_for(proto: onnx.ModelProto, target: str) -> None:

@@ -103,9 +103,19 @@ def largest():
     return Net(run, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(1, 4, 3), c=nn.Linear(8, 4))
 
 
+def ordered(order):
+    # The order's inverse is another one, but where it is a swap.
+    return Net(lambda net, x: net.b(net.a(x).relu()[:, order]), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3))
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
+        *(
+            pytest.param(lambda o=order: ordered(o), "fp32", target, id=f"channels in order {order[:3]}, {target}")
+            for order in ([3, 0, 7, 1, 5, 2, 6, 4], [-7, 2, 3, 4, 5, 6, 7, 0], [7, 6, 5, 4, 3, 2, 1, 0])
+            for target in ("openvino", "tensorrt")
+        ),
         pytest.param(lambda: branches(split=False), "fp32", "openvino", id="concat"),
         pytest.param(lambda: branches(split=True), "fp32", "openvino", id="concat of parts"),
         pytest.param(scaled, "fp32", "openvino", id="after a concat"),
