@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.errors import CompressWarning, ModelError, first_few
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, hooked, run_with, shapes_text
+from compress.graph.report import Block
 from compress.support.meters import decibel
 
 P = ParamSpec("P")
@@ -172,7 +173,7 @@ class Reference:
     def of(cls, model: nn.Module, example_inputs: Inputs) -> Reference:
         """Run a network once; it keeps its mode (ModelError: it fails on the inputs)."""
         inputs = as_inputs(example_inputs)
-        return cls(model=model, inputs=inputs, results=run_model(model, inputs), name=type(model).__name__)
+        return cls(model=model, inputs=inputs, results=run_model(fresh(model), inputs), name=type(model).__name__)
 
     def difference(self, rewritten: nn.Module) -> float:
         """The relative error of a rewritten network; 0 within `TOLERANCE`, or if rounding explains it."""
@@ -221,30 +222,33 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
         ) from error
 
 
-def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
-    """Refuse a model whose results depend on earlier calls.
+def fresh(model: nn.Module) -> nn.Module:
+    """A copy that shares the parameters: what its calls leave (caches, counters) stays out of the model."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+
+
+def check_stateless(model: nn.Module, example_inputs: Inputs) -> bool:
+    """Refuse a model whose results depend on earlier calls; True if its first call leaves anything on it.
 
     A buffer that its forward writes without an effect on later results causes a `CompressWarning`.
     """
-    inputs = as_inputs(example_inputs)
-    with torch.no_grad(), restored(model):
-        model.eval()
-        before = _state(model)
-        run_with(model, copies_of(inputs))
-        after = _state(model)
-    written = [name for name, value in after.items() if before.get(name) != value]
-    if not written:
-        return
+    inputs, own = as_inputs(example_inputs), fresh(model)
     with torch.no_grad():
-        first = copy.deepcopy(run_with(copy.deepcopy(model).eval(), copies_of(inputs)))
-        own, others = copy.deepcopy(model).eval(), [x / 2 if x.is_floating_point() else x for x in inputs]
-        run_with(own, tuple(others))
+        before = _state(own)
+        first = run_with(own, copies_of(inputs))
+        written = [name for name, value in _state(own).items() if before.get(name) != value]
+    if not written:
+        return False
+    with torch.no_grad():
+        first, own = copy.deepcopy(first), fresh(model)
+        run_with(own, each_input(lambda x: x / 2 if x.is_floating_point() else x, inputs))
         results = [copy.deepcopy(run_with(own, copies_of(inputs))) for _ in range(2)]
     if max(relative_error(first, result) for result in results) > _REPEATS:
         raise ModelError(
             f"{type(model).__name__} gives other results for the same inputs after other calls: its forward writes "
             f"{first_few(written)}, and a graph or a file keeps nothing from call to call; give it that state as an "
-            "input, or compute without it in evaluation mode"
+            "input, compute without it in evaluation mode, or, if the first call alone sets it, call the model once "
+            "before, on the images that shall set it"
         )
     buffers = [name for name, _ in model.named_buffers() if name in written]
     if buffers:
@@ -254,14 +258,17 @@ def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
             CompressWarning,
             stacklevel=2,
         )
+    return True
 
 
 def _state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for path, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *vars(module).items()):
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
             content = len(value) if isinstance(value, (list, dict, set)) else 0
-            if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
+            if isinstance(value, nn.Parameter):
+                content = value._version
+            elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
                 # Its version stays where a forward writes to `.data`.
                 content = hash(value.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
             found[f"{path}.{name}".lstrip(".")] = (id(value), content)
@@ -321,7 +328,8 @@ def module_results(
     def keep(path: str, _module: nn.Module, _inputs: Any, result: Any) -> None:
         found.setdefault(path, []).append(tree_map(_copied, result))
 
-    modules = {path: m for path, m in model.named_modules() if path and (paths is None or path in paths)}
+    called = ((path, m) for path, m in model.named_modules() if path and not isinstance(m, Block))
+    modules = {path: m for path, m in called if paths is None or path in paths}
     with hooked(modules, keep):
         run_model(model, inputs)
     return found

@@ -5,6 +5,7 @@ A module stands at its parameter's path, so the state_dict keeps its names.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -61,14 +62,20 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(made)
 
 
+_FACTORS = ("input", "mat1", "batch1", "other", "mat2", "batch2")
+"""Names of the arguments of a product, in order."""
+
+
 def products_to_linear(graph_module: fx.GraphModule) -> None:
     """Write `x @ weight`, `x @ weight.T` and addmm with a matrix that is a parameter as F.linear; in place.
 
     A matrix that is not transposed is computed once, as a weight (out, in), if nothing else reads it.
     """
     for node in list(graph_module.graph.nodes):
-        kind, arguments = node_kind(node), list(node.args)
-        if kind not in {"matmul", "addmm"} or node.kwargs or len(arguments) != (2 if kind == "matmul" else 3):
+        kind = node_kind(node)
+        named = [node.kwargs[name] for name in _FACTORS if name in node.kwargs]
+        arguments, count = [*node.args, *named], {"matmul": 2, "addmm": 3}.get(kind)
+        if len(arguments) != count or len(named) != len(node.kwargs):
             continue
         *bias, x, turned = arguments
         weight = _transposed_parameter(graph_module, turned)
@@ -135,10 +142,14 @@ def _replace(
     graph_module: fx.GraphModule, node: fx.Node, kind: str, arguments: dict[str, Any], made: dict[str, fx.Node]
 ) -> str:
     """Replace `node` by a call of a module; return the reason if that is not possible, else ""."""
-    path, reason = _owner(graph_module, arguments.get("running_mean" if kind == "batch_norm" else "weight"))
+    path, name, reason = _owner(graph_module, arguments.get("running_mean" if kind == "batch_norm" else "weight"))
     if reason:
         return reason
     settings = {k: v for k, v in arguments.items() if k != "input"}
+    weight = f"{path}.{name}".lstrip(".")
+    if _is_part(graph_module, weight, node, arguments):
+        path = next(part for i in itertools.count() if (part := f"{weight}_layer_{i}") not in made)
+    path = path or f"{weight}_layer"  # the model's own parameter, as of a bare nn.Linear: in a layer beside it
     if path in made:
         if made[path].meta["arguments"] != settings:
             return f"{path} is used before with other settings"
@@ -159,19 +170,29 @@ def _replace(
     return ""
 
 
-def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
-    """(path of the module that holds a weight, the reason why there is none)."""
+def _is_part(graph_module: fx.GraphModule, weight: str, node: fx.Node, arguments: dict[str, Any]) -> bool:
+    """True if a layer computes its weight from a parameter that others read too, such as one expert of several."""
+    held = arguments.get("weight")
+    if not isinstance(held, fx.Node) or held.op == "get_attr":
+        return False
+    starts = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == weight]
+    reached = walk(starts, lambda n: n.users if is_constant(n) else ())
+    return any(n is not node and not is_constant(n) for n in reached)
+
+
+def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str, str]:
+    """(path of the module that holds a weight, its name there, the reason why there is none)."""
     if not isinstance(weight, fx.Node) or not is_constant(weight):
-        return "", "its weight is computed from the input"
+        return "", "", "its weight is computed from the input"
     shape = tuple(constant_value(graph_module, weight).shape)
     kept = [n for n in _sources(weight) if isinstance(_attribute(graph_module, n), Tensor)]
     same = [n for n in kept if tuple(_attribute(graph_module, n).shape) == shape] or kept
     if not same:
-        return "", "its weight belongs to no module"
+        return "", "", "its weight belongs to no module"
     path, _, name = str(same[0].target).rpartition(".")
     if name != "running_mean" and not isinstance(_attribute(graph_module, same[0]), nn.Parameter):
-        return "", "its weight is a fixed filter, a buffer"
-    return path or f"{name}_layer", ""  # the model's own parameter, as of a bare nn.Linear: in a layer beside it
+        return "", "", "its weight is a fixed filter, a buffer"
+    return path, name, ""
 
 
 def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:

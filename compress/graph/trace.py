@@ -17,6 +17,7 @@ import itertools
 import keyword
 import operator
 import os
+import re
 import sys
 import threading
 import traceback
@@ -43,6 +44,7 @@ from compress.graph.compare import (
     check_stateless,
     equal,
     first_difference,
+    fresh,
     relative_error,
     restored,
     run_model,
@@ -236,18 +238,44 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
     tensors |= {name: _converted(name) for name in ("as_tensor", "asarray")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
     before = {name: getattr(torch, name) for name in tensors}
-    scripted = torch.jit.isinstance
+    scripted, compiled = torch.jit.isinstance, torch.jit.ScriptFunction.__call__
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> object:
+        symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
+        return function._torchdynamo_inline(*args, **kwargs) if symbolic else compiled(function, *args, **kwargs)
+
     try:
+        torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign, assignment]
         for place, name, function in changed:
             place[name] = function
         vars(torch).update(tensors)
         vars(torch.jit)["isinstance"] = lambda value, kind: scripted(_seen(value), kind)
         yield
     finally:
+        torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]
         vars(torch.jit)["isinstance"] = scripted
         vars(torch).update(before)
         for place, name, _ in changed:
             place.pop(name, None)  # a module under two names is changed twice
+
+
+_UNBOUND = re.compile(r"descriptor '(\w+)' for 'torch._C.TensorBase' objects doesn't apply")
+
+
+@contextmanager
+def _unbound(name: str) -> Iterator[None]:
+    """Let `torch.Tensor.relu(x)` take symbolic values."""
+    function = getattr(Tensor, name)
+
+    @functools.wraps(function)
+    def call(x: Any, *args: Any, **kwargs: Any) -> object:
+        return (getattr(x, name) if isinstance(x, fx.Proxy) else functools.partial(function, x))(*args, **kwargs)
+
+    setattr(Tensor, name, call)
+    try:
+        yield
+    finally:
+        delattr(Tensor, name)  # it is the base class's
 
 
 def _recorded(name: str) -> Callable[..., Any]:
@@ -746,7 +774,10 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     _check_names(model)
     model = copy.deepcopy(_Attention(model) if type(model) is nn.MultiheadAttention else model).eval()
     reference = _results_and_hooks(model, inputs)
-    check_stateless(model, inputs)
+    models = [model]
+    if check_stateless(model, inputs):
+        models.append(fresh(model))
+        run_model(models[1], inputs)  # as its first call leaves it, with a table of positions or a mask of that size
     modules = dict(model.named_modules())
     kept = {path: unwrapped(module) for path, module in modules.items()}
     asked = {path: f"it cannot be traced: give {instead}" for path, instead in kept.items() if instead}
@@ -760,7 +791,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         _check_equal(model, found, inputs, reference, result)
         return found
 
-    return _with_training(model, _graph_of(model, inputs, asked, checked), inputs)
+    return _with_training(model, _graph_of(models, inputs, asked, checked), inputs)
 
 
 def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -794,6 +825,9 @@ class _Watched:
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.returned = hook, False
 
+    def __deepcopy__(self, memo: object) -> _Watched:
+        return self
+
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         result = self.hook(*args, **kwargs)
         self.returned |= result is not None
@@ -810,19 +844,20 @@ def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
 
 
 def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
-    """The results of a model; hooks on its blocks that only look are taken off, with a warning."""
+    """The results of a model's first call; hooks on its blocks that only look are taken off, with a warning."""
     found = list(_block_hooks(model))
     for _, table, key in found:
         table[key] = _Watched(table[key])
-    reference = run_model(model, inputs)
-    lost = []
-    for path, table, key in found:
-        watched = table[key]
-        if watched.returned:
+    reference = run_model(fresh(model), inputs)
+    looking = [(path, table, key, table.pop(key)) for path, table, key in found if not table[key].returned]
+    for _, table, key in found:
+        if key in table:
+            table[key] = table[key].hook
+    lost = [path for path, *_ in looking]
+    if lost and not same_results(reference, run_model(fresh(model), inputs)):
+        lost = []  # they change values in place
+        for _, table, key, watched in looking:
             table[key] = watched.hook
-        else:
-            del table[key]
-            lost.append(path)
     if lost:
         warnings.warn(
             f"hooks on {', '.join(dict.fromkeys(lost))} are not called in the quantized network: a traced graph calls "
@@ -838,18 +873,20 @@ def _of_library(hook: object) -> bool:
 
 
 def _graph_of(
-    model: nn.Module,
+    models: Sequence[nn.Module],
     inputs: tuple[Tensor, ...],
     asked: dict[str, str],
     checked: Callable[[fx.GraphModule], fx.GraphModule],
 ) -> fx.GraphModule:
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves.
 
-    `checked` raises where a graph is not the model.
+    `models` are the model and, if its first call leaves something on it, the model after that: what it made for one
+    size is right without values in the first alone. `checked` raises where a graph is not the model.
     """
-    attempts = [functools.partial(_without_values, model, inputs, asked, buffers=buffers) for buffers in (False, True)]
+    both = (False, True)
+    attempts = [functools.partial(_without_values, m, inputs, asked, buffers=b) for m in models for b in both]
     unshaped = len(attempts)
-    for buffers, integers in itertools.product((False, True), repeat=2):
+    for model, buffers, integers in itertools.product(models[::-1], both, both):
         attempts.append(functools.partial(_with_shapes, model, inputs, asked, buffers=buffers, integers=integers))
     errors: list[Exception] = []
     for attempt in attempts:
@@ -860,7 +897,7 @@ def _graph_of(
         except Exception as error:  # the model's code meets proxies, and can fail in any way
             errors.append(error)
     try:
-        return checked(_with_leaves(model, inputs, asked, concrete=False))
+        return checked(_with_leaves(models[-1], inputs, asked, concrete=False))
     except ModelError:
         shaped = errors[unshaped]
         if isinstance(shaped, ModelError):
@@ -882,7 +919,7 @@ def _with_shapes(
     with answered(model, integers=integers):
         graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
-        reference = run_with(model, copies_of(grown))
+        reference = run_with(fresh(model), copies_of(grown))
         try:
             result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
             failed = "" if same_results(reference, result) else "computes something else"
@@ -963,20 +1000,26 @@ def _with_leaves(
 ) -> fx.GraphModule:
     """Trace until nothing fails, each time with the module that failed last as one more leaf."""
     leaves = dict(leaves)
-    while True:
-        tracer = Tracer(leaves, inputs, Values(model, inputs) if concrete else None, buffers=buffers)
-        try:
-            graph = tracer.trace(model)
-        except Exception as error:  # as above
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            if not tracer.failed or tracer.failed in leaves:
-                raise ModelError(
-                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); move "
-                    f"the part that depends on values into a submodule, which then becomes a leaf{_parts_of(model)}"
-                ) from error
-            leaves[tracer.failed] = reason
-        else:
-            return _graph_module(model, graph, leaves)
+    with contextlib.ExitStack() as stack:
+        while True:
+            tracer = Tracer(leaves, inputs, Values(model, inputs) if concrete else None, buffers=buffers)
+            try:
+                graph = tracer.trace(model)
+            except Exception as error:  # as above
+                method = _UNBOUND.match(str(error)) if concrete else None
+                if method and method[1] not in vars(Tensor):
+                    stack.enter_context(_unbound(method[1]))
+                    continue
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                if not tracer.failed or tracer.failed in leaves:
+                    raise ModelError(
+                        f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); "
+                        "move the part that depends on values into a submodule, which then becomes a "
+                        f"leaf{_parts_of(model)}"
+                    ) from error
+                leaves[tracer.failed] = reason
+            else:
+                return _graph_module(model, graph, leaves)
 
 
 def _parts_of(model: nn.Module) -> str:

@@ -222,6 +222,12 @@ IN_INT8 = {
     "transposed parameter": (product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
     "addmm": (product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
     "matrix": (product(lambda x, w, b: x @ w, 8, 8), 1, 3),
+    "addmm by keywords": (product(lambda x, w, b: torch.addmm(mat1=x.flatten(0, 1), mat2=w, input=b), 8, 8), 1, 3),
+    "parts of a parameter": (
+        Net(lambda net, x: net.part(x), part=product(lambda x, w, b: F.linear(F.linear(x, w[0], b), w[1]), 2, 8, 8)),
+        1,
+        4,
+    ),
     "three dimensions": (product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
     "left": (product(lambda x, w, b: w @ x, 7, 6), 1, 2),
 }

@@ -235,7 +235,18 @@ def parts_of_a_sequence_and_texts(self, x):  # as losses on features take the fi
     return y.flatten(1) if name.startswith("08") else x
 
 
+@torch.jit.script
+def compiled_swish(x, beta: float):
+    return x * torch.sigmoid(beta * x)
+
+
+def compiled_functions_and_methods_of_the_class(self, x):
+    y = compiled_swish(self.conv(x), 1.5)
+    return torch.Tensor.flatten(torch.Tensor.add(torch.Tensor.relu(y), y), 1)
+
+
 FORWARDS = [
+    compiled_functions_and_methods_of_the_class,
     *(asks_for_classes, parts_of_a_sequence_and_texts),
     *(sizes_as_plain_numbers, counts_its_windows_in_fractions, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,

@@ -181,13 +181,19 @@ def only_first(s, x):
     return x if seen else 2 * x
 
 
-@pytest.mark.parametrize("run", [counts, counts_in_data, averages, only_first])
+def first_mean(s, x):
+    if s.offset is None:
+        s.offset = x.mean()
+    return x - s.offset
+
+
+@pytest.mark.parametrize("run", [counts, counts_in_data, averages, only_first, first_mean])
 def test_results_that_depend_on_earlier_calls_are_refused(run):
-    model = between(run, calls=0, seen=False).eval()
+    model = between(run, calls=0, seen=False, offset=None).eval()
     model.register_buffer("mean", torch.zeros(8))
-    with pytest.raises(ModelError, match=r"other results for the same inputs.*writes (calls|mean|seen)"):
+    with pytest.raises(ModelError, match=r"other results for the same inputs.*writes (calls|mean|seen|offset)"):
         quantize(model, X, [X])
-    assert (model.calls, model.seen, model.mean.any()) == (0, False, False)
+    assert (model.calls, model.seen, model.offset, model.mean.any()) == (0, False, None, False)
 
 
 def caches(s, x):
@@ -196,11 +202,34 @@ def caches(s, x):
     return x + s.grid
 
 
+def mask_of_size(s, x):
+    if s.grid is None or s.grid.shape != x.shape:
+        s.grid = 2 * torch.ones_like(x)
+    return x * s.grid
+
+
+def mask_of_first_size(s, x):
+    if s.grid is None:
+        s.grid = torch.ones_like(x) / 2
+    return x * s.grid
+
+
+def parameter_of_first_call(s, x):
+    if s.gain is None:
+        s.gain = nn.Parameter(torch.full((x.shape[1], 1, 1), 2.0))
+    return x * s.gain
+
+
 @pytest.mark.filterwarnings("error::compress.errors.CompressWarning")
-def test_a_cache_passes():
-    model = between(caches, grid=None).eval()
-    torch.testing.assert_close(trace(model, X)(X), model(X))
-    quantize(model, X, [X]).train()
+@pytest.mark.parametrize("run", [caches, mask_of_size, mask_of_first_size, parameter_of_first_call])
+def test_a_cache_passes_for_any_batch(run):
+    model = between(run, grid=None).eval()
+    model.register_parameter("gain", None)
+    graph_module = trace(model, X)
+    assert model.grid is None and model.gain is None
+    for x in (X, X[:1]):
+        torch.testing.assert_close(graph_module(x), copy.deepcopy(model)(x))
+    quantize(model, X, [X[:1]]).train()
 
 
 def in_place_in_evaluation(s, x):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
 
 from compress.graph.canonical import canonical_graph, check_float_model
@@ -48,7 +49,7 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
         kind=kind,
         path=path,
         shape=source.meta.get("shape"),
-        floating=dtype is not None and dtype.is_floating_point,
+        floating=dtype is not None and dtype.is_floating_point and dtype != torch.float64,  # ONNX quantizes no double
         note=note,
         leaf=leaves.get(path),
     )

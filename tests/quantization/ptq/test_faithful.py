@@ -65,6 +65,21 @@ def test_hooks_and_a_forward_of_its_own_are_kept(path, kind):
     assert torch.equal(qmodel(IMAGE), before)  # nothing is shared with the caller's model
 
 
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_forward_hook", lambda module, args, result: result * 3),
+        ("register_forward_hook", lambda module, args, result: [None, result.mul_(3)][0]),
+        ("register_forward_pre_hook", lambda module, args: (args[0] * 3,)),
+        ("register_forward_pre_hook", lambda module, args: [None, args[0].mul_(3)][0]),
+    ],
+)
+def test_hooks_on_a_block_that_change_values_are_in_the_graph(register, hook):
+    block = Net(lambda s, x: s.b(s.a(x).relu()), a=conv(), b=conv())
+    getattr(block, register)(hook)
+    faithful(Net(lambda s, x: s.c(s.block(s.a(x)).relu()), a=conv(), block=block, c=conv()), IMAGE)
+
+
 def test_a_hook_on_an_activation_makes_its_sign_unknown():
     model = Net(lambda s, x: s.b(s.r(s.a(x))), a=conv(), r=nn.ReLU(), b=conv())
     model.r.register_forward_hook(lambda module, args, result: -result)
