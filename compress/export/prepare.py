@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 from collections import Counter
 from typing import Any, cast
 
@@ -203,6 +204,8 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             inputs = as_inputs(example_inputs)
             model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
     spell_plainly(model)
+    if isinstance(model, fx.GraphModule):
+        _rename_constants(model)
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for key in list(cast(Any, layer).parametrizations):
             bake(layer, key)
@@ -210,6 +213,21 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         parent = model.get_submodule(name.rpartition(".")[0])
         model.set_submodule(name, _written(parent, name, quantizer, precision))
     return model
+
+
+def _rename_constants(model: fx.GraphModule) -> None:
+    """Rename tensors of the model itself that have a name which the exporter gives to constants of its own; in place.
+
+    Networks of files that torch.onnx wrote have such tensors (`val_20`).
+    """
+    for node in model.graph.nodes:
+        name = str(node.target)
+        if node.op == "get_attr" and re.fullmatch(r"val_\d+", name):
+            node.target = f"{name}_of_model"
+            for table in (model._parameters, model._buffers):
+                if name in table:
+                    cast(Any, table)[node.target] = table.pop(name)
+    model.recompile()
 
 
 class _ByPosition(nn.Module):

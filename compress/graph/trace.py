@@ -57,6 +57,7 @@ from compress.graph.inputs import (
     copies_of,
     device_of,
     each_input,
+    hooked,
     named_tensors,
     run_with,
     shapes_text,
@@ -1062,6 +1063,15 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> ob
         graph_module.train(training)
 
 
+def _in_autocast(model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """True if a module of the model runs within an autocast that the model's own code enters."""
+    found: list[bool] = []
+    kind = device_of(model).type
+    with hooked(dict(model.named_modules()), lambda *_: found.append(torch.is_autocast_enabled(kind))):
+        run_model(model, inputs)
+    return any(found)
+
+
 def _check_equal(
     model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...], reference: Any, result: Any
 ) -> None:
@@ -1081,6 +1091,9 @@ def _check_equal(
         + (
             f"the model {own}, which is no part of its class's forward; wrap it in a module that does the same"
             if own
+            else "its forward computes within an autocast, which is no part of a graph: take that out, and put one "
+            "around the calls of the result"
+            if _in_autocast(model, inputs)
             else "its forward depends on values, on random numbers or on buffers that it writes, or reads a tensor by "
             "another name after += changed it; make that part a leaf"
         )

@@ -69,7 +69,7 @@ def own_sources(paths: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(SyntaxError):
             for node in ast.walk(ast.parse(source)):
                 waiting += _imported_by(node, name if path.name == "__init__.py" else parent)
-                found.update(_named_file(node, path.parent))
+                found.update({f"{name}: {file}": value for file, value in _named_file(node, path.parent).items()})
     return dict(sorted(found.items()))
 
 

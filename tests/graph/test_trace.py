@@ -125,6 +125,16 @@ def test_the_model_is_left_as_it_was():
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+def test_an_autocast_that_changes_values_is_named():
+    def casts(net, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net.b(net.a(x))
+
+    model = Net(casts, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3))
+    with pytest.raises(ModelError, match="first at a: its forward computes within an autocast"):
+        compress.trace(model, torch.randn(2, 3, 8, 8))
+
+
 def test_an_autocast_for_the_inputs_device_is_passed_through():
     def casts(net, x):
         with torch.autocast(device_type=x.device.type, enabled=False):

@@ -116,6 +116,15 @@ def test_a_running_sum_is_read(tmp_path):
     torch.testing.assert_close(compress.from_onnx(export(model, tmp_path / "m.onnx", x=x), x)(x), model(x))
 
 
+def test_a_file_with_constants_of_the_exporter_is_exported_again(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3), nn.GroupNorm(1, 8)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    network = compress.from_onnx(compress.export_onnx(model, x, tmp_path / "m.onnx"), x)
+    assert any(name.startswith("val_") for name, _ in network.named_buffers())
+    again = compress.export_onnx(network, x, tmp_path / "again.onnx")
+    torch.testing.assert_close(torch.from_numpy(compute(again, x.numpy())), model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_sides_that_the_file_leaves_open(tmp_path):
     conv = helper.make_node("Conv", ["x", "w"], ["y"], name="a.b")
     onnx.save(model_of([conv], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "m.onnx")

@@ -132,8 +132,10 @@ def test_the_code_of_a_run_is_that_of_all_own_modules(tmp_path, monkeypatch):
     (tmp_path / "own_package").mkdir()
     for name, text in package.items():
         (tmp_path / "own_package" / f"{name}.py").write_text(text)
-    (tmp_path / "own_other.py").write_text("")
-    (tmp_path / "own_package" / "anchors.json").write_text("[]")
+    (tmp_path / "own_other.py").write_text("ANCHORS = 'anchors.json'")
+    for folder in (tmp_path, tmp_path / "own_package"):
+        (folder / "anchors.json").write_text("[]")
     monkeypatch.syspath_prepend(tmp_path)
-    own = ["anchors.json", "own_other", *(f"own_package{part}" for part in ("", ".blocks", ".late", ".nets"))]
+    own = ["own_other", "own_other: anchors.json"]
+    own += [f"own_package{part}" for part in ("", ".blocks", ".blocks: anchors.json", ".late", ".nets")]
     assert list(own_sources(["own_package:tiny"])) == list(own_sources(["own_package.nets:tiny"])) == own
