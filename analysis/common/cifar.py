@@ -51,8 +51,7 @@ class ResNet(nn.Module):
 def mobilenet_v2() -> nn.Module:
     settings = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2]]
     model = torchvision.models.MobileNetV2(10, width_mult=0.5, inverted_residual_setting=settings, dropout=0.0)
-    stem = model.features[0][0]
-    stem.stride = (1, 1)
+    model.features[0][0].stride = (1, 1)
     return model
 
 

@@ -159,8 +159,7 @@ def _network(plan: Path, arguments: argparse.Namespace, row: Report, jobs: int) 
     start = time.monotonic()
     engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
     row["build_s"] = _since(start)
-    shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
-    program = engine.program(shapes)
+    program = engine.program({tensor.name: tensor.shape for tensor in engine.inputs})
     parts = len(program.executors)
     row |= {"steps": len(program.kernels), "parts": parts, "arena_mb": parts * program.layout.arena_bytes / 1e6}
     row |= {"floats": program.floats, "graphs_ms": program.graphs_ms}

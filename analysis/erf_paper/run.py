@@ -235,8 +235,7 @@ def measure(make: Callable[[], nn.Module], side: int, runs: int, *, label: str) 
         torch.manual_seed(run)
         model, image = make(), torch.randn(1, 1, side, side)
         fields.append(effective_receptive_field(model, image, options=ErfOptions(double=True, seed=run)))
-    field = mean_field(fields)
-    return EffectiveReceptiveField(**{**vars(field), "layer": label})
+    return EffectiveReceptiveField(**{**vars(mean_field(fields)), "layer": label})
 
 
 def numbers(field: EffectiveReceptiveField) -> Row:

@@ -74,8 +74,7 @@ def forms() -> Iterator[Form]:
     data = Path(onnx.__file__).parent / "backend" / "test" / "data"
     for path in sorted(data.glob("*/*/model.onnx")):
         if any(node.op_type in WEIGHTED for node in onnx.load(path, load_external_data=False).graph.node):
-            group = "onnx backend tests"
-            yield Form(origin=group, name=path.parent.name, make=partial(_given, path), tiny=True)
+            yield Form(origin="onnx backend tests", name=path.parent.name, make=partial(_given, path), tiny=True)
 
 
 def batches(path: Path, *, count: int = 4, images: int = 2, size: int = 64, seed: int = 0) -> list[dict[str, Any]]:

@@ -115,8 +115,7 @@ def picture(rows: list[Row]) -> Figure:
 
 
 def _name(row: Row) -> str:
-    method = row["method"].removesuffix(f", {row['engine']}")
-    return f"{method} ({display(row['engine'])}, {row['bits']})"
+    return f"{row['method'].removesuffix(', ' + row['engine'])} ({display(row['engine'])}, {row['bits']})"
 
 
 def _mark(axes: Axes, place: int, row: Row) -> None:

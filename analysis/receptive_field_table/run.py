@@ -108,8 +108,8 @@ def main() -> None:
     rows, wrong = [], []
     for name in arguments.models:
         start = time.perf_counter()
-        side = 2 * (arguments.image_size,)
-        table = receptive_field(torchvision_model(name, head=True), torch.zeros(1, 3, *side))
+        image = torch.zeros(1, 3, arguments.image_size, arguments.image_size)
+        table = receptive_field(torchvision_model(name, head=True), image)
         row = table.row(ENDS[name])
         compared = "not run"
         if not arguments.no_check:

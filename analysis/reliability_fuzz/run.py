@@ -123,8 +123,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         readers = seeds(Path(scratch))
         for name, (content, read) in readers.items():
-            share = options.seconds / len(readers)
-            found = fuzz(Path(scratch) / name, content, read, seconds=share, first=options.seed)
+            found = fuzz(
+                Path(scratch) / name, content, read, seconds=options.seconds / len(readers), first=options.seed
+            )
             others = {key: count for key, count in found.items() if key not in ("read", "refused")}
             rows.append(
                 {

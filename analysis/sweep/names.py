@@ -32,15 +32,5 @@ ese_vovnet19b_dw test_convnext fasternet_t0 resnetv2_18 starnet_s050 test_effici
 
 
 def names() -> list[str]:
-    def size(name: str) -> int:
-        return int(next(iter(torchvision.models.get_model_weights(name))).meta["num_params"])
-
-    known = sorted(torchvision.models.list_models(module=torchvision.models), key=size, reverse=True)
-    big = [name for name in known if size(name) > 40_000_000]
-    others = [f"timm:{name}" for name in TIMM] + [f"segmentation:{name}" for name in SEGMENTATION]
-    return big + mixed(known[len(big) :], others)
-
-
-def mixed(first: list[str], second: list[str]) -> list[str]:
-    places = [(i / len(part), name) for part in (first, second) for i, name in enumerate(part)]
-    return [name for _, name in sorted(places, key=lambda place: place[0])]
+    known = torchvision.models.list_models(module=torchvision.models)
+    return known + [f"timm:{name}" for name in TIMM] + [f"segmentation:{name}" for name in SEGMENTATION]

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from analysis.common.side_by_side import Ended, side_by_side
-from analysis.common.study import Row, newest_rows, study_parser
+from analysis.common.study import Row, append_row, newest_rows, software, study_parser
 from analysis.sweep import report
 from analysis.sweep.names import names
 from compress.measure.machine import describe_machine
@@ -22,7 +22,6 @@ def main() -> None:
     arguments = parser.parse_args()
     log = arguments.out / "sweep.jsonl"
     todo = queue(arguments.models, newest_rows(log, "model"), retry=arguments.retry)[: arguments.limit]
-    arguments.out.mkdir(parents=True, exist_ok=True)
     run(todo, log, arguments)
     report.write(log)
 
@@ -35,8 +34,7 @@ def run(models: list[str], log: Path, arguments: argparse.Namespace) -> None:
     for one in side_by_side(commands, **options):
         done += 1
         row = {"model": one.name, **row_of(one), "seconds": round(one.seconds, 1), "machine": measured}
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(log, row)
         print(f"{one.name}: {row['status']} {row.get('error', '')} ({row['seconds']:.0f} s)", flush=True)
     if done < len(models):
         print(
@@ -58,12 +56,8 @@ def queue(models: list[str] | None, rows: dict[str, Row], *, retry: bool) -> lis
 
 def machine() -> Row:
     found = describe_machine()
-    libraries = ("torch", "onnxruntime", "openvino", "timm")
-    return {
-        "cpu": found.cpu,
-        "cores": found.usable_cores,
-        "versions": {name: found.versions[name] for name in libraries if name in found.versions},
-    }
+    versions = software("torch", "onnxruntime", "openvino", "timm")
+    return {"cpu": found.cpu, "cores": found.usable_cores, "versions": versions}
 
 
 if __name__ == "__main__":
