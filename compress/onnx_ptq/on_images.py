@@ -110,8 +110,9 @@ def _chosen(
             name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
         }
 
-    scales = choose_scales(groups, images, spec, watch=watch, consumer=partial(_consumer, reading))
-    return list(scales), poor_products(products, images, spec, watch=watch)
+    consumer, scalable = partial(_consumer, reading), {group.tensor for group in groups}
+    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, scalable=scalable)
+    return scales, (*clipped, *poor_products(products, images, spec, watch=watch))
 
 
 def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:

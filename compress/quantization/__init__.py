@@ -75,7 +75,7 @@ class ActivationSpec:
             phones and accelerators compute with (A16W8); `onnxruntime` computes such layers in float.
         calibrator: method that chooses `amax`; the network's input always keeps its whole range (`max`). `auto` is
             `max` for tensors of more than 8 bits, and for those of 8 bits that only matrix products read, with
-            `smooth: auto`; `mse` for others.
+            `smooth: auto`, unless the result of a linear layer gains by `mse` on calibration images; `mse` for others.
             `entropy` is slightly the best on natural images, and by far the worst where values crowd at a few places
             (drawings, ReLU6). `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1).
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
@@ -111,7 +111,7 @@ class Rule:
         weights, activations: replacement of the section's own values; None = the section's own.
         target: the rule counts in networks for this target alone, such as layers that one engine runs faster in float;
             None = in all.
-        reason: why the layer stays float, for the table of decisions; "" = the recipe says so.
+        reason: why, for the table of decisions; "" = the recipe says so.
 
     Examples:
         >>> spec = compress.QuantSpec(rules=(compress.Rule(match="5", enable=False),))  # the classifier stays float

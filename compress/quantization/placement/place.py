@@ -260,7 +260,8 @@ def _sites(
         for origin in dict.fromkeys(item.tensor for item in members):
             asked = [item for item in members if item.tensor is origin]
             wide = {item.layer.layer for item in members if settings[item.layer].activations.num_bits == spec.num_bits}
-            rows.append((order[origin], _activation_row(origin, asked, name, quant_format, wide)))
+            said = [part for item in asked if (part := settings[item.layer].reason)]
+            rows.append((order[origin], _activation_row(origin, asked, name, quant_format, wide, said)))
     return sites, rows
 
 
@@ -290,7 +291,7 @@ def _common_spec(members: list[Request], settings: Mapping[Node, LayerSettings])
 
 
 def _activation_row(
-    origin: Node, asked: list[Request], name: str, quant_format: QuantFormat, wide: Set[str]
+    origin: Node, asked: list[Request], name: str, quant_format: QuantFormat, wide: Set[str], said: list[str]
 ) -> Decision:
     return Decision(
         tensor=origin.name,
@@ -301,7 +302,7 @@ def _activation_row(
         axis=None,
         signed=quant_format.signed,
         rule=", ".join(dict.fromkeys(item.rule for item in asked)),
-        reason="; ".join(dict.fromkeys(part for item in asked for part in item.reason.split("; ")))
+        reason="; ".join(dict.fromkeys([*(part for item in asked for part in item.reason.split("; ")), *said]))
         + _number_type(quant_format)
         + (f"; {quant_format.num_bits} bits for {', '.join(sorted(wide))}" if quant_format.wide else ""),
     )

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 import compress
 from compress.errors import CalibrationError, CheckpointError, QuantizationError
 from compress.graph.fold import fold_batchnorm
+from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.ptq.rescaling import (
     equalize,
     find_norms,
@@ -25,6 +26,7 @@ from compress.quantization.ptq.rescaling import (
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
 from tests.networks import Net, network, unchanged, with_statistics
+from tests.onnx_ptq.files import export
 from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide
 
 X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -357,6 +359,27 @@ def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(tmp_path):
     assert torch.equal(again(TOKENS), qmodel(TOKENS))
     own = compress.QuantSpec(target="openvino", rules=(compress.Rule(match=rule.match),))
     assert not compress.quantize(model, TOKENS[:2], [TOKENS], spec=own).placement.measured_rules, "a rule of one's own"
+
+
+@pytest.mark.parametrize("reader", ["torch", "file"])
+@pytest.mark.parametrize("matters", [False, True])
+def test_largest_inputs_are_clipped_where_the_result_gains(tmp_path, reader, matters):
+    # One row of an image is four times as large in all channels, or has 40 in one, which weights take up most.
+    x = torch.cat([torch.randn(8, 1024, 64), 4 * torch.randn(8, 1, 64)], 1)
+    model = Net(lambda net, x: net.last(nn.functional.leaky_relu(x, 0.99)), last=nn.Linear(64, 8)).eval()
+    if matters:
+        x[:, 0, 3] = 40.0
+        with torch.no_grad():
+            model.last.weight[:, 3] = 2.0
+    spec = compress.QuantSpec(target="openvino", bias_correction=None)
+    if reader == "torch":
+        placement = compress.quantize(model, x[:2], list(x.split(1)), spec=spec).placement
+    else:
+        file = export(model, tmp_path / "float.onnx", x=x[:2])
+        placement = quantize_onnx_file(file, list(x.split(1)), spec=spec, out=tmp_path / "q.onnx").placement
+    (site,) = placement.activations
+    assert site.spec.calibrator == ("max" if matters else "mse")
+    assert matters != any("clipping its largest inputs" in row.reason for row in placement.decisions)
 
 
 def test_a_generator_and_ordinary_ranges():
