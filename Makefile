@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # Where the environment forbids bytecode, each process would compile torch anew: two thirds of the time to import it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test release check package notebooks course docs lint types install clean
+.PHONY: help demo test release check package notebooks course docs site lint types install clean
 
 help:           ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -47,6 +47,11 @@ course: install  ## write the notebooks of the course and run every lesson
 
 docs: install   ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict
+
+site: install   ## the same on the branch gh-pages, beside the versions that are there; `git push origin gh-pages` publishes it
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt mike
+	$(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "from compress.version import __version__ as v; print(v.rpartition('.')[0])") latest
+	$(BIN)/mike set-default latest
 
 lint: install   ## style
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import yaml
+from PIL import Image
 
 import compress
 from tests.further import further
@@ -37,6 +38,13 @@ def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
     for page in (tmp_path / "site").rglob("*.html"):
         for link in re.findall(r'(?:href|src)="([^":#?/][^":#?]*)["#?]', page.read_text()):
             assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_screenshots_are_of_this_version():
+    # `python docs/screens.py RUN` makes them.
+    figures = sorted((DOCS / "figures").glob("screen_*.png"))
+    assert len(figures) == 3
+    assert {Image.open(figure).info.get("compress") for figure in figures} == {compress.__version__}
 
 
 def test_the_page_of_the_library_lists_every_public_name():

@@ -112,15 +112,17 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     """The network to ship and the reason; None if nothing was measured beside float.
 
     It is the compressed network of the best metric, at equal metrics the faster one, on the first engine that measured
-    one; float, if that is slower than float.
+    one, in the precision in which that engine runs float fastest; float, if that is slower than float.
     """
     metrics = tuple(metrics)
     rows, judged = [row for row in summary_table(metrics) if row.score is not None], judged_by(metrics)
-    place = next(((row.engine, row.batch_size) for row in rows if row.variant != Variant.FLOAT), None)
-    here = {row.variant: row for row in rows if (row.engine, row.batch_size) == place}
-    before = here.pop(Variant.FLOAT, None)
-    if place is None:
+    made = [row for row in rows if row.variant != Variant.FLOAT]
+    if not made:
         return None
+    near = [row for row in made if (family(row.engine), row.batch_size) == (family(made[0].engine), made[0].batch_size)]
+    place = min(near, key=lambda row: (row.p50_ms or math.inf) * (row.speedup or math.inf))  # float's time
+    here = {row.variant: row for row in rows if (row.engine, row.batch_size) == (place.engine, place.batch_size)}
+    before = here.pop(Variant.FLOAT, None)
     sign = 1 if judged.direction == "higher" else -1
     best = max(here.values(), key=lambda row: (sign * float(scored(row.score, row.unit).replace(",", "")), _gain(row)))
     where = f"on {display(best.engine)}{'' if best.batch_size is None else f', batch {best.batch_size}'}"
