@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from compress.errors import ExportError, ModelError
 from compress.export.names import INT4_KEY
 from compress.graph.attention import open_attention
+from compress.graph.canonical import preserve_input
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
 from compress.graph.modules import bake
@@ -203,6 +204,8 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
             inputs = as_inputs(example_inputs)
             model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
+    if isinstance(model, fx.GraphModule):
+        _activate_apart(model)
     spell_plainly(model)
     if isinstance(model, fx.GraphModule):
         _rename_constants(model)
@@ -228,6 +231,21 @@ def _rename_constants(model: fx.GraphModule) -> None:
                 if name in table:
                     cast(Any, table)[node.target] = table.pop(name)
     model.recompile()
+
+
+def _activate_apart(model: fx.GraphModule) -> None:
+    """Let activations after convolutions return new tensors, in place: torch.export takes those in place to pieces.
+
+    For ReLU6 that is half of the time that a file takes. Only where nothing else reads what is overwritten.
+    """
+    nodes = model.graph.find_nodes(op="call_module")
+    calls = Counter(node.target for node in nodes)
+    for source in nodes:
+        if len(source.users) != 1 or not isinstance(node_module(source), nn.modules.conv._ConvNd):
+            continue
+        (reader,) = source.users
+        if reader.op == "call_module" and calls[reader.target] == 1 and reader.all_input_nodes == [source]:
+            preserve_input(model, reader)
 
 
 class _ByPosition(nn.Module):

@@ -239,6 +239,23 @@ def test_other_architectures(name, tmp_path):
     assert all(row.int8 for row in compress.audit_onnx(path).rows)
 
 
+def overwriting(net, x):
+    # The results of activations in place that return what later layers read, and of those that do not.
+    kept = net.one(x)
+    net.act(kept)
+    x = net.own(net.two(x))
+    x += kept
+    kept += net.three(x)
+    return net.act(x) + kept
+
+
+def test_what_is_changed_in_place_is_read_changed(tmp_path):
+    layers = {name: nn.Conv2d(3, 3, 3, padding=1) for name in ("one", "two", "three")}
+    traced = torch.fx.symbolic_trace(Net(overwriting, **layers, act=nn.ReLU6(True), own=nn.ReLU6(True)).eval())
+    path = compress.export_onnx(traced, X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path, X * 4), traced(X * 4).detach(), rtol=1e-4, atol=1e-5)
+
+
 @dataclass
 class Boxes:
     logits: torch.Tensor

@@ -21,6 +21,7 @@ from compress.engines.tensorrt.library import (
     driver_problem,
     library_cuda,
     sm_problem,
+    tensorrt_availability,
     tensorrt_library,
     two_versions,
 )
@@ -102,7 +103,7 @@ def test_throughput_is_of_the_median():
     assert times(8, 1.0, 2.0, 100.0).images_per_s == 4000
 
 
-USABLE = [row.name for row in engine_availability() if row.name.startswith("tensorrt") and row.available]
+USABLE = [name for name in FLAVOURS if tensorrt_availability(name).available]
 
 
 @pytest.mark.skipif(not USABLE, reason="needs a GPU with TensorRT or TensorRT-RTX")
