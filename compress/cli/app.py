@@ -32,6 +32,7 @@ from compress.cli.lazy import (
     set_verbosity,
 )
 from compress.errors import CompressError
+from compress.files import expand_user
 from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
@@ -223,6 +224,7 @@ def run() -> None:
 def main() -> None:
     try:
         _import_from_here()
+        sys.argv[1:] = [_at_home(word) for word in sys.argv[1:]]
         app()
     except CompressError as error:
         _fail(f"{type(error).__name__}: {error}")
@@ -234,6 +236,12 @@ def main() -> None:
         sys.exit(_STOPPED)
     except OSError as error:
         _fail(_os_error(error))
+
+
+def _at_home(word: str) -> str:
+    """A path with its `~` resolved, as no shell does after `--out=`, nor between quotes."""
+    option, equals, path = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{expand_user(path)}" if path.startswith("~/") else word
 
 
 def _import_from_here() -> None:

@@ -410,6 +410,14 @@ def test_flags_become_a_recipe(tmp_path):
     assert recipe.quantization.targets == recipe.bench.engines == ("tensorrt", "openvino") and recipe.qat is None
 
 
+def test_a_tilde_that_no_shell_resolved_is_the_home(compress, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not compress("init", "~/r.yaml").returncode and (tmp_path / "r.yaml").is_file()
+    monkeypatch.chdir(tmp_path)
+    refused = compress("qat", "--recipe", "r.yaml", "--out=~/r.yaml")
+    assert refused.returncode == 2 and str(tmp_path / "r.yaml") in refused.stderr and not (tmp_path / "~").exists()
+
+
 def test_without_flags_it_is_the_digits(tmp_path):
     assert invoke(tmp_path / "r.yaml").exit_code == 0
     assert load_recipe(tmp_path / "r.yaml").data.name == "digits"
