@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx.inliner
+from numpy.typing import NDArray
 
 from compress.errors import AuditError
 from compress.export.casting import types_of
@@ -43,6 +45,7 @@ class AuditedNode:
         reason: what is not so; "" if `int8`.
         float_type: of its result: `float32`, `float16`, `bfloat16`; a strongly typed engine computes in it what is not
             quantized.
+        float_on: engines that compute it in float although both inputs are integers.
     """
 
     name: str
@@ -54,11 +57,11 @@ class AuditedNode:
     int8: bool
     reason: str
     float_type: str = "float32"
+    float_on: tuple[str, ...] = ()
 
     def type_on(self, engine: str) -> str:
         """Return the type in which an engine computes it, as far as the file decides."""
-        quantized = {self.input_type, self.weight_type} <= _INTEGERS
-        if self.int8 or (quantized and engine != "onnxruntime"):
+        if {self.input_type, self.weight_type} <= _INTEGERS and engine not in self.float_on:
             return "INT8"
         if engine == "tensorrt":
             both = self.input_type.startswith("float8") and self.weight_type.startswith("float8")
@@ -315,9 +318,44 @@ def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return False
 
 
+def _casts(name: str, view: OnnxGraph) -> set[int]:
+    """Types that a tensor is cast to between its DequantizeLinear and here."""
+    found, waiting, seen = set[int](), [name], {name}
+    while waiting:
+        producer = view.producers.get(waiting.pop())
+        if producer is None or producer.op_type not in PASSES:
+            continue
+        if producer.op_type == "Cast":
+            found.add(attribute(producer, "to", 0))
+        parts = set(producer.input if producer.op_type == "Concat" else producer.input[:1]) - seen
+        waiting += parts
+        seen |= parts
+    return found
+
+
+def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None) -> dict[str, str]:
+    """Why engines on a CPU compute an operation in float although both inputs are integers."""
+    casts = _casts(node.input[0], view) | _casts(node.input[1], view)
+    found: dict[str, str] = {}
+    if onnx.TensorProto.BFLOAT16 in casts:
+        found["openvino"] = "a cast to bfloat16 lies between it and its pair: OpenVINO moves no pair over it"
+    if casts:
+        found["onnxruntime"] = "a cast lies between it and its pair: ONNX Runtime moves no pair over it"
+    elif node.op_type == "ConvTranspose":
+        found["onnxruntime"] = "ONNX Runtime computes transposed convolutions in float"
+    elif node.op_type == "Conv" and not _is_requantized(node, view):
+        found["onnxruntime"] = (
+            "its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"
+        )
+    elif scale is not None and scale.dtype != np.float32:
+        found["onnxruntime"] = (
+            f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"
+        )
+    return found
+
+
 def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
-    through = PASSES - {"Cast"} if target == "onnxruntime" else PASSES  # over which ONNX Runtime moves no pair
-    data, weight = (view.dequantizer(name, through) for name in node.input[:2])
+    data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
     constant = view.array(node.input[1] if weight is None else weight.input[0])
     if constant is None and node.op_type == "MatMul":  # the weight may be on the left
         left = view.array(node.input[0] if data is None else data.input[0])
@@ -329,10 +367,8 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
         for dtype, name in zip(types, ("its input", "its weight"), strict=True)
         if dtype not in _INTEGERS
     ]
-    if not missing and target == "onnxruntime" and node.op_type == "Conv" and not _is_requantized(node, view):
-        missing = ["its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"]
-    if not missing and target == "onnxruntime" and scale is not None and scale.dtype != np.float32:
-        missing = [f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"]
+    why_float = {} if missing else _why_float(node, view, scale)
+    missing += [why_float[target]] if target in why_float else []
     return AuditedNode(
         name=node.name or node.output[0],
         op_type=node.op_type,
@@ -342,4 +378,5 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
         weight_elements=0 if constant is None else int(constant.size),
         int8=not missing,
         reason="; ".join(missing),
+        float_on=tuple(why_float),
     )

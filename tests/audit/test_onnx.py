@@ -37,6 +37,46 @@ def test_a_concat_is_quantized_if_all_of_its_inputs_are(parts, int8, tmp_path):
     assert row.reason == ("" if int8 else "its input is not quantized")
 
 
+FOREIGN = """
+<ir_version: 10, opset_import: ["": 21]>
+foreign (float[1,8,8,8] x) => (float[1,8,8,8] y)
+<float s = {0.05}, int8 zero = {0}, int8[8,8,1,1] q = {QUANTS}> {
+    r = Relu(x)
+    x_q = QuantizeLinear(r, s, zero)
+    d = DequantizeLinear(x_q, s, zero)
+    w = DequantizeLinear(q, s, zero)
+    BODY
+}
+""".replace("QUANTS", ", ".join(["3"] * 64))
+BETWEEN = "c_q = QuantizeLinear(c, s, zero) y = DequantizeLinear(c_q, s, zero)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"c = Conv(d, w) {BETWEEN}",
+        "y = Conv(d, w)",
+        f"c = ConvTranspose(d, w) {BETWEEN}",
+        f"h = Cast <to = 16> (d) f = Cast <to = 1> (h) c = Conv(f, w) {BETWEEN}",
+        "h = Cast <to = 10> (d) v = Cast <to = 10> (w) c = Conv(h, v) y = Cast <to = 1> (c)",
+    ],
+)
+def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(FOREIGN.replace("BODY", body)), path)
+    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
+    facts = [{key: str(value.astype(str)) for key, value in op.get_rt_info().items()} for op in model.get_ops()]
+    (precision,) = {one["runtimePrecision"] for one in facts if one["layerType"] in ("Convolution", "Deconvolution")}
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = {node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node}
+    (row,) = audit_onnx(path).rows
+    assert row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
+    assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds else "FP32")
+
+
 @pytest.mark.parametrize(("parts", "share"), [("x_d, z_d", 1.0), ("x_d, z", 0.0)])
 def test_the_share_of_weights_in_int8(parts, share, tmp_path):
     onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", parts)), tmp_path / "m.onnx")
