@@ -62,7 +62,7 @@ def quantized(model, target="tensorrt", clip=0.6, channels=3):
                 nn.init.normal_(parameter, std=0.5)  # probabilities that are not all alike
         return model
 
-    return common.quantized(make, target, clip, size=16, channels=channels, count=3)
+    return common.quantized(make, target, clip, size=16, channels=channels, count=3, smooth=None)  # all products
 
 
 def attentions(module):
