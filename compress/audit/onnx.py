@@ -318,24 +318,10 @@ def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     return False
 
 
-def _casts(name: str, view: OnnxGraph) -> set[int]:
-    """Types that a tensor is cast to between its DequantizeLinear and here."""
-    found, waiting, seen = set[int](), [name], {name}
-    while waiting:
-        producer = view.producers.get(waiting.pop())
-        if producer is None or producer.op_type not in PASSES:
-            continue
-        if producer.op_type == "Cast":
-            found.add(attribute(producer, "to", 0))
-        parts = set(producer.input if producer.op_type == "Concat" else producer.input[:1]) - seen
-        waiting += parts
-        seen |= parts
-    return found
-
-
 def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None) -> dict[str, str]:
     """Why engines on a CPU compute an operation in float although both inputs are integers."""
-    casts = _casts(node.input[0], view) | _casts(node.input[1], view)
+    between = [producer for name in node.input[:2] for producer in view.before(name, PASSES)]
+    casts = {attribute(one, "to", 0) for one in between if one is not None and one.op_type == "Cast"}
     found: dict[str, str] = {}
     if onnx.TensorProto.BFLOAT16 in casts:
         found["openvino"] = "a cast to bfloat16 lies between it and its pair: OpenVINO moves no pair over it"

@@ -93,25 +93,29 @@ class OnnxGraph:
         producer = self.producers.get(name)
         return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
 
-    def dequantizer(self, name: str, through: Iterable[str] = ()) -> onnx.NodeProto | None:
-        """Return the DequantizeLinear that a tensor comes from; None if there is none.
+    def before(self, name: str, through: Iterable[str] = ()) -> Iterator[onnx.NodeProto | None]:
+        """Yield what a tensor comes from: operators of `through`, and what ends the way over them, None for no node.
 
-        Of operators that may lie between (`through`) the first input is followed, and every input of a Concat: one
-        float part makes the whole float. The result is then that of the first.
+        Of the operators the first input is followed, and every input of a Concat.
         """
-        found: list[onnx.NodeProto] = []
         waiting, seen = [name], {name}
         while waiting:
             producer = self.producers.get(waiting.pop())
-            if producer is None or not (producer.op_type == "DequantizeLinear" or producer.op_type in through):
-                return None
-            if producer.op_type == "DequantizeLinear":
-                found.append(producer)
-                continue
-            parts = list(producer.input) if producer.op_type == "Concat" else [producer.input[0]]
-            waiting += [part for part in reversed(parts) if part not in seen]
-            seen.update(parts)
-        return found[0] if found else None
+            yield producer
+            if producer is not None and producer.op_type in through:
+                parts = list(producer.input) if producer.op_type == "Concat" else [producer.input[0]]
+                waiting += [part for part in reversed(parts) if part not in seen]
+                seen.update(parts)
+
+    def dequantizer(self, name: str, through: Iterable[str] = ()) -> onnx.NodeProto | None:
+        """Return the DequantizeLinear that a tensor comes from; None if there is none.
+
+        Operators of `through` may lie between, as in `before`: one float part of a Concat makes the whole float. The
+        result is then that of the first.
+        """
+        ends = [node for node in self.before(name, through) if node is None or node.op_type not in through]
+        whole = all(node is not None and node.op_type == "DequantizeLinear" for node in ends)
+        return ends[0] if ends and whole else None
 
     def free(self, name: str) -> str:
         """Return a name that no tensor of the graph has, the one given if it is free; it is taken from now on."""
