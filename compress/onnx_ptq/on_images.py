@@ -110,8 +110,8 @@ def _chosen(
             name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
         }
 
-    consumer, scalable = partial(_consumer, reading), {group.tensor for group in groups}
-    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, scalable=scalable)
+    consumer = partial(_consumer, reading)
+    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, least=lambda _: 0.0)
     return scales, (*clipped, *poor_products(products, images, spec, watch=watch))
 
 

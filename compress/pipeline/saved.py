@@ -232,7 +232,7 @@ def _measured_hint(path: Path) -> str:
     if not layers:
         return ""
     return (
-        f". Calibration images left {len(layers)} layers float in it ({first_few(layers)}): give their rules, "
+        f". Calibration images decided about {len(layers)} layers in it ({first_few(layers)}): give their rules, "
         "qmodel.placement.measured_rules of the network that was saved, to insert_quantizers in spec.rules"
     )
 

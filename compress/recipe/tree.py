@@ -172,8 +172,9 @@ class Recipe:
                 if quantization[key] == "auto":  # the default was null, which a torch model takes "auto" as
                     quantization[key] = None
             for rule in quantization["rules"]:
-                if not rule["reason"]:
-                    del rule["reason"]
+                for key in ("reason", "channel_scales"):
+                    if not rule[key]:
+                        del rule[key]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 

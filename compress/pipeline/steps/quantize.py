@@ -22,6 +22,7 @@ from compress.quantization import QuantSpec, Rule, Target
 from compress.quantization.block_graph import typical_block
 from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
+from compress.quantization.placement.decisions import measured_rule
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.improve import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
@@ -127,7 +128,7 @@ def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[R
     found = _stored(path, {})
     if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
         raise RunError(f"{path} holds {found!r:.80}: it must name layers and reasons; begin the run anew (--out)")
-    return [Rule(match=match, enable=False, reason=reason) for match, reason in found.items()]
+    return [measured_rule(match, reason) for match, reason in found.items()]
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:

@@ -30,6 +30,8 @@ POOR_PRODUCT = "in 8 bits its result has"
 """Beginning of the reason of a product that stays float for that."""
 MEASURED = (CLOSED, MASKED, FAR_APART, POOR_PRODUCT)
 """Beginnings of the reasons of what calibration images decided, beyond the rules of a specification."""
+SCALED = "its input is multiplied by a factor for each channel"
+"""Reason of a rule with `channel_scales`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class Placement:
         target: the target whose rules were followed.
         decisions: the table, in graph order.
         activations, weights: the quantizers to insert.
+        scaled: layers whose input is multiplied by a factor for each channel.
 
     Examples:
         >>> first = compress.insert_quantizers(model, images[:1]).placement.decisions[0]
@@ -98,12 +101,14 @@ class Placement:
     decisions: tuple[Decision, ...]
     activations: tuple[ActivationSite, ...]
     weights: tuple[WeightSite, ...]
+    scaled: tuple[str, ...] = ()
 
     @property
     def measured_rules(self) -> tuple[Rule, ...]:
-        """Rules for what calibration images left float; with them `insert_quantizers` makes the same network."""
+        """Rules for what calibration images decided; with them `insert_quantizers` makes the same network."""
         found = {row.layer: row.reason for row in self.decisions if row.reason.startswith(MEASURED)}
-        return tuple(Rule(match=glob.escape(name), enable=False, reason=reason) for name, reason in found.items())
+        found |= dict.fromkeys(self.scaled, SCALED)
+        return tuple(measured_rule(glob.escape(name), reason) for name, reason in found.items())
 
     def to_csv(self) -> str:
         """The table of decisions with a header line."""
@@ -112,6 +117,11 @@ class Placement:
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.decisions)
         return text.getvalue()
+
+
+def measured_rule(match: str, reason: str) -> Rule:
+    """The rule of a decision by calibration images, from its reason."""
+    return Rule(match=match, enable=reason == SCALED, reason=reason, channel_scales=reason == SCALED)
 
 
 T = TypeVar("T")

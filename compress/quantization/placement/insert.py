@@ -21,8 +21,15 @@ from compress.graph.traits import WEIGHTED
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
+from compress.quantization.placement.requests import is_scaled
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
-from compress.quantization.ptq.rescaling import batchnorm_moments, ensure_biases, equalize, replace_relu6
+from compress.quantization.ptq.rescaling import (
+    batchnorm_moments,
+    ensure_biases,
+    equalize,
+    multiply_inputs,
+    replace_relu6,
+)
 from compress.quantization.quantizer import Quantizer, can_quantize, quantized_layer, weight_axis
 from compress.quantization.report import Prepared, QuantizationReport, QuantizedModule
 
@@ -180,8 +187,23 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     chosen = spec or QuantSpec()
     check_quant_spec(chosen)
     check_float_model(model)
-    made = float_graph(model, example_inputs, chosen)
+    made = float_graph(_with_factors(model, example_inputs, chosen), example_inputs, chosen)
     return insert_placed(made, example_inputs, chosen, lambda graph: place(read_fx(graph), chosen))
+
+
+def _with_factors(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> nn.Module:
+    """A copy of a model with factors of one before layers that rules name (`Rule.channel_scales`)."""
+    if not any(rule.channel_scales for rule in spec.rules):
+        return model
+    graph_module, paths = canonical_graph(model, example_inputs, fold=False), dict[str, list[str]]()
+    for node in read_fx(graph_module).nodes:
+        if is_scaled(node, spec):
+            paths.setdefault(node.inputs[0].name, []).append(node.path)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    for tensor, layers in paths.items():
+        width = nodes[tensor].meta["shape"][-1]
+        multiply_inputs(graph_module, nodes[tensor], layers, torch.ones(width, device=device_of(graph_module)))
+    return graph_module
 
 
 def insert_placed(

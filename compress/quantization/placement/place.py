@@ -30,6 +30,7 @@ from compress.quantization.placement.requests import (
     Request,
     depths,
     float_row,
+    is_scaled,
     requests_of,
     resolve_rules,
 )
@@ -97,7 +98,10 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
-    return Placement(target=target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()))
+    scaled = tuple(dict.fromkeys(node.layer for node in view.nodes if is_scaled(node, spec)))
+    return Placement(
+        target=target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()), scaled=scaled
+    )
 
 
 def _lowest_values(view: GraphView, positive: set[Node], seen: Mapping[str, float]) -> dict[Node, float]:

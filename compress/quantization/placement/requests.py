@@ -48,7 +48,7 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
 def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
     last: Rule | None = None
     for rule in spec.rules:
-        if _matches(rule, names):
+        if _matches(rule, names) and not rule.channel_scales:
             last = rule
     if last is None and end and spec.first_last_bits is not None:
         bits = spec.first_last_bits
@@ -63,6 +63,12 @@ def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
         rule=last.match,
         reason=last.reason,
     )
+
+
+def is_scaled(node: Node, spec: QuantSpec) -> bool:
+    """True if a rule says that a linear layer has a factor for each channel of its input."""
+    rules = [rule for rule in spec.rules if rule.channel_scales and rule.target in (None, spec.only_target)]
+    return node.kind == "linear" and any(_matches(rule, {node.layer, node.name}) for rule in rules)
 
 
 def _matches(rule: Rule, names: set[str]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import glob
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,12 +33,18 @@ from compress.graph.traits import PASSING
 from compress.quantization import ActivationSpec, QuantSpec, Rule
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
-from compress.quantization.placement.decisions import POOR_PRODUCT, Placement
+from compress.quantization.placement.decisions import POOR_PRODUCT, SCALED, Placement, measured_rule
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
 from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
-from compress.quantization.ptq.rescaling import scale_inputs, scale_outputs, shared_parameters, smoothing_scale
+from compress.quantization.ptq.rescaling import (
+    multiply_inputs,
+    scale_inputs,
+    scale_outputs,
+    shared_parameters,
+    smoothing_scale,
+)
 from compress.quantization.ptq.walk import on_images, tensors_of
 
 T = TypeVar("T")
@@ -55,6 +61,8 @@ FLOAT_DB = 33.0
 """Signal to noise below which a product of two activations stays float: DINOv2's with a softmax have 16 to 26 dB, and
 its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46, and the poorest takes 0.6 dB.
 """
+PRODUCT_DB = 2.0
+"""Gain that is worth a multiplication, where nothing before a torch model's layer can be scaled, as after a GELU."""
 OUTLIER = 3.0
 """Largest range of a channel over the median of all from which convolutions are tried."""
 QUIET = 4.0
@@ -131,11 +139,11 @@ def choose_scales(
     *,
     watch: Watch[T],
     consumer: Callable[[Node], Consumer | None],
-    scalable: Set[str],
+    least: Callable[[Group], float],
 ) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
     """Return the groups that get a scale, and rules for linear layers that gain if their largest inputs are clipped.
 
-    The tensors of a part of the groups are computed at a time.
+    `least` is the gain in dB that is worth scaling a group. The tensors of a part of the groups are computed at a time.
     """
     scales, rules = list[tuple[Group, ChannelScale]](), list[Rule]()
     for part in _parts(groups, lambda group: _bytes(group.layers[0].inputs[0])):
@@ -153,7 +161,7 @@ def choose_scales(
             few = not group.convolution and sum(len(one.values) for one in seen) < _LEAST_ROWS
             if few or len(known) < len(group.layers):
                 continue
-            scale = channel_scale(seen, known, asked, lowest=group.lowest) if group.tensor in scalable else None
+            scale = channel_scale(seen, known, asked, lowest=group.lowest, least=least(group))
             scales += [] if scale is None else [(group, scale)]
             undecided = not group.convolution and spec.activations.calibrator == "auto" and spec.first_last_bits is None
             gain = _clipping_gain(seen, known, asked, scale, group.lowest) if undecided else 0.0
@@ -251,13 +259,18 @@ def sample_of(x: Tensor, *, convolution: bool, images: int, generator: torch.Gen
 
 
 def channel_scale(
-    samples: Sequence[Sample], consumers: Sequence[Consumer], spec: ActivationSpec, *, lowest: float = 0.0
+    samples: Sequence[Sample],
+    consumers: Sequence[Consumer],
+    spec: ActivationSpec,
+    *,
+    lowest: float = 0.0,
+    least: float = 0.0,
 ) -> ChannelScale | None:
-    """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain little."""
+    """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain less than `least` dB."""
     largest = torch.stack([sample.ranges for sample in samples]).amax(0)
     inner = torch.stack([_input_ranges(consumer) for consumer in consumers]).amax(0)
     live = (largest > 0) & (inner > 0)
-    if not bool(live.any()) or not bool(largest.isfinite().all()):
+    if math.isinf(least) or not bool(live.any()) or not bool(largest.isfinite().all()):
         return None
     if float(largest[live].amax()) < OUTLIER * float(largest[live].median()) and samples[0].values.ndim > 2:
         return None  # no outliers: trying out convolutions takes time
@@ -268,7 +281,7 @@ def channel_scale(
     if before >= POOR_DB[convolution]:
         return None
     after, strength = max((found(_scale(seen, inner, live, alpha), spec), alpha) for alpha in STRENGTHS[convolution])
-    if after < before + GAIN_DB[convolution]:
+    if after < before + max(least, GAIN_DB[convolution]):
         return None
     scale = _scale(largest, inner, live, strength)
     return ChannelScale(scale=scale, before_db=before, after_db=after)
@@ -484,20 +497,27 @@ def scale_channels(
     products = products_of(view, placement)
     if not groups and not products:
         return Scaled(model=model)
-    scalable = {group.tensor for group in groups if layers.producer(nodes[group.tensor], group)}
-    choose = partial(_chosen, graph_module, groups, products, spec, scalable)
+    made = {group.tensor: layers.producer(nodes[group.tensor], group) for group in groups}
+
+    def least(group: Group) -> float:
+        return 0.0 if made[group.tensor] else math.inf if group.convolution else PRODUCT_DB
+
+    choose = partial(_chosen, graph_module, groups, products, spec, least)
     scales, rules = on_images(choose, graph_module, batches, all_reduce=all_reduce) or ({}, ())
     if not scales:
         return Scaled(model=model, rules=rules)
     reference = Reference.of(model, example_inputs)
     for tensor, scale in scales.items():
         group = next(group for group in groups if group.tensor == tensor)
-        device = layers.module(group.layers[0].path).weight.device
-        producer, factor = layers.producer(nodes[tensor], group), scale.scale.to(device)
-        if producer is not None:
+        paths, producer = [layer.path for layer in group.layers], made[tensor]
+        factor = scale.scale.to(layers.module(paths[0]).weight.device)
+        if producer is None:
+            multiply_inputs(graph_module, nodes[tensor], paths, 1 / factor)
+            rules += tuple(measured_rule(glob.escape(layer.layer), SCALED) for layer in group.layers)
+        else:
             producer(1 / factor)
-            for layer in group.layers:
-                scale_inputs(layers.module(layer.path), factor)
+        for path in paths:
+            scale_inputs(layers.module(path), factor)
     reference.check(graph_module, "scaling channels")
     return Scaled(model=graph_module, rules=rules, notes=scaling_note(list(scales.values())))
 
@@ -507,7 +527,7 @@ def _chosen(
     groups: Sequence[Group],
     products: Sequence[Node],
     spec: QuantSpec,
-    scalable: Set[str],
+    least: Callable[[Group], float],
     images: Sequence[tuple[Tensor, ...]],
 ) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
 
@@ -515,7 +535,7 @@ def _chosen(
         return partial(tensors_of, graph_module, frozenset(names))
 
     consumer = partial(_consumer, graph_module)
-    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, scalable=scalable)
+    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, least=least)
     poor = poor_products(products, images, spec, watch=watch)
     return {group.tensor: scale for group, scale in scales}, (*clipped, *poor)
 

@@ -134,6 +134,7 @@ def quantize_targets(
     check_quant_spec(spec)
     check_float_model(model)
     check_batches(batches)
+    spec = replace(spec, rules=tuple(rule for rule in spec.rules if not rule.channel_scales))  # chosen anew
     asked = methods(spec)
     if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once

@@ -69,6 +69,21 @@ def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
     weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
 
 
+def multiply_inputs(graph_module: fx.GraphModule, tensor: fx.Node, paths: Iterable[str], factor: Tensor) -> None:
+    """Multiply the channels of a tensor (..., C) by `factor` (C,) where it goes into layers; in place."""
+    first, *_ = layers = list(paths)
+    name = f"{first.replace('.', '_')}_channel_scale"
+    graph_module.register_buffer(name, factor)
+    with graph_module.graph.inserting_after(tensor):
+        constant = graph_module.graph.get_attr(name)
+    with graph_module.graph.inserting_after(constant):
+        product = graph_module.graph.call_function(torch.mul, (tensor, constant))
+    product.meta.update(tensor.meta)
+    constant.meta.update(shape=tuple(factor.shape), dtype=factor.dtype)
+    tensor.replace_all_uses_with(product, delete_user_cb=lambda user: user.target in layers)
+    graph_module.recompile()
+
+
 def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
     """Why a module cannot be rescaled alone, by path: its parameters are used elsewhere too, or read by the graph."""
     paths: dict[int, list[str]] = {}

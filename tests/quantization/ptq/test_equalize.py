@@ -315,6 +315,15 @@ def norm_alone():
     return net
 
 
+def peaked_gelu():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    with torch.no_grad():
+        net[0].weight[3] *= 90.0
+        net[2].weight[:, 3] /= 90
+    return net
+
+
 def quantized(model, x, target, **keys):
     return compress.quantize(model, x[:2], [x], spec=compress.QuantSpec(target=target, **keys))
 
@@ -322,8 +331,8 @@ def quantized(model, x, target, **keys):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(norm_alone, TOKENS), (Peaked, TOKENS), (lambda: Wide(nn.ReLU()), IMAGES)],
-    ids=["norm", "vit", "conv"],
+    [(norm_alone, TOKENS), (Peaked, TOKENS), (lambda: Wide(nn.ReLU()), IMAGES), (peaked_gelu, TOKENS)],
+    ids=["norm", "vit", "conv", "gelu"],
 )
 def test_outlier_channels_cost_less(make, x, target):
     model = make().eval()
@@ -335,9 +344,10 @@ def test_outlier_channels_cost_less(make, x, target):
     assert any("smooth: auto" in note for note in found["auto"].report.notes())
 
 
-def test_the_float_network_stays_what_it_was():
+@pytest.mark.parametrize("make", [norm_alone, peaked_gelu])
+def test_the_float_network_stays_what_it_was(make):
     # Without quantizers the scaled network computes what the caller's does.
-    model = norm_alone().eval()
+    model = make().eval()
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)
     for _, quantizer in quantizers(qmodel):
         quantizer.enabled = False
@@ -345,11 +355,14 @@ def test_the_float_network_stays_what_it_was():
         torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(tmp_path):
-    model = Sink().eval()
+@pytest.mark.parametrize(
+    ("make", "why"), [(Sink, "dB on calibration images"), (peaked_gelu, "a factor for each channel")]
+)
+def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(make, why, tmp_path):
+    model = make().eval()
     qmodel = quantized(model, TOKENS, "openvino")
     (rule,) = qmodel.placement.measured_rules
-    assert "dB on calibration images" in rule.reason
+    assert why in rule.reason
     path = compress.save(qmodel, tmp_path / "q.safetensors")
     spec = compress.QuantSpec(target="openvino")
     with pytest.raises(CheckpointError, match="measured_rules"):
@@ -357,8 +370,13 @@ def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(tmp_path):
     spec = compress.QuantSpec(target="openvino", rules=qmodel.placement.measured_rules)
     again = compress.load(path, into=compress.insert_quantizers(model, TOKENS[:2], spec))
     assert torch.equal(again(TOKENS), qmodel(TOKENS))
-    own = compress.QuantSpec(target="openvino", rules=(compress.Rule(match=rule.match),))
-    assert not compress.quantize(model, TOKENS[:2], [TOKENS], spec=own).placement.measured_rules, "a rule of one's own"
+
+
+def test_a_rule_of_ones_own_counts_before_what_images_say():
+    rules = quantized(Sink().eval(), TOKENS, "openvino").placement.measured_rules
+    own = compress.QuantSpec(target="openvino", rules=tuple(compress.Rule(match=rule.match) for rule in rules))
+    assert rules
+    assert not compress.quantize(Sink().eval(), TOKENS[:2], [TOKENS], spec=own).placement.measured_rules
 
 
 @pytest.mark.parametrize("reader", ["torch", "file"])
