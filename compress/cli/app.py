@@ -270,6 +270,8 @@ def _os_error(error: OSError) -> str:
         return str(error)
     if ";" in error.strerror:  # our own, which says what to do
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return f"{error.filename}: a file is in this place; name a folder, which may be a new one"
     return f"{error.filename}: {error.strerror.lower()}; name a place that exists and that you may write to"
 
 

@@ -38,15 +38,14 @@ SMALL_CONSTANT = 1 << 16
 WRITTEN_KEY = "compress.written"
 """Metadata entry of a file of another program that was changed, and not quantized, which has an entry of its own."""
 _OWN = (b"\x12\x08compress", b"compress.target", WRITTEN_KEY.encode())  # the first: the producer of exported files
+_UNMARKED = (".tflite", ".pte")  # hold no mark of who wrote them
 
 
 @contextlib.contextmanager
 def replacing_model(path: Path | str) -> Iterator[Path]:
-    """`replacing`, but of no ONNX file of another program and of no weights of one beside it (ExportError)."""
+    """`replacing`, but of no file of another program and of no weights of an ONNX file beside it (ExportError)."""
     path = Path(path)
-    content = path.read_bytes() if path.suffix == ".onnx" and path.is_file() else b""
-    if content and not any(mark in content for mark in _OWN):
-        raise ExportError(f"{path} is there, and compress did not write it: give another name, or remove that file")
+    content = path.read_bytes() if path.suffix not in _UNMARKED and path.is_file() else b""
     for other in sorted(path.parent.glob("*.onnx")) if path.is_file() else ():
         if other == path or not other.is_file() or path.name.encode() not in other.read_bytes():
             continue
@@ -55,6 +54,8 @@ def replacing_model(path: Path | str) -> Iterator[Path]:
             places = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
             if path.name in {place.removeprefix("./") for place in places}:
                 raise ExportError(f"{path} holds weights of {other.name}, which would lose them: give another name")
+    if content and not any(mark in content for mark in _OWN):
+        raise ExportError(f"{path} is there, and compress did not write it: give another name, or remove that file")
     with replacing(path) as temporary:
         yield temporary
 

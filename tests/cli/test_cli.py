@@ -81,6 +81,7 @@ REFUSALS = [
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
     (("qat", "--recipe", "resnet50", "--set", "bench.engines=[ort]"), "did you mean 'onnxruntime'"),
     (("qat", "--recipe", "quickstart", "--out", "/proc/nowhere/run"), "name a place that exists"),
+    (("roofline", "--model", "resnet18", "--out", __file__), "name a folder"),
     (("qat", "resnet50", "--recipe", "quickstart"), "two recipes are named, resnet50 and quickstart"),
     (("qat",), "name a recipe"),
     (("inspect",), "a model, an onnx file, an engine"),

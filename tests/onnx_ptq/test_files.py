@@ -111,12 +111,17 @@ def test_external_data_stay_external(tmp_path):
     ):
         with pytest.raises(ExportError, match="holds weights of float.onnx"):
             write()
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
     for write in (
         partial(compress.quantize_onnx, file, batches(), out=beside),
         partial(compress.cast_onnx, file, beside),
+        partial(compress.cast_onnx, file, notes),
+        partial(compress.export_onnx, TinyResNet().eval(), torch.from_numpy(PICTURES), notes),
     ):
         with pytest.raises(ExportError, match="compress did not write it"):
             write()
+    assert notes.read_text() == "mine"
     np.testing.assert_array_equal(run(beside, PICTURES), before)
     whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
     np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))
