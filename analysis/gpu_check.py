@@ -2,11 +2,10 @@
 
     python -m analysis.gpu_check
 
-Networks of random weights. Training steps of nine networks, float and quantized, launch by launch, recorded, compiled,
-and compiled and recorded: milliseconds, the fastest of ours over the fastest of float, and the memory of the recorded
-step over float's, each beside its goal; networks are spread over the GPUs. Where there are several GPUs, a process on
-each: recorded steps, calibration, images from JPEG files. The engine on four networks against exact arithmetic; the
-tests that skip without a GPU. It ends with 1 if a verdict is not OK.
+It times training steps of nine networks with random weights, float and quantized: eager, as CUDA graphs, compiled, and
+both. It prints milliseconds, and time and memory relative to float beside the goal. With several GPUs it also checks
+data-parallel steps, calibration and JPEG loading, one process a GPU. The engine is compared with exact integers on four
+networks, and tests that need a GPU are run. The exit status is 1 if a verdict is not OK.
 """
 
 import argparse

@@ -61,6 +61,7 @@ _COMMANDS = {
     "cast": Entry(
         "compress.cli.onnx_files:cast",
         "Write the float32 part of an ONNX file in fp16 or bf16, but for what half precision does not hold.",
+        plan="file",
     ),
     "build": None,
     "bench": Entry(

@@ -93,15 +93,16 @@ class LineProgress:
         """End a phase; its line is written unless a note of the same name follows."""
         with self._lock:
             if task in self._tasks:
-                self._flush()
+                if any(line[9:].partition(":")[0] != task.partition(":")[0] for line in self._ended):
+                    self._flush()
                 if time.monotonic() - self._tasks[task].begun >= self.short:
-                    self._ended.append(self._state(task, ended=True))
+                    self._ended.append(f"{time.strftime('%H:%M:%S')} {self._state(task, ended=True)}")
                 del self._tasks[task]
 
     def note(self, text: str) -> None:
         """Write a line; one that begins with the name of the phase that ended last stands for its end."""
         with self._lock:
-            self._ended = [line for line in self._ended if line.partition(":")[0] != text.partition(":")[0]]
+            self._ended = [line for line in self._ended if line[9:].partition(":")[0] != text.partition(":")[0]]
             self._say(text)
 
     def _state(self, task: str, *, ended: bool = False) -> str:
@@ -120,12 +121,11 @@ class LineProgress:
     def _flush(self) -> None:
         ended, self._ended = self._ended, []
         for line in ended:
-            self._say(line)
+            self.write(line)
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.every)):
             with self._lock:
-                self._flush()
                 if time.monotonic() - self._last >= self.every:
                     self._say(self._state(list(self._tasks)[-1]) if self._tasks else "still at work")
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -23,18 +23,10 @@ from compress.graph.layers import layers, total_macs
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace
 from compress.models.by_name import build_model
-from compress.pipeline.saved import finished_run, network, variants_in
-from compress.plots.layers import draw_block
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
 from compress.quantization import QuantSpec
-from compress.quantization.block_graph import block_graph
-from compress.quantization.placement.decisions import Decision
-from compress.quantization.placement.insert import insert_quantizers, read_fx
-from compress.quantization.placement.place import place
-from compress.receptive import ErfOptions
 from compress.recipe.tree import Recipe, load_recipe, parse_recipe
-from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
 from compress.roofline_model import (
     SparseLayer,
     ceilings_text,
@@ -50,6 +42,9 @@ from compress.sparsity import SparsitySpec
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.support.limits import COUNT
 from compress.support.text import image_size_text
+
+if TYPE_CHECKING:
+    from compress.quantization.placement.decisions import Decision
 
 IMAGENET_CLASSES = 1000
 
@@ -124,6 +119,10 @@ def _example(recipe: Recipe) -> torch.Tensor:
 def _draw(recipe: Recipe, block: str, out: Path) -> None:
     if not block:
         raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
+    from compress.plots.layers import draw_block  # lazy: roofline, in this file too, has its answer sooner
+    from compress.quantization.block_graph import block_graph  # lazy: as above
+    from compress.quantization.placement.insert import insert_quantizers  # lazy: as above
+
     network = network_of(recipe, weights=False)
     placed = insert_quantizers(network, _example(recipe), _spec(recipe).for_target())
     save_figure(draw_block(block_graph(placed, block)), out)
@@ -135,6 +134,9 @@ def _spec(recipe: Recipe) -> QuantSpec:
 
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
+    from compress.quantization.placement.insert import read_fx  # lazy: as above
+    from compress.quantization.placement.place import place  # lazy: as above
+
     name, network = recipe.model.name, network_of(recipe, weights=False)
     check_float_model(network)
     graph = canonical_graph(network, _example(recipe))
@@ -249,6 +251,7 @@ def roofline(
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     find_device(device).peak_flops_per_s(precision)  # an unknown name is refused before the network is built
     name, images = parsed.model.name, blank_images(parsed, 1)
+    torch.set_num_threads(1)  # several wait for each other on a busy machine: 10 s in the place of 1
     graph = trace(network_of(parsed), images)
     plain, fused = (count(graph, images, fused=fuse).with_batch(batch_size) for fuse in (False, True))
     bound = roofline_of(replace(plain if unfused else fused, model=name), device=device, precision=precision)
@@ -288,6 +291,8 @@ def receptive_field(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the table and the figure.")] = Path("runs/fields"),
     as_json: JsonOption = False,
 ) -> None:
+    from compress.report.receptive_field import receptive_field_report  # lazy: as above
+
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     name = parsed.model.name
     written = receptive_field_report(network_of(parsed), blank_images(parsed), out=out, name=name)
@@ -344,6 +349,9 @@ def erf(
             raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")
         _drift(run, layer or [], images, out, as_json)
         return
+    from compress.receptive import ErfOptions  # lazy: as above
+    from compress.report.receptive_field import erf_report  # lazy: as above
+
     noise = recipe is None and data == "noise"
     overrides = [*(set_ or []), f"data.name={data}"] if recipe is None and not noise else set_
     parsed = chosen_recipe(recipe, model, overrides, image_size=image_size, weights=weights)
@@ -371,6 +379,9 @@ def erf(
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
     if len(layers) > 1:
         raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
+    from compress.pipeline.saved import finished_run, network, variants_in  # lazy: as above
+    from compress.report.receptive_field import drift_report  # lazy: as above
+
     run = finished_run(folder)
     networks = {str(variant): network(run, variant) for variant in variants_in(folder)}
     name = run.recipe.model.name

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
-from compress.cli.console import ERRORS
-from compress.data import IMAGENET, Resize, preprocessing_words
-from compress.errors import RecipeError
+from compress.data import Preprocessing, Resize
+from compress.errors import EngineError, RecipeError
+from compress.export.names import PREPROCESSING_KEY
 from compress.quantization import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
 from compress.support.limits import IMAGE_SIDE
-
-if TYPE_CHECKING:
-    from compress.data.base import Preprocessing
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]
@@ -133,21 +130,9 @@ def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, imag
 def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[Any]:
     if data is None:
         raise RecipeError("--onnx needs --data: a folder of images, an .npz file of inputs, or package.module:function")
-    from compress.data.files import ImageFolder, unlabelled  # lazy: it imports torch
+    from compress.data.files import unlabelled  # lazy: it imports torch
 
-    batches = unlabelled(data, form, limit=images, batch_size=BATCH)
-    if isinstance(batches, ImageFolder):
-        words = preprocessing_words(
-            form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
-        )
-        known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
-        ERRORS.print(
-            f"input    {len(batches.paths)} images of {data}, {form.channels}, {form.layout}: {words}{known}; "
-            "--size, --resize, --mean and --std change this",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return batches
+    return unlabelled(data, form, limit=images, batch_size=BATCH)
 
 
 def form_of(
@@ -173,15 +158,19 @@ def form_of(
 
 def _form_in(file: Path, layout: str) -> Preprocessing:
     """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""."""
-    from compress.data.base import Preprocessing  # lazy: they import torch
-    from compress.engines.onnx_file import read_onnx  # lazy: they import torch
-    from compress.export.names import PREPROCESSING_KEY  # lazy: they import torch
+    import onnx  # lazy: most commands read no file
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # lazy: it comes with onnx
 
-    found = read_onnx(file)
-    text = found.metadata.get(PREPROCESSING_KEY)
+    try:
+        found = onnx.load(str(file), load_external_data=False)
+    except DecodeError as error:
+        raise EngineError(f"{file}: not an ONNX model, or a truncated one ({error}); export it again") from None
+    text = next((entry.value for entry in found.metadata_props if entry.key == PREPROCESSING_KEY), None)
     if text is not None:
         return Preprocessing.from_json(text)
-    shape = found.inputs[0].shape if found.inputs else ()
+    weights = {tensor.name for tensor in found.graph.initializer}
+    first = next((value for value in found.graph.input if value.name not in weights), None)
+    shape = [] if first is None else [dim.dim_value for dim in first.type.tensor_type.shape.dim]
     sides = shape[2:] if layout == "NCHW" else shape[1:3]
     known = len(shape) == 4 and min(sides) > 0
     return Preprocessing(image_size=(sides[0], sides[1]) if known else 224, crop_ratio=0.875, resize="")

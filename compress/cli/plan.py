@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from compress.cli.console import ERRORS
+from compress.cli.options import form_of
 from compress.data import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RunError
 from compress.recipe.tree import Recipe, load_recipe
 from compress.support.text import display, image_size_text
 
-# Of a command: a recipe's whole run, its network alone, or the run folder that is its first argument.
-Plan = Literal["", "run", "network", "folder"]
+# Of a command: a recipe's whole run, its network alone, or the run folder or the file that is its first argument.
+Plan = Literal["", "run", "network", "folder", "file"]
 
 # Python packages of engines that are not named like them.
 _LIBRARIES = {
@@ -26,39 +27,55 @@ _LIBRARIES = {
 }
 
 
+# Other names of the options that a plan reads.
+_SAME = {"-r": "recipe", "-o": "out", "-s": "set", "-m": "model", "--run": "from"}
+_READ = "recipe from onnx data model weights device target out set image-size size resize mean std layout channels"
+
+
 def announce(arguments: Sequence[str], plan: Plan) -> None:
     """Refuse a recipe or a run folder that cannot be read; print what the command will do with it."""
     if not plan or "--help" in arguments:
         return
-    recipe, rest = taken(arguments, "--recipe", "-r")
-    folder, rest = taken(rest, "--from", "--run")
-    values = {name: taken(rest, f"--{name}")[0] for name in ("onnx", "data", "model", "weights", "device", "target")}
-    out, rest = taken(rest, "--out", "-o")
-    first = rest[0] if rest and not rest[0].startswith("-") else None
+    given, first = options_in(arguments)
+    values = {name: found[-1] for name, found in given.items()}
+    recipe, folder, model = values.get("recipe"), values.get("from"), values.get("model")
     if plan == "folder":
         folder = first
+    elif plan == "file":
+        values |= {"onnx": first} if first and "data" in values else {}
     elif recipe is None:
         recipe = first
-    overrides: list[str] = []
-    while (found := taken(rest, "--set", "-s"))[0] is not None:
-        overrides.append(str(found[0]))
-        rest = found[1]
-    if recipe is None and folder is not None and values["model"] is None:
+    if recipe is None and folder is not None and model is None:
         recipe = str(Path(folder) / "recipe.yaml")
         if not Path(recipe).is_file():
             raise RunError(f"{folder} is no run folder (recipe.yaml is missing): give the folder that --out named")
-    parsed = None if recipe is None else load_recipe(recipe, overrides)
-    if values["onnx"] is not None:
-        _show_file(Path(values["onnx"]), values["data"], values["target"], out)
+    parsed = None if recipe is None else load_recipe(recipe, given.get("set", ()))
+    if "onnx" in values:
+        _show_file(Path(values["onnx"]), values)
     elif parsed is not None and plan == "run":
-        show(_run_lines(parsed, out, values["device"], folder))
+        show(_run_lines(parsed, values.get("out"), values.get("device"), folder))
     elif parsed is not None:
         where = f" of {folder}" if folder is not None else f", {weights_text(parsed)}"
         show({"network": f"{parsed.model.name}{where}", "input": input_text(parsed)})
-    elif values["model"] is not None:
-        size = int(size) if (size := taken(rest, "--image-size")[0] or "224").isdecimal() else 0
-        weights = f"weights of {values['weights']}" if values["weights"] else "random weights"
-        show({"network": f"{values['model']}, {weights}", "input": image_size_text(size) if size else ""})
+    elif model is not None:
+        size = int(size) if (size := values.get("image-size", "224")).isdecimal() else 0
+        weights = f"weights of {values['weights']}" if "weights" in values else "random weights"
+        show({"network": f"{model}, {weights}", "input": image_size_text(size) if size else ""})
+
+
+def options_in(words: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
+    """The values of the options that a plan reads, and the argument that comes first."""
+    given: dict[str, list[str]] = {}
+    rest: list[str] = []
+    following = iter(words)
+    for word in following:
+        option, equals, value = word.partition("=")
+        name = _SAME.get(option, option.removeprefix("--"))
+        if option.startswith("-") and name in _READ.split():
+            given.setdefault(name, []).append(value if equals else next(following, ""))
+        else:
+            rest.append(word)
+    return given, rest[0] if rest and not rest[0].startswith("-") else None
 
 
 def weights_text(recipe: Recipe) -> str:
@@ -98,17 +115,29 @@ def _run_lines(recipe: Recipe, out: str | None, device: str | None, start: str |
     }
 
 
-def _show_file(file: Path, data: str | None, target: str | None, out: str | None) -> None:
-    if file.is_file():
-        show(
-            {
-                "network": f"{file}, {file.stat().st_size / 1e6:.3g} MB",
-                "data": data or "",
-                "device": "cpu",
-                "folder": out or "",
-                "engines": _engines_text([target] if target else []),
-            }
+def _show_file(file: Path, values: Mapping[str, str]) -> None:
+    if not file.is_file():
+        return
+    data, (size, mean, std, resize) = values.get("data", ""), map(values.get, ("size", "mean", "std", "resize"))
+    text = ""
+    if data and Path(data).is_dir():
+        layout, channels = values.get("layout", "NCHW"), values.get("channels", "RGB")
+        form = form_of(file, size, mean, std, layout, channels, resize)
+        words = preprocessing_words(
+            form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
         )
+        known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
+        text = f"{form.channels}, {form.layout}: {words}{known}; --size, --resize, --mean and --std change this"
+    show(
+        {
+            "network": f"{file}, {file.stat().st_size / 1e6:.3g} MB",
+            "data": data,
+            "input": text,
+            "device": "cpu",
+            "folder": values.get("out", ""),
+            "engines": _engines_text([values["target"]] if "target" in values else []),
+        }
+    )
 
 
 def _engines_text(names: Sequence[str]) -> str:
@@ -121,14 +150,3 @@ def show(lines: dict[str, str]) -> None:
     for name, text in lines.items():
         if text:
             ERRORS.print(f"{name:9}{text}", highlight=False, soft_wrap=True)
-
-
-def taken(words: Sequence[str], *options: str) -> tuple[str | None, list[str]]:
-    """Return the value of the first of these options, or None, and the words without it."""
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in options and equals:
-            return value, [*words[:i], *words[i + 1 :]]
-        if name in options and i + 1 < len(words):
-            return words[i + 1], [*words[:i], *words[i + 2 :]]
-    return None, list(words)

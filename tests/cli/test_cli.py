@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import onnx
 import pytest
 import torch
 import torchvision
@@ -43,17 +44,26 @@ def process(*arguments, cwd=None):
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
 
 
+SAID = (
+    "input    RGB, NCHW: centre crop of 20 x 20 after resizing to 23, mean 0.485, 0.456, 0.406, std 0.5; --size, "
+    "--resize, --mean and --std change this"
+)
+
+
 def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     # In a process in which torch cannot be imported.
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     seen = {}
-    (tmp_path / "net.onnx").write_bytes(b"0" * 20_000)
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 20, 20])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "net", [x], [])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "net.onnx")
+    (tmp_path / "images").mkdir()
     for words in (
         ("sensitivity", "quickstart", "-s", "qat.epoch=1"),
         ("qat", "quickstart", "-q", "-s", "qat.epochs=1"),
         ("erf", "--model", "resnet50"),
-        ("ptq", "--onnx", "net.onnx", "--data", "images", "--target", "openvino"),
+        ("ptq", "--onnx", "net.onnx", "--data", "images", "--target=openvino", "--std", "0.5"),
         ("predict", "runs/nowhere", "a.jpg"),
     ):
         command = [sys.executable, "-m", "compress", *words]
@@ -64,7 +74,8 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     for text in ("network  resnet18", "data     digits", "24 x 24, mean 0.305, std 0.376", "engines  OpenVINO"):
         assert text in plan
     assert seen["erf"].startswith("network  resnet50, random weights\ninput    224 px\n")
-    assert seen["ptq"].startswith("network  net.onnx, 0.02 MB\ndata     images\ndevice   cpu\nengines  OpenVINO\n")
+    lines = seen["ptq"].splitlines()
+    assert lines[1:3] + lines[4:5] == ["data     images", SAID, "engines  OpenVINO"], seen["ptq"]
     assert seen["predict"].startswith("error RunError: runs/nowhere is no run folder")
     assert all("torch was imported" in seen[name] for name in ("qat", "erf", "ptq"))
 
@@ -487,6 +498,9 @@ def test_a_phase_has_a_line_at_its_end_unless_a_note_tells_it(lines):
         progress.start("calibrate", 2)
         progress.advance("calibrate", loss=0.5)
         progress.advance("calibrate")
+        progress.start("train", 1)
+        progress.advance("train")
+        time.sleep(1.2)  # longer than the thread that watches waits
         progress.start("train: evaluate", 1)
         progress.advance("train: evaluate")
         progress.note("train: epoch 1, top-1 91.2 %")
