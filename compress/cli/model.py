@@ -120,8 +120,8 @@ def _draw(recipe: Recipe, block: str, out: Path) -> None:
     if not block:
         raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     from compress.plots.layers import draw_block  # lazy: roofline, in this file too, has its answer sooner
-    from compress.quantization.block_graph import block_graph  # lazy: as above
-    from compress.quantization.placement.insert import insert_quantizers  # lazy: as above
+    from compress.quantization.block_graph import block_graph  # lazy: as draw_block
+    from compress.quantization.placement.insert import insert_quantizers  # lazy: as draw_block
 
     network = network_of(recipe, weights=False)
     placed = insert_quantizers(network, _example(recipe), _spec(recipe).for_target())
@@ -134,8 +134,8 @@ def _spec(recipe: Recipe) -> QuantSpec:
 
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
-    from compress.quantization.placement.insert import read_fx  # lazy: as above
-    from compress.quantization.placement.place import place  # lazy: as above
+    from compress.quantization.placement.insert import read_fx  # lazy: as draw_block
+    from compress.quantization.placement.place import place  # lazy: as draw_block
 
     name, network = recipe.model.name, network_of(recipe, weights=False)
     check_float_model(network)
@@ -291,7 +291,7 @@ def receptive_field(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the table and the figure.")] = Path("runs/fields"),
     as_json: JsonOption = False,
 ) -> None:
-    from compress.report.receptive_field import receptive_field_report  # lazy: as above
+    from compress.report.receptive_field import receptive_field_report  # lazy: as draw_block
 
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     name = parsed.model.name
@@ -349,8 +349,8 @@ def erf(
             raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")
         _drift(run, layer or [], images, out, as_json)
         return
-    from compress.receptive import ErfOptions  # lazy: as above
-    from compress.report.receptive_field import erf_report  # lazy: as above
+    from compress.receptive import ErfOptions  # lazy: as draw_block
+    from compress.report.receptive_field import erf_report  # lazy: as draw_block
 
     noise = recipe is None and data == "noise"
     overrides = [*(set_ or []), f"data.name={data}"] if recipe is None and not noise else set_
@@ -379,8 +379,8 @@ def erf(
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
     if len(layers) > 1:
         raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
-    from compress.pipeline.saved import finished_run, network, variants_in  # lazy: as above
-    from compress.report.receptive_field import drift_report  # lazy: as above
+    from compress.pipeline.saved import finished_run, network, variants_in  # lazy: as draw_block
+    from compress.report.receptive_field import drift_report  # lazy: as draw_block
 
     run = finished_run(folder)
     networks = {str(variant): network(run, variant) for variant in variants_in(folder)}

@@ -159,7 +159,7 @@ def form_of(
 def _form_in(file: Path, layout: str) -> Preprocessing:
     """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""."""
     import onnx  # lazy: most commands read no file
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # lazy: it comes with onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # lazy: with onnx
 
     try:
         found = onnx.load(str(file), load_external_data=False)

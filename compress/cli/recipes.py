@@ -109,7 +109,9 @@ def init(
     weights = weights or _answer("Weights (a file, a name such as IMAGENET1K_V2; empty = none)", "", _weights)
     data = data or _answer(f"Data ({', '.join(DATASETS)})", _DATA[task] if root else "digits", _dataset)
     if data in _ROOTED:
-        root = root or _answer("Folder of the data", "", lambda given: _folder(str(data), given))
+        root = root or _answer(
+            "Folder of the data (on another machine: give it as --root)", "", lambda given: _folder(str(data), given)
+        )
         if (said := _folder(data, root)) and root:
             OUT.print(f"note: {said}", highlight=False, soft_wrap=True)
     image_size = image_size or int(_answer("Side of the input in pixels", "64" if data == "digits" else "224", _side))
