@@ -71,11 +71,11 @@ def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, 
         (
             compress.QuantSpec(target="trt"),
             "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
-            " onnxruntime, litert, any, or a list of them)",
+            " onnxruntime, litert, dla, qnn, xnnpack, any, or a list of them)",
         ),
         (
             compress.QuantSpec(target=3),
-            "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, any",
+            "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, litert, dla, qnn, xnnpack, any",
         ),
         (
             compress.QuantSpec(weights=3),

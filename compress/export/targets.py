@@ -198,8 +198,10 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         integer_biases(proto, WEIGHTED_OPS if half else ("Gemm", "MatMul"))
         if opset_of(proto) >= AXIS_OPSET:
             floats_apart(proto)
-    if target == "litert":
+    if target in {"litert", "qnn"}:
         integer_biases(proto, WEIGHTED_OPS)
+    if target in {"dla", "qnn"}:  # which take an operator in integers only between pairs of its own
+        repeat_pairs(proto, everywhere=True)
     if target:
         _own_constants(proto, integers=target != "onnxruntime")
 

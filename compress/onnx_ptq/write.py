@@ -31,7 +31,7 @@ from compress.files import replacing
 from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
 from compress.onnx_ptq.index import Index, Types
 from compress.onnx_ptq.load import SourceFile, tensors_of
-from compress.onnx_ptq.read import Reading, Weight
+from compress.onnx_ptq.read import OUTPUT, Reading, Weight
 from compress.onnx_ptq.run import unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
@@ -70,6 +70,7 @@ class _Writer:
         self.before: dict[str, list[onnx.NodeProto]] = {}
         self.after: dict[str, list[onnx.NodeProto]] = {}
         self.shared: dict[Any, str] = {}
+        self.results: dict[str, str] = {}
 
     def weight(self, site: WeightSite, weight: Weight, amax: Tensor) -> None:
         old = weight.node.input[weight.place]
@@ -113,6 +114,8 @@ class _Writer:
                 made[scale.dtype] = scales, points
             result, nodes = self._pair(tensor, scale, *made[scale.dtype], site.format)
             self.after.setdefault(tensor, []).extend(nodes)
+            if (tensor, OUTPUT) in site.edges:
+                self.results[tensor] = result
             for consumer in (consumer for source, consumer in site.edges if source == tensor):
                 for node in reading.nodes[consumer]:
                     consumed_as(node, tensor, result)
@@ -140,6 +143,11 @@ class _Writer:
         for node in self.graph.node:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
+        for tensor, result in self.results.items():  # the file's output keeps its name
+            renamed = {tensor: self._free(added_tensor(tensor, "float"))[0], result: tensor}
+            for node in nodes:
+                node.input[:] = [renamed.get(name, name) for name in node.input]
+                node.output[:] = [renamed.get(name, name) for name in node.output]
         self.index.replace_nodes(nodes)
         drop_unread(self.graph)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, cast, get_args
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from compress.support.validation import (
     validate,
 )
 
-Target = Literal["tensorrt", "openvino", "onnxruntime", "litert", "any"]
+Target = Literal["tensorrt", "openvino", "onnxruntime", "litert", "dla", "qnn", "xnnpack", "any"]
 Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse", "lsq"]
 ActivationCalibrator = Literal["auto", "max", "percentile", "entropy", "mse", "lsq"]
@@ -39,6 +39,9 @@ ActivationBits = Annotated[int, Field(ge=LEAST_BITS, le=WIDEST)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 TARGETS: tuple[Target, ...] = get_args(Target)
 """`any` follows no engine: inputs and weights of products alone, as papers on low bits do."""
+T = TypeVar("T")
+_SAME: dict[str, Target] = {"xnnpack": "litert"}
+"""Another word for a target: LiteRT's kernels are XNNPACK's, and one table serves them and ExecuTorch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,13 @@ class Rule:
     target: Target | None = None
     reason: str = ""
     channel_scales: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", _own_word(self.target))
+
+
+def _own_word(target: T) -> T:
+    return cast(T, _SAME.get(target, target)) if isinstance(target, str) else target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +280,8 @@ class QuantSpec:
         for name in ("target", "rules"):  # a list, which many write, could be changed later and is no key of a dict
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+        target = tuple(map(_own_word, self.target)) if isinstance(self.target, tuple) else _own_word(self.target)
+        object.__setattr__(self, "target", target)
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -363,6 +375,7 @@ def _kind_contradictions(spec: QuantSpec) -> Iterator[str]:
 _NOT_WIDE: dict[Target, str] = {
     "tensorrt": "TensorRT's Q/DQ take INT8, INT4 and FP8, and its strongly typed engines refuse others",
     "openvino": "OpenVINO (2026.4) takes pairs of 16 bits out of a network and computes in float what reads them",
+    "dla": "DLA computes in INT8 and fp16",
 }
 HISTOGRAM_CALIBRATORS = ("entropy", "mse")
 
@@ -380,7 +393,7 @@ def _wide_contradictions(spec: QuantSpec) -> Iterator[str]:
         for target in [one for one in targets if one in _NOT_WIDE and one in every]:
             yield (
                 f"{where}.activations.num_bits is {part.num_bits} for target {target}: {_NOT_WIDE[target]}; leave such "
-                "layers float (enable: false), or choose target litert, onnxruntime or any"
+                "layers float (enable: false), or choose target litert, qnn, onnxruntime or any"
             )
         if part.calibrator in HISTOGRAM_CALIBRATORS:
             yield (

@@ -265,7 +265,7 @@ def learn_offsets(qmodel: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
         ('quantizers.input_1',)
     """
     placement = placement_of(qmodel)
-    if placement.target == "tensorrt":
+    if placement.target in {"tensorrt", "dla"}:
         raise QuantizationError("TensorRT takes no zero points: learn offsets for target any, openvino or onnxruntime")
     found = dict(quantizers(qmodel))
     chosen = {

@@ -149,6 +149,7 @@ def _dense_half(fp32: float, sparse: dict[str, float]) -> dict[str, float]:
 _VECTOR_FLOPS = {"fp32": 64}
 _VNNI_FLOPS = {**_VECTOR_FLOPS, "int8": 256}
 _AMX_FLOPS = {**_VECTOR_FLOPS, "bf16": 1024, "int8": 2048}
+_ARM_FLOPS = {"fp32": 16, "fp16": 32, "int8": 64}  # two Neon units of 128 bits, with SDOT
 _PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 
 
@@ -327,12 +328,47 @@ TABLE: tuple[Device, ...] = (
         sparse=_THOR_SPARSE,
         note="2070 is the headline figure, sparse FP4; FP8 and INT8 are half of it, FP16 a quarter, dense half again",
     ),
+    _device(
+        "orin-dla",
+        "one DLA of NVIDIA Jetson AGX Orin 64GB",
+        204.8,
+        "NVIDIA Deep-Learning-Accelerator-SW, README: two DLAs have 105 sparse INT8 TOPS in power mode MAXN",
+        dense={"int8": 26.25},
+        sparse={"int8": 52.5},
+        note="dense is half; the GPU shares the memory. No peak for fp16 is given, in which softmax and slices run",
+    ),
+    _device(
+        "hexagon-x-elite",
+        "Hexagon NPU of Qualcomm Snapdragon X Elite",
+        135,
+        "Qualcomm Snapdragon X Elite product brief (45 TOPS, LPDDR5x at 135 GB/s)",
+        dense={"int8": 45.0},
+        note="Qualcomm publishes no figure for a phone's NPU, and none for 16 bits",
+    ),
+    _device(
+        "raspberry-pi-5",
+        "Raspberry Pi 5 (four Cortex-A76 at 2.4 GHz)",
+        17.1,
+        "Raspberry Pi 5 product brief (LPDDR4X-4267, 32 bits); Arm Cortex-A76 Software Optimization Guide",
+        dense={precision: 4 * 2.4 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
+    ),
+    _device(
+        "cortex-x3",
+        "one Cortex-X3 at 3.2 GHz, of a phone's CPU (Qualcomm Snapdragon 8 Gen 2)",
+        67.2,
+        "Qualcomm Snapdragon 8 Gen 2 product brief (LPDDR5X at 4200 MHz); Arm Cortex-X3 Software Optimization Guide",
+        dense={precision: 3.2 * 2 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
+        note="four Neon units; the other cores of the phone are not counted",
+    ),
     _xeon("xeon-8380", "Intel Xeon Platinum 8380 (Ice Lake)", 40, 3.4, 204.8, _VNNI_FLOPS),
     _xeon("xeon-8480", "Intel Xeon Platinum 8480+ (Sapphire Rapids)", 56, 3.8, 307.2, _AMX_FLOPS),
     _xeon("xeon-8592", "Intel Xeon Platinum 8592+ (Emerald Rapids)", 64, 3.9, 358.4, _AMX_FLOPS),
 )
 
 _DEVICE_ALIASES = {
+    "rpi5": "raspberry-pi-5",
+    "dla": "orin-dla",
+    "hexagon": "hexagon-x-elite",
     "a100": "a100-80gb",
     "h100": "h100-sxm",
     "orin": "orin-agx-64gb",

@@ -19,6 +19,8 @@ _ENGINES = {
     "onnxruntime": "ONNX Runtime",
     "litert": "LiteRT",
     "executorch": "ExecuTorch",
+    "dla": "DLA",
+    "qnn": "QNN",
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
     "tensorrt_rtx": "TensorRT-RTX",

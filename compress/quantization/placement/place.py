@@ -88,10 +88,13 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
         floats += [(order[node], row) for row in found.refused]
         if found.weight is not None:
             weights.setdefault(found.weight.path, found.weight)
+        first = len(traced)
         for request in found.tensors:
             origins, constants = _trace_back(request, table, positive, apart, computed)
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, scales, table)
+        for item in traced[first:] if node.kind in table.one_scale else ():
+            scales.merge(traced[first].tensor, item.tensor)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
     lowest = _lowest_values(view, positive, seen or {}) if table.zero_points else {}
     sites, rows = _sites(view, traced, scales, table, positive, lowest, settings, smoothed=spec.smooth == "auto")

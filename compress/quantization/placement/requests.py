@@ -137,6 +137,8 @@ def requests_of(
     over_image = bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
     if node.kind == "mean" and not over_image:  # else a global average pool by another name
         return found
+    if node.kind in table.fuses | {"batch_norm"} and _is_fused(node, table):
+        return found
     if not own.enable:
         found.refuse(node, f"rule: {own.rule}", own.reason or "left float by the recipe")
         return found
@@ -155,15 +157,19 @@ def requests_of(
     if not own.rule and node.kind in table.grouped_float and node.parameters and node.parameters.groups != 1:
         found.refuse(node, "float on the engine", table.grouped_float[node.kind])
         return found
+    if node.kind in table.wide and own.activations.num_bits <= MOST_BITS:
+        found.refuse(node, f"{node.kind} stays float", _why_float(node, table.wide[node.kind]))
+        return found
     if node.kind in WEIGHTED:
         found.weight = _weight_site(node, own.weights, table)
-    if residual:
+    if residual and "add" not in table.inputs:
         _request_residual(found, node, table, settings, depth)
     elif node.kind in table.inputs:
         for place, source in enumerate(_factors(node)):
             signed = place == 1 and table.signed_second
             found.tensors.append(Request(source, node, node, f"{node.kind} input", table.inputs[node.kind], signed))
-    if node.kind in table.outputs and (node.kind != "add" or (residual and not found.refused)):
+    asked = residual or "add" in table.inputs
+    if node.kind in table.outputs and (node.kind != "add" or (asked and not found.refused)):
         _request_output(found, node, table)
     return found
 
@@ -273,6 +279,19 @@ def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
         if end.kind == "add":
             return None
     return end
+
+
+def _is_fused(node: Node, table: TargetTable) -> bool:
+    """True if an activation or a BatchNorm is part of the operation before it, which asks for its result."""
+    source, fusing = node, table.fuses | {"batch_norm"} | PASSING
+    while source.tensors and len(source.tensors[0].consumers) == 1:
+        source = source.tensors[0]
+        if source.kind not in fusing:
+            break
+    end = (_end_of_chain(source, table) if source.kind in table.outputs else None) or source
+    while end not in (node, source):
+        end = end.tensors[0]
+    return end is node and source is not node
 
 
 def _is_model_output(node: Node, table: TargetTable) -> bool:

@@ -1,7 +1,8 @@
 """Placement rules of each target, as data: which operations get quantized inputs and results.
 
-`place` applies all tables. Sources: the engines' own rules (TensorRT developer guide, "Working with Quantized Types";
-ONNX Runtime's QDQ transformer; OpenVINO's low precision transformations; LiteRT's 8-bit quantization specification,
+`place` applies all tables. Sources: the engines' rules (TensorRT developer guide, "Working with Quantized Types" and
+"DLA Supported Layers and Restrictions"; ONNX Runtime's QDQ transformer and its QNN Execution Provider; QNN's "HTP Op
+Definition" supplement; OpenVINO's low precision transformations; LiteRT's 8-bit quantization specification,
 https://ai.google.dev/edge/litert/models/quantization_spec) and the latencies in results/.
 """
 
@@ -53,6 +54,8 @@ class TargetTable:
         wide_symmetric: True stores activations of more than 8 bits as int16 without a zero point, also if none is
             negative: LiteRT's 16x8 kernels take no other.
         results: True also quantizes results that the model returns.
+        one_scale: kinds whose input and result have one scale.
+        wide: kinds that are quantized with more than 8 bits alone, each with the reason that 8 bits leave it float.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
@@ -76,6 +79,8 @@ class TargetTable:
     grouped_float: dict[str, str] = field(default_factory=dict)
     wide_symmetric: bool = False
     results: bool = False
+    one_scale: frozenset[str] = frozenset()
+    wide: dict[str, str] = field(default_factory=dict)
     all_integers: bool = False
 
 
@@ -113,6 +118,26 @@ _CPU_FLOAT = _FLOAT | {
 machine, 6 % noise): with all nine squeeze-and-excite products in 8 bits the network took 1.00 of the time on ONNX
 Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime, which needs their results in 8 bits too.
 """
+
+_COMPUTING = kinds(
+    lambda t: t.category in {"product", "normalization", "activation", "arithmetic", "reduction", "unknown"}
+)
+_DLA = dict.fromkeys(
+    (*("conv", "conv_transpose", "linear"), *_POOLS, *("add", "sub", "mul", "div", "pow", "maximum", "minimum")),
+    "DLA computes a region in INT8 only if every tensor in it has a scale; one without sends it to fp16 or to the GPU",
+) | dict.fromkeys(
+    ("relu", "relu6", "leaky_relu", "batch_norm", "sigmoid", "tanh"),
+    "DLA takes it between INT8 tensors (sigmoid and tanh are computed in fp16 inside)",
+)
+_TWO_OPERATORS = "it is several operators in a file, and nothing quantizes what lies between them"
+
+_QNN = dict.fromkeys(
+    (*_WEIGHTED, *_POOLS, *("add", "sub", "mul", "div", "maximum", "minimum", "relu", "relu6", "leaky_relu")),
+    "HTP computes an operator in integers only between pairs; ONNX Runtime gives others to the CPU",
+) | dict.fromkeys(
+    ("batch_norm", "sigmoid", "tanh", "hardswish", "elu", *_SOFTMAX),
+    "HTP has an operator for it between pairs of 8 or of 16 bits",
+)
 
 TABLES: dict[Target, TargetTable] = {
     "tensorrt": TargetTable(
@@ -165,6 +190,33 @@ TABLES: dict[Target, TargetTable] = {
             "avg_pool": "AVERAGE_POOL_2D has one scale for input and result, which 8 bits of an average do not need",
             "resize": "RESIZE_BILINEAR has one scale for input and result; nearest neighbours keep their integers",
         },
+    ),
+    "dla": TargetTable(
+        inputs=_DLA,
+        outputs=_DLA,
+        residual="both",
+        clips_at_zero=True,
+        results=True,
+        one_scale=frozenset(_POOLS[:3]),
+        stays_float=dict.fromkeys(
+            _COMPUTING.difference(_DLA), "it is not among the layers that DLA takes in INT8: the GPU computes it"
+        )
+        | dict.fromkeys(_SOFTMAX, "DLA computes a softmax in fp16 (on Orin): it falls back to that, or to the GPU")
+        | dict.fromkeys(TAKES_APART, "DLA takes a slice in fp16 alone: it falls back to that, or to the GPU")
+        | dict.fromkeys(("silu", "hardswish", "gelu"), f"{_TWO_OPERATORS}: DLA falls back to fp16, or to the GPU"),
+        grouped_float={"conv_transpose": "DLA has no transposed convolution with groups: the GPU computes it"},
+    ),
+    "qnn": TargetTable(
+        inputs=_QNN,
+        outputs=_QNN,
+        residual="both",
+        unsigned=True,
+        offset=frozenset(_QNN),
+        zero_points=frozenset(_QNN),
+        results=True,
+        wide=dict.fromkeys(_SOFTMAX, f"{_FLOAT['softmax']}; with activations of 16 bits it is quantized"),
+        stays_float={kind: text for kind, text in _FLOAT.items() if kind not in _QNN}
+        | dict.fromkeys(("silu", "gelu"), f"{_TWO_OPERATORS}: HTP computes it in fp16, or the CPU"),
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

@@ -2,17 +2,21 @@
 
 from collections import OrderedDict
 
+import onnx
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, quantize, trace
 from compress.errors import QuantizationError
 from compress.graph.fold import fold_batchnorm
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
-from tests.networks import Net, Residual, TinyResNet
+from tests.exact import compute
+from tests.networks import Net, Residual, TinyResNet, network
+from tests.onnx_ptq.files import quantized_file
 
 
 def placement(model, spec=None, shape=(2, 3, 32, 32)):
@@ -210,3 +214,59 @@ def test_a_result_is_quantized_behind_its_activation_and_before_a_pad():
 def test_a_branch_of_a_residual_add_is_asked_for_by_its_layer_too():
     rules = {d.tensor: d.rule for d in placement(TinyResNet(), QuantSpec(target="onnxruntime")).decisions}
     assert rules["block1_conv2"] == rules["block2_conv2"] == "conv output, residual add"
+
+
+FUSED = {("Conv", "Relu"), ("Conv", "Clip"), ("Add", "Relu"), ("BatchNormalization", "Relu")}
+
+
+def without_scale(path):
+    # Operators that read, or outputs that hold, an activation that no pair is on: what DLA and HTP cannot run in INT8.
+    graph = onnx.load(path).graph
+    made = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        if constants.issuperset(node.input):
+            constants.update(node.output)
+    read = [(name, n.op_type) for n in graph.node for name in n.input if name and name not in constants]
+    read = [(name, op) for name, op in read if op not in ("QuantizeLinear", "DequantizeLinear")]
+    found = [(made[name].op_type if name in made else "input", op) for name, op in read]
+    found += [(made[value.name].op_type, "output") for value in graph.output]
+    return [(source, op) for source, op in found if source != "DequantizeLinear" and (source, op) not in FUSED]
+
+
+def gated(net, x):
+    x = torch.cat([net.one(x).relu(), F.avg_pool2d(net.two(x), 3, 1, 1)], 1)
+    return net.last(net.norm(x).relu() * net.gate(x).sigmoid() + x).mean((2, 3))
+
+
+@pytest.mark.parametrize("make", [network, gated])
+@pytest.mark.parametrize("source", ["torch", "file"])
+@pytest.mark.parametrize("target", ["dla", "qnn"])
+def test_every_tensor_has_a_scale_for_dla_and_qnn(target, source, make, tmp_path):
+    torch.manual_seed(0)
+    if make is gated:
+        layers = {"one": nn.Conv2d(3, 4, 3, padding=1), "two": nn.Conv2d(3, 4, 1), "norm": nn.BatchNorm2d(8)}
+        model = Net(gated, **layers, gate=nn.Conv2d(8, 8, 1), last=nn.Conv2d(8, 4, 1)).eval()
+    else:
+        model = make()
+    x = torch.randn(4, 3, 16, 16)
+    quantized_file(source, model, x, QuantSpec(target=target), tmp_path / "int8.onnx")
+    assert not without_scale(tmp_path / "int8.onnx")
+    with torch.no_grad():
+        wanted = model(x)
+    assert (torch.from_numpy(compute(tmp_path / "int8.onnx", x.numpy())) - wanted).pow(2).mean() < 2e-3 * wanted.var()
+
+
+def test_what_dla_does_not_take_is_named_and_its_averages_keep_their_scale():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.AvgPool2d(2))
+    result = placement(model, QuantSpec(target="dla"), (2, 3, 8, 8))
+    assert {d.layer: "GPU" in d.reason for d in result.decisions if d.decision == "float"} == {"1": True, "3": True}
+    assert {d.quantizer for d in result.decisions if d.tensor in ("_3", "_4")} == {"", "quantizers._3"}
+
+
+def test_softmax_is_quantized_for_qnn_with_16_bits_alone_and_xnnpack_is_another_word():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    for bits, expected in ((8, ["softmax stays float"]), (16, [])):
+        found = placement(model, QuantSpec(target="qnn", activations=ActivationSpec(num_bits=bits)), (2, 4))
+        assert [d.rule for d in found.decisions if d.decision == "float"] == expected
+    assert QuantSpec(target=["xnnpack", "qnn"]).targets == ("litert", "qnn")
