@@ -53,6 +53,7 @@ _REFUSALS = {
 }
 _APART = "the recipe gives its inputs scales of their own"
 _OF_CONSTANTS = "it computes with constants and sizes alone, once for all images"
+_WITH_A_CONSTANT = "its other operand is a number or a constant, which has no scale: the fallback computes it"
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
@@ -83,6 +84,10 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
             continue
         if node.kind in _PRODUCTS and node not in computed:
             floats.append((order[node], float_row(node, "constant", _OF_CONSTANTS)))
+            continue
+        alone = node.traits.category == "arithmetic" and len(computed.intersection(node.tensors)) < 2
+        if alone and node.kind in table.inputs and node.shape is not None:
+            floats.append((order[node], float_row(node, f"{node.kind} stays float", _WITH_A_CONSTANT)))
             continue
         found = requests_of(node, table, settings, depth)
         floats += [(order[node], row) for row in found.refused]
