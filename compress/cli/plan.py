@@ -1,4 +1,4 @@
-"""What a command is about to do, printed before torch is imported; wrong recipes and folders are refused there too."""
+"""Prints what a command will do, and refuses wrong recipes and folders, before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What some images decide in a float file that becomes 8 bits: channel scales, zero points and biases.
+"""Channel scales, zero points and biases of a float file that becomes 8 bits, measured on some images.
 
-`quantization.ptq` chooses (`channel_scales`, `zero_points`, `bias_correction`). A channel scale goes into the operation
-that makes the tensor where that is linear in it (a layer, a normalization, a product with a constant, through
-activations without bounds), and is a Mul elsewhere.
+`quantization.ptq` switches them on (`channel_scales`, `zero_points`, `bias_correction`). A channel scale is folded into
+the operation before it if that is linear (a layer, a normalization, a product with a constant); else it is a Mul.
 """
 
 from __future__ import annotations
