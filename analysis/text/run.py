@@ -289,7 +289,8 @@ The weights are those of the packages rapidocr-onnxruntime 1.4.4, ocrspine-model
 0.1.1. Recognizers read {evaluated} rendered lines (half English, a quarter numbers, a quarter Chinese; spaces do not
 count); DINOv2 gets a third as many photographs. {calibration} other images calibrate, one a batch. Every tool has its
 defaults, every engine one thread and f32. Points: share of lines that are right, minus float's, with a paired 95 %
-interval. Seconds: processor time of making the file. Faster: than the float file on the same engine, timed in turn. Machine: {cpu}, {cores} cores.
+interval. Seconds: processor time of making the file. Faster: than the float file on the same engine, timed in turn.
+Machine: {cpu}, {cores} cores.
 
 """
 
