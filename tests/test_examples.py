@@ -27,7 +27,7 @@ NEEDS = {
 ALONE = {
     "own_task": "tests/tasks/test_load.py",
     "yolo": "tests/test_detectors.py",
-    "super_resolution": "tests/pipeline/test_restoration.py",
+    "super_resolution": "tests/pipeline/test_tasks.py",
     "pictures": "every example",
 }
 

@@ -27,7 +27,7 @@ from compress.data.load import class_count
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
 from compress.pipeline.predict import read_picture
-from tests.data import test_boxes, test_masks
+from tests.data import test_boxes
 from tests.images import write_images
 
 CPU = torch.device("cpu")
@@ -365,9 +365,9 @@ def folder(root, **values):
 
 
 def masks(root, **values):
-    test_masks.write(root)
+    test_boxes.write_masks(root)
     return DataSpec(
-        name="masks", root=str(root), image_size=8, workers=0, classes=test_masks.CLASSES, ignore_index=11, **values
+        name="masks", root=str(root), image_size=8, workers=0, classes=test_boxes.SIDES, ignore_index=11, **values
     )
 
 

@@ -15,7 +15,7 @@ from compress.errors import ReceptiveFieldError
 from compress.plots.erf import draw_drift, draw_field, table_caption
 from compress.receptive import ErfOptions, erf_drift
 from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
-from tests.plots.test_roofline import overlapping_texts
+from tests.plots.test_figures import overlapping_texts
 
 
 @pytest.fixture(scope="module")

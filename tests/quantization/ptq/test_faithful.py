@@ -11,9 +11,20 @@ import torch.nn.functional as F
 import torchvision
 from onnx.reference import ReferenceEvaluator
 from torch import nn
+from torch.nn.utils import prune
 
-from compress import AdaRoundSpec, QuantSpec, export_onnx, quantize
-from compress.errors import ModelError, QuantizationError
+from compress import (
+    ActivationSpec,
+    AdaRoundSpec,
+    CompressWarning,
+    QuantSpec,
+    Rule,
+    calibrate,
+    export_onnx,
+    insert_quantizers,
+    quantize,
+)
+from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.graph.compare import relative_error
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity.compare import sqnr
@@ -260,3 +271,253 @@ def test_a_linear_layer_without_bias_on_tokens_and_a_parameter_of_no_dimension(t
     path = export_onnx(qmodel, TOKENS, tmp_path / "m.onnx")
     (got,) = ReferenceEvaluator(str(path)).run(None, {"input": TOKENS.numpy()})
     assert sqnr(qmodel(TOKENS), torch.from_numpy(got)) > 40
+
+
+# Models and data that are not what quantization expects: a clear refusal, or the right thing done.
+
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
+
+
+def layers():
+    torch.manual_seed(0)
+    return {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3), "fc": nn.Linear(8, 5)}
+
+
+def network():
+    return Net(lambda net, x: net.fc(net.b(net.a(x).relu()).relu().mean((2, 3))), **layers())
+
+
+def noise(model, qmodel, x=X):
+    with torch.no_grad():
+        return sqnr(model.eval()(x), qmodel(x))
+
+
+def test_zero_channels_and_zero_weights_stay_zero():
+    model = network()
+    with torch.no_grad():
+        model.a.weight[2] = 0
+        model.b.weight.zero_()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert (qmodel.a.quantized_weight[2] == 0).all() and (qmodel.b.quantized_weight == 0).all()
+    assert noise(model, qmodel) > 30
+
+
+def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_input():
+    c = nn.Conv2d(8, 8, 3, padding=1)
+    model = Net(lambda net, x: net.fc(net.c(net.c(net.a(x).relu()).relu() * 3).mean((2, 3))), c=c, **layers())
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert [site.path for site in qmodel.placement.weights] == ["a", "c", "fc"]
+    readers = [node.args[0] for node in qmodel.graph.nodes if node.target == "c"]
+    assert len(readers) == 2 and readers[0] is not readers[1]
+    assert all(node.op == "call_module" and node.target.startswith("quantizers.") for node in readers)
+    assert noise(model, qmodel) > 25
+
+
+def test_tensors_named_as_what_modules_have():
+    class Named(Net):
+        def forward(self, train):
+            return self.run(self, train)
+
+    model = Named(lambda net, x: net.fc(net.b(net.a(x).cpu()).double().float().mean((2, 3))), **layers())
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert "quantizers.train_" in dict(qmodel.named_modules()) and noise(model, qmodel) > 25
+
+
+def test_outputs_in_dicts_and_tuples():
+    def run(net, x):
+        y = net.a(x).relu()
+        return {"map": y, "rest": (net.fc(y.mean((2, 3))),)}
+
+    model = Net(run, **layers()).eval()
+    result, expected = quantize(model, X[:2], [X], spec=MAX)(X), model(X)
+    assert sqnr(expected["map"], result["map"]) > 25 and sqnr(expected["rest"][0], result["rest"][0]) > 25
+
+
+def test_a_constant_that_is_added_is_no_activation():
+    model = Net(lambda net, x: net.fc(net.b((net.a(x) + net.table).relu()).mean((2, 3))), **layers())
+    model.register_buffer("table", torch.ones(1, 8, 16, 16))
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert not any("table" in tensor for site in qmodel.placement.activations for tensor, _ in site.edges)
+    assert noise(model, qmodel) > 25
+
+
+def test_other_image_sizes_than_the_traced_one():
+    model = network()
+    qmodel = quantize(model, X[:2], [X, torch.randn(2, 3, 24, 20)], spec=MAX)
+    assert noise(model, qmodel, torch.randn(3, 3, 20, 32)) > 20
+
+
+def test_one_batch_of_one_image_is_enough_and_none_is_not():
+    model = network()
+    assert noise(model, quantize(model, X[:2], [X[:1]], spec=MAX), X[:1]) > 25
+    with pytest.raises(CalibrationError, match="no images"):
+        quantize(model, X[:2], [], spec=MAX)
+
+
+def test_a_tensor_that_was_constant_zero_is_named():
+    dead = Net(lambda net, x: net.fc(net.b(net.a(x).relu() * 0).mean((2, 3))), **layers())
+    with pytest.warns(CompressWarning, match=r"quantizers\.mul.*b, which consume"):
+        quantize(dead, X[:2], [X], spec=MAX)
+    with pytest.raises(CalibrationError, match="all collected values are zero"):
+        quantize(network(), X[:2], [torch.zeros_like(X)], spec=MAX)
+
+
+def test_a_quantizer_that_nothing_reached_is_named():
+    qmodel = insert_quantizers(Net(lambda net, x: net.a(x), a=nn.Conv2d(3, 4, 1)), X[:2], MAX)
+    with pytest.raises(CalibrationError, match="no images"):
+        calibrate(qmodel, [X[:0]])
+    with pytest.raises(CalibrationError, match=r"quantizers\.x has no ranges"):
+        qmodel(X)
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+NO_BATCHES = (None, 3, X)
+WRONG_BATCHES = (X[:, :1], X.double(), X.to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batches", "spec", "error", "words"),
+    [
+        *((dtype, [X.to(dtype)], MAX, QuantizationError, rf"{dtype} .*model\.float\(\)") for dtype in DTYPES),
+        (torch.float32, [X], "openvino", QuantizationError, "'openvino'.*QuantSpec"),
+        *((torch.float32, none, MAX, CalibrationError, "give an iterable of batches") for none in NO_BATCHES),
+        *(
+            (torch.float32, [X, wrong], MAX, CalibrationError, r"fails on a calibration batch of \(4, [13], 16, 16\)")
+            for wrong in WRONG_BATCHES
+        ),
+    ],
+)
+def test_other_types_batches_and_specs_are_refused(dtype, batches, spec, error, words):
+    with pytest.raises(error, match=words):
+        quantize(network().to(dtype), X[:2].to(dtype), batches, spec=spec)
+
+
+def root():
+    return Net(
+        lambda net, x: net.fc(F.conv2d(x, net.kernel).relu().mean((2, 3))),
+        kernel=nn.Parameter(torch.randn(8, 3, 3, 3)),
+        fc=nn.Linear(8, 5),
+    )
+
+
+class PackedWeight(torch.Tensor):
+    """A tensor of another class, such as torchao keeps packed weights in."""
+
+
+def packed():
+    model = network()
+    model.fc.weight = nn.Parameter(torch.randn(5, 8).as_subclass(PackedWeight))
+    return model
+
+
+def with_fc(layer):
+    return Net(lambda net, x: net.fc(net.a(x).mean((2, 3))), **{**layers(), "fc": layer})
+
+
+REFUSED = [
+    (lambda: quantize(network(), X[:2], [X], spec=MAX), QuantizationError, "quantized already"),
+    (lambda: with_fc(torch.ao.nn.quantized.dynamic.Linear(8, 5)), QuantizationError, "fc is a .*quantized already"),
+    (packed, QuantizationError, r"fc\.weight is a .*PackedWeight"),
+    (lambda: with_fc(nn.LazyLinear(5)), ModelError, r"fc\.weight has no shape yet"),
+    (lambda: nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), QuantizationError, "no layer that can be quantized"),
+    (lambda: nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), QuantizationError, "no layer that can be quantized"),
+    (lambda: network().forward, ModelError, "must be a torch.nn.Module"),
+    (lambda: nn.DataParallel(network()), ModelError, r"its \.module"),
+    (lambda: nn.Sequential(nn.DataParallel(network())), ModelError, "0 is a DataParallel.*put its .module in its"),
+    (lambda: torch.compile(network()), ModelError, r"its \._orig_mod"),
+    (lambda: torch.jit.trace(network(), X), ModelError, "scripted or traced from"),
+    (
+        lambda: torch.export.export(network().eval(), (X[:2],)).module(),
+        ModelError,
+        "the module that torch.export exported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_models_that_cannot_be_quantized_say_what_to_give(make, error, words):
+    with pytest.raises(error, match=words):
+        quantize(make(), X[:2], [X], spec=MAX)
+
+
+@pytest.mark.parametrize(
+    "layer", [None, lambda: nn.Linear(16, 5), lambda: nn.Conv2d(3, 8, 3), lambda: nn.Conv1d(16, 4, 1)]
+)
+def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
+    model = layer() if layer else root()
+    x = X[:, 0] if isinstance(model, nn.Conv1d) else X
+    qmodel = quantize(model, x[:2], [x], spec=MAX)
+    names = [name for name, p in model.named_parameters() if p.dim() > 1]
+    assert len(qmodel.placement.weights) == len(names) and noise(model, qmodel, x) > 30
+    assert sum(p.numel() for p in qmodel.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
+def test_a_float_model_that_is_ready_for_torchs_quantization_is_the_plain_one(name):
+    # torchvision's own pairs: one with FloatFunctional and stubs, one without, equal weights.
+    plain = torchvision.models.get_model(name, num_classes=5).eval()
+    ready = torchvision.models.get_model(f"quantized_{name}", num_classes=5).eval()
+    ready.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    expected, found = (quantize(model, x, [x], spec=MAX) for model in (plain, ready))
+    assert torch.equal(found(x), expected(x)) and not torch.equal(found(x), plain(x))
+    ready.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    with pytest.raises(QuantizationError, match="quantized already"):  # its ranges would be lost
+        quantize(torch.ao.quantization.prepare(ready), x, [x], spec=MAX)
+
+
+def test_models_with_another_librarys_quantizers():
+    prepared = network().train()
+    prepared.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(prepared, inplace=True)
+    with pytest.raises(QuantizationError, match="torch.ao.*quantized already"):
+        quantize(prepared.eval(), X[:2], [X], spec=MAX)
+    pytest.importorskip("pytorch_quantization", reason="the peer is not installed")
+    from pytorch_quantization.nn import QuantConv2d
+
+    theirs = network()
+    theirs.a = QuantConv2d(3, 8, 3, padding=1)
+    with pytest.raises(QuantizationError, match="from_pytorch_quantization takes it over"):
+        quantize(theirs, X[:2], [X], spec=MAX)
+
+
+@pytest.mark.parametrize("made", ["weight_norm", "spectral_norm"])
+def test_weights_that_hooks_compute_say_what_to_do(made):
+    model = network()
+    getattr(nn.utils, made)(model.b)
+    with pytest.raises(ModelError, match=rf"weight of b .*torch.nn.utils.remove_{made}"):
+        quantize(model, X[:2], [X])
+    getattr(nn.utils, f"remove_{made}")(model.b)
+    assert noise(model, quantize(model, X[:2], [X])) > 30
+
+
+def test_weights_pruned_by_a_hook_are_refused():
+    model = network()
+    prune.l1_unstructured(model.b, "weight", 0.5)
+    with pytest.raises(ModelError, match=r"b has parameters pruned by a hook .*torch.nn.utils.prune.remove"):
+        quantize(model, X[:2], [X], spec=MAX)
+    prune.remove(model.b, "weight")
+    layer = quantize(model, X[:2], [X], spec=MAX).get_submodule("b")
+    assert (layer.weight_quantizer(layer.weight)[model.b.weight == 0] == 0).all()
+
+
+def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
+    part = Net(lambda net, x: net.inner(x) if x.sum() > 1e9 else x, inner=nn.Conv2d(8, 8, 1))
+    model = Net(lambda net, x: net.fc(net.part(net.a(x)).mean((2, 3))), part=part, **layers())
+    (row,) = [row for row in insert_quantizers(model, X[:2], MAX).placement.decisions if row.layer == "part"]
+    assert row.decision == "float" and "Net is kept whole" in row.reason
+    spec = QuantSpec(rules=(Rule(match="part.inner", enable=False),))
+    with pytest.raises(QuantizationError, match="part is kept whole and stays float"):
+        insert_quantizers(model, X[:2], spec)
+
+
+def test_a_loader_of_a_stream_has_no_length():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.randn(4, 3, 8, 8))
+
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    assert quantize(model, torch.randn(2, 3, 8, 8), loader).placement.weights
