@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -139,18 +140,6 @@ def test_autocast_does_not_round_what_sixteen_bits_hold():
     assert torch.equal(x.grad, (x.detach().abs() <= 3).to(x.dtype)) and quantizer(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("bits", [1, 17])
-def test_bits_are_bounded(bits):
-    with pytest.raises(QuantizationError, match="2 to 16"):
-        QuantFormat(num_bits=bits)
-
-
-@pytest.mark.parametrize("options", [{"num_bits": 4}, {"signed": False}, {"offset": True}])
-def test_fp8_has_no_other_form(options):
-    with pytest.raises(QuantizationError, match="E4M3 has 8 bits"):
-        QuantFormat(kind="e4m3", **options)
-
-
 def test_types_of_what_is_quantized():
     scale = torch.tensor(0.1)
     assert [f.dtype for f in (INT8, UINT8, OFFSET)] == [torch.int8, torch.uint8, torch.uint8]
@@ -184,34 +173,37 @@ def test_a_range_with_a_lowest_value_is_used_whole(amax, lowest, bits):
     assert torch.equal(gradient[far], wanted[far])
 
 
-def test_a_lowest_value_needs_one_scale_and_the_unsigned_form():
-    for keys in ({"lowest": 0.1, "offset": True}, {"lowest": -0.1}, {"lowest": -0.1, "offset": True, "axis": 0}):
-        with pytest.raises(QuantizationError, match="lowest is"):
-            QuantFormat(**keys)
-
-
 def ready(amax=2.0):
     quantizer = compress.Quantizer(QuantFormat(), name="layer")
     quantizer.set_amax(torch.tensor(amax))
     return quantizer
 
 
-def test_refuses_to_run_without_ranges():
-    with pytest.raises(CalibrationError, match="layer has no ranges"):
-        compress.Quantizer(QuantFormat(), name="layer")(torch.randn(3))
+NONE = (0.0, -1.0, float("nan"), float("inf"))
+FORMS = [
+    *(({"num_bits": bits}, "2 to 16") for bits in (1, 17)),
+    *(({"kind": "e4m3", **form}, "E4M3 has 8 bits") for form in ({"num_bits": 4}, {"signed": False}, {"offset": True})),
+    ({"lowest": 0.1, "offset": True}, "lowest is"),
+    ({"lowest": -0.1}, "lowest is"),
+    ({"lowest": -0.1, "offset": True, "axis": 0}, "lowest is"),
+]
+LAYER = compress.Quantizer(QuantFormat(), name="layer")
+ROWS = compress.Quantizer(QuantFormat(axis=0), channels=3, name="layer")
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_refuses_scales_that_are_none(bad):
-    with pytest.raises(CalibrationError, match="layer: amax is"):
-        compress.Quantizer(QuantFormat(), name="layer").set_amax(torch.tensor(bad))
-    with pytest.raises(CalibrationError, match="1 of 3 channels"):
-        compress.Quantizer(QuantFormat(axis=0), channels=3, name="layer").set_amax(torch.tensor([1.0, bad, 2.0]))
-
-
-def test_refuses_another_shape():
-    with pytest.raises(CalibrationError, match=r"\(2,\), expected \(\)"):
-        compress.Quantizer(QuantFormat(), name="layer").set_amax(torch.ones(2))
+@pytest.mark.parametrize(
+    ("error", "call", "words"),
+    [
+        *((QuantizationError, partial(QuantFormat, **form), words) for form, words in FORMS),
+        (CalibrationError, lambda: LAYER(torch.randn(3)), "layer has no ranges"),
+        *((CalibrationError, partial(LAYER.set_amax, torch.tensor(bad)), "layer: amax is") for bad in NONE),
+        *((CalibrationError, partial(ROWS.set_amax, torch.tensor([1.0, bad, 2.0])), "1 of 3 channels") for bad in NONE),
+        (CalibrationError, lambda: LAYER.set_amax(torch.ones(2)), r"\(2,\), expected \(\)"),
+    ],
+)
+def test_forms_and_ranges_that_are_none_are_refused(error, call, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_off_is_the_identity():
