@@ -568,7 +568,7 @@ class Tracer(fx.Tracer):
         inputs: tuple[Tensor, ...] | None = None,
         values: Values | None = None,
         *,
-        buffers: bool = False,
+        buffers: bool = True,
     ) -> None:
         super().__init__()
         self.leaves = frozenset(leaves)
@@ -696,7 +696,12 @@ class _Factories(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_MAKERS = frozenset({torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace, torch.eye})
+_MAKERS = frozenset(
+    {
+        *(torch.ones, torch.zeros, torch.full, torch.empty, torch.ones_like, torch.zeros_like, torch.full_like),
+        *(torch.arange, torch.linspace, torch.eye, torch.tensor, torch.as_tensor),
+    }
+)
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
@@ -920,12 +925,14 @@ def _with_shapes(
     with answered(model, integers=integers):
         graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
-        reference = run_with(fresh(model), copies_of(grown))
+        takes_more = False  # a vision tower that packs its images takes as many as it was told
         try:
+            reference = run_with(fresh(model), copies_of(grown))
+            takes_more = True
             result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
             failed = "" if same_results(reference, result) else "computes something else"
         except Exception as error:  # as above
-            failed = f"fails ({error})"
+            failed = f"fails ({error})" if takes_more else ""
     if failed and same_results(run_model(model, inputs), run_model(graph_module, inputs)):
         raise ModelError(
             f"{type(model).__name__} makes a plain number of its batch size, so that its graph {failed} for another "
@@ -996,6 +1003,9 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
     return graph_module
 
 
+_SIZES_APART = "takes 1 positional argument but"
+
+
 def _with_leaves(
     model: nn.Module, inputs: tuple[Tensor, ...], leaves: dict[str, str], *, concrete: bool, buffers: bool = False
 ) -> fx.GraphModule:
@@ -1013,10 +1023,13 @@ def _with_leaves(
                     continue
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 if not tracer.failed or tracer.failed in leaves:
+                    apart = (
+                        "give the sizes as one tuple, or register the tensor as a buffer"  # torch takes no proxy first
+                    )
+                    usual = "move the part that depends on values into a submodule, which then becomes a leaf"
                     raise ModelError(
                         f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); "
-                        "move the part that depends on values into a submodule, which then becomes a "
-                        f"leaf{_parts_of(model)}"
+                        f"{apart if _SIZES_APART in reason else usual}{_parts_of(model)}"
                     ) from error
                 leaves[tracer.failed] = reason
             else:

@@ -210,6 +210,11 @@ def new_tensors_and_words_of_python(self, x):  # as detection heads have them
     return {name: head(torch.cat([y, grid.expand(len(x), 1, *y.shape[2:])], 1)) for name, head in self.heads.items()}
 
 
+def numbers_for_each_image(self, x):
+    b = x.shape[0]
+    return self.conv(x) * torch.tensor([[2.0, 3.0]]).expand(b, 2)[:, 1, None, None, None] + torch.empty(1).zero_()
+
+
 def sizes_as_plain_numbers(self, x):  # as published backbones have them
     b, _, h, w = map(int, x.shape)
     return (self.conv(x).view(b, 8, h * w) + int(w / 2)).view(int(x.size(0)), -1)
@@ -262,6 +267,7 @@ FORWARDS = [
     new_tensors_and_words_of_python,
     *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
     *(takes_another_way_without_a_tensor, sizes_as_an_array, numbers_of_numpy),
+    numbers_for_each_image,
 ]
 
 
@@ -332,6 +338,24 @@ def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
 
     with pytest.raises(ModelError, match=r"reads a tensor by another name after \+= changed it"):
         compress.trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))
+
+
+def test_images_packed_as_the_model_was_told_are_traced():
+    # As vision towers of language models do: another batch is not theirs to take.
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 24)
+
+        def forward(self, x):
+            lengths = (torch.tensor([4, 10]) - torch.tensor([0, 4])).tolist()
+            parts = [torch.split(y, lengths) for y in self.linear(x.reshape(10, 8)).reshape(10, 3, 8).unbind(1)]
+            return torch.cat([(q @ k.T).softmax(-1) @ v for q, k, v in zip(*parts, strict=True)])
+
+    model, x = Packed().eval(), torch.randn(2, 5, 8)
+    qmodel = compress.quantize(model, x, [x, torch.randn(2, 5, 8)])
+    assert [site.path for site in qmodel.placement.weights] == ["linear"]
+    torch.testing.assert_close(compress.trace(model, x)(x), model(x))
 
 
 def test_a_loop_over_a_batch_is_named():
