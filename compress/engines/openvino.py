@@ -30,6 +30,7 @@ from compress.engines.base import (
 from compress.engines.onnx_file import OnnxFile, existing_file, joins_signed, load_onnx, read_onnx, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import bare_extremes, extremes_apart, orders_in_two
+from compress.onnx_graph import OnnxGraph
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -169,13 +170,23 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
         if file is not None:
             form = load_onnx(path)
             signed = "i8" in file.quantized_types and joins_signed(form)
-            if signed or bare_extremes(form) or any(node.op_type == "Gather" for node in form.graph.node):
+            if signed or bare_extremes(form) or _reorders(form, path):
                 model = load_onnx(path, weights=True)
                 if signed:
                     to_unsigned(model)
                 if signed + extremes_apart(model) + orders_in_two(model):
                     changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
+
+
+def _reorders(form: Any, path: Path) -> bool:
+    from onnx import TensorProto, external_data_helper  # lazy: OpenVINO runs its own files without onnx
+
+    for tensor in OnnxGraph(form.graph).constants.values():  # a long index lies beside the file, as weights do
+        integers = tensor.data_type in {TensorProto.INT32, TensorProto.INT64}
+        if integers and external_data_helper.uses_external_data(tensor):
+            external_data_helper.load_external_data_for_tensor(tensor, str(path.parent))
+    return bool(orders_in_two(form))
 
 
 def _may_saturate(path: Path) -> bool:

@@ -56,7 +56,7 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
         reason = _replace(graph_module, node, kind, arguments, made)
         if reason:
             node.meta["whole"] = reason
-    _drop_unread(graph_module)
+    _drop_unread(graph_module, made)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(made)
@@ -149,7 +149,9 @@ def _replace(
     weight = f"{path}.{name}".lstrip(".")
     if _is_part(graph_module, weight, node, arguments):
         path = next(part for i in itertools.count() if (part := f"{weight}_layer_{i}") not in made)
-    path = path or f"{weight}_layer"  # the model's own parameter, as of a bare nn.Linear: in a layer beside it
+    another = path in made and made[path].meta["weight"] != weight
+    if not path or another or _hides(graph_module, path, node, settings):
+        path = f"{weight}_layer"  # the model's own, one of several of a module, or beside another that is called `bias`
     if path in made:
         if made[path].meta["arguments"] != settings:
             return f"{path} is used before with other settings"
@@ -165,7 +167,8 @@ def _replace(
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(path, (arguments["input"],))
     replace_node(node, call)
-    call.meta["arguments"] = settings
+    constants = [v for v in settings.values() if isinstance(v, fx.Node) and is_constant(v)]
+    call.meta.update(arguments=settings, weight=weight, own={str(n.target) for v in constants for n in _sources(v)})
     made.setdefault(path, call)
     return ""
 
@@ -175,7 +178,18 @@ def _is_part(graph_module: fx.GraphModule, weight: str, node: fx.Node, arguments
     held = arguments.get("weight")
     if not isinstance(held, fx.Node) or held.op == "get_attr":
         return False
-    starts = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == weight]
+    return _read_elsewhere(graph_module, {weight}, node)
+
+
+def _hides(graph_module: fx.GraphModule, path: str, node: fx.Node, settings: dict[str, Any]) -> bool:
+    """True if a layer at `path` has the name of another tensor of the module there, which others read."""
+    names = {"weight", "bias", *(_names(settings).values() if node.target is F.linear else ())}
+    taken = {str(v.target) for v in settings.values() if isinstance(v, fx.Node) and v.op == "get_attr"}
+    return _read_elsewhere(graph_module, {f"{path}.{name}" for name in names} - taken, node)
+
+
+def _read_elsewhere(graph_module: fx.GraphModule, names: set[str], node: fx.Node) -> bool:
+    starts = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target in names]
     reached = walk(starts, lambda n: n.users if is_constant(n) else ())
     return any(n is not node and not is_constant(n) for n in reached)
 
@@ -260,25 +274,30 @@ def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> No
     for name, child in old._modules.items():
         layer.add_module(name, child)
     for name, parameter in old._parameters.items():
-        if name not in layer._parameters:
-            layer.register_parameter(name, parameter)
+        layer._parameters.setdefault(name, parameter)  # a layer with names of its own has the attribute `bias` already
     for name, buffer in old._buffers.items():
         if name not in layer._buffers:
             layer.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
     graph_module.set_submodule(path, layer)
 
 
-def _drop_unread(graph_module: fx.GraphModule) -> None:
+def _drop_unread(graph_module: fx.GraphModule, made: dict[str, fx.Node]) -> None:
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node.op != "output" and node.op != "placeholder" and is_constant(node):
             graph_module.graph.erase_node(node)
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
-    held = {id(p) for path, module in graph_module.named_modules() if path for p in module._parameters.values()}
-    for name in [n for n, p in graph_module._parameters.items() if id(p) in held and n not in read]:
-        del graph_module._parameters[name]
+    called = {n.target for n in graph_module.graph.nodes if n.op == "call_module"}
+    moved = {name for node in made.values() for name in node.meta["own"]}
+    for owner in {"", *(path.rpartition(".")[0] for path in made)} - called:
+        tensors = graph_module.get_submodule(owner)._parameters
+        held = {id(p) for path, m in graph_module.named_modules() if path != owner for p in m._parameters.values()}
+        for name, parameter in list(tensors.items()):
+            path = f"{owner}.{name}".lstrip(".")
+            if path not in read and (id(parameter) in held or path in moved):
+                del tensors[name]
     for path, module in list(graph_module.named_modules()):
         own = {"weight", "bias", *getattr(module, "names", {}).values()}
-        if type(module) in {*_CONVOLUTIONS.values(), NamedLinear}:
+        if type(module) in {*_CONVOLUTIONS.values(), nn.Linear, NamedLinear}:
             for name in [n for n in module._parameters if n not in own and f"{path}.{n}" not in read]:
                 del module._parameters[name]  # such as the gain of a standardized weight, which the new weight includes
 

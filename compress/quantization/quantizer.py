@@ -276,7 +276,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
     layer.training = module.training
     for key, parameter in module._parameters.items():  # weight, bias (None too), and what a subclass adds to them
-        layer.register_parameter(key, parameter)
+        layer._parameters[key] = parameter
     if parametrize.is_parametrized(module):
         _move_parametrizations(module, layer)
     for key, buffer in module._buffers.items():  # buffers and modules beside a layer at its path

@@ -3,6 +3,8 @@
 # The oracle is the caller's own model.
 
 import copy
+import functools
+import re
 import types
 
 import pytest
@@ -191,8 +193,28 @@ class Doubled(nn.Conv2d):
 @pytest.mark.parametrize(("layer", "x"), [(LoRA(8, 8), TOKENS), (Gained(8, 8, 3), IMAGE), (Doubled(8, 8, 3), IMAGE)])
 def test_layers_of_ones_own_keep_all_their_parameters(layer, x):
     model = chain(a=copy.deepcopy(layer), b=copy.deepcopy(layer))
-    qmodel = faithful(model, x)
-    assert set(model.state_dict()) == {name for name in qmodel.state_dict() if "quantizer" not in name}
+    kept = {re.sub(r"\w+_layer\.", "", name) for name in faithful(model, x).state_dict() if "quantizer" not in name}
+    assert set(model.state_dict()) == kept
+
+
+@pytest.mark.parametrize(
+    ("forward", "weights", "x"),
+    [
+        (lambda s, x: F.linear(F.relu(F.linear(x, s.weight, s.b1)), s.w2, s.bias), 2, TOKENS),
+        (lambda s, x: F.linear(F.linear(x, s.w1).sigmoid() * F.linear(x, s.weight), s.w2), 3, TOKENS),
+        (lambda s, x: F.linear(x, s.weight) * 2 + s.bias, 1, TOKENS),
+        (lambda s, x: F.linear(x, s.w1) * s.b1 + s.bias, 1, TOKENS),
+        (lambda s, x: F.leaky_relu(F.linear(x, s.weight * 0.7, s.bias * 0.5)) + s.bias, 1, TOKENS),
+        (lambda s, x: functools.reduce(lambda y, w: F.conv2d(y, w, padding=1).relu(), s.filters, x), 3, IMAGE),
+        (lambda s, x: F.conv2d(x, s.filters[0] * 0.7)[:, :8] + s.bias[:, None, None], 1, IMAGE),
+    ],
+)
+def test_several_weights_and_vectors_of_one_module(forward, weights, x):
+    vectors = {name: nn.Parameter(torch.rand(8)) for name in ("bias", "b1")}
+    part = Net(forward, **vectors, **{n: nn.Parameter(torch.randn(8, 8) / 3) for n in ("weight", "w1", "w2")})
+    part.filters = nn.ParameterList(torch.randn(8, 8, 3, 3) / 8 for _ in range(3))
+    qmodel = faithful(Net(lambda s, x: s.part(x), part=part), x)
+    assert sum(name.endswith("weight_quantizer") for name, _ in qmodel.named_modules()) == weights
 
 
 def test_functional_layers_keep_the_names_of_their_parameters():
