@@ -196,19 +196,16 @@ def _keys(line: str) -> dict[str, Any] | None:
     blocks = {"Inputs": inputs, "Constants": constants, "Outputs": outputs}
     return (
         row
-        | {key: [_tensor_of_log(text) for text in _blocks(value)] for key, value in blocks.items()}
+        | {key: list(_tensors_of_log(value)) for key, value in blocks.items()}
         | {"Name": name, "LayerType": kind, "Metadata": metadata.removeprefix(" ") or None}
     )
 
 
-def _blocks(text: str) -> list[str]:
-    """The insides of `{ Name: ...}, { Name: ...}`."""
-    parts = text.strip().removeprefix("{").removesuffix("}").split("}, {")
-    return [part.strip() for part in parts if part.strip().startswith("Name: ")]
-
-
-def _tensor_of_log(text: str) -> dict[str, Any]:
-    return {name: _value(value) for name, value in _TENSOR_ITEM.findall(text)}
+def _tensors_of_log(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the tensors of `{ Name: ...}, { Name: ...}`."""
+    for part in text.strip().removeprefix("{").removesuffix("}").split("}, {"):
+        if part.strip().startswith("Name: "):
+            yield {name: _value(value) for name, value in _TENSOR_ITEM.findall(part.strip())}
 
 
 def _items(text: str) -> Iterator[tuple[str, str]]:
@@ -268,7 +265,9 @@ def parse_inspector(text: str) -> EngineListing:
         notes += (f"the engine has several optimization profiles: {others} layers of the later ones are left out",)
     layers = [engine_layer(layer) for layer in chosen]
     inputs, outputs = _names_of_json(document, layers)
-    new_form = "I/O Tensors" in document or any("Datatype" in t or "DataType" in t for t in _all_tensors(chosen))
+    tensors = [t for layer in chosen for key in ("Inputs", "Outputs") for t in layer.get(key) or ()]
+    typed = any(isinstance(t, dict) and ("Datatype" in t or "DataType" in t) for t in tensors)
+    new_form = "I/O Tensors" in document or typed
     return EngineListing(
         source=f"inspector JSON ({'11.x' if new_form else '10.x'} form)",
         layers=without_constants(layers, {*inputs, *outputs}),
@@ -276,11 +275,6 @@ def parse_inspector(text: str) -> EngineListing:
         outputs=outputs,
         notes=notes,
     )
-
-
-def _all_tensors(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    found = [t for layer in layers for key in ("Inputs", "Outputs") for t in layer.get(key) or ()]
-    return [tensor for tensor in found if isinstance(tensor, dict)]
 
 
 def _names_of_json(

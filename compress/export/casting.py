@@ -510,7 +510,8 @@ class _Caster:
                 continue
             reason = ""
             if largest > limit:
-                mask = name in self.masks and ranges.highest[name] <= limit and self._op(name) not in PRODUCTS
+                maker = self.nodes[self.producers[name]].op_type if name in self.producers else ""
+                mask = name in self.masks and ranges.highest[name] <= limit and maker not in PRODUCTS
                 reason = "" if mask else f"values end beyond {self.name}: {name} reaches {largest:.3g}"
             elif (db := ranges.db(name)) < LOSS_DB[self.precision]:
                 reason = f"values are too small for {self.name}: {name} of at most {largest:.3g} keeps {db:.0f} dB"
@@ -522,9 +523,6 @@ class _Caster:
             if inner > limit and name in self.producers:
                 reason = f"a sum inside ends beyond {self.name}: {name} adds up to {inner:.3g}"
                 self.keep(self.producers[name], reason)
-
-    def _op(self, name: str) -> str:
-        return self.nodes[self.producers[name]].op_type if name in self.producers else ""
 
     def _by_operator(self) -> None:
         """Leave float32 what easily overflows float16: exponentials, squares, and what is computed of squares."""
@@ -560,14 +558,11 @@ class _Caster:
                 after = [node.output[k] for k in outputs]
                 if not before or self.outputs.intersection(after):
                     continue
+                readers = [self.readers.get(name, ()) for name in after]
                 if all(self.producers.get(name) in self.kept for name in before) and all(
-                    self._read_in_float(name) for name in after
+                    places and all(place in self.kept for place in places) for places in readers
                 ):
                     self.kept[i], changed = "", True
-
-    def _read_in_float(self, name: str) -> bool:
-        readers = self.readers.get(name, [])
-        return bool(readers) and all(i in self.kept for i in readers)
 
 
 class _Rewriting:

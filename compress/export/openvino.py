@@ -24,6 +24,7 @@ from compress.onnx_graph import (
     each_node,
     made_after,
     replace_attributes,
+    subgraphs,
     without_weights,
 )
 
@@ -364,9 +365,11 @@ def biases_apart(proto: onnx.ModelProto) -> int:
     consumers, and a quantizer after its bias is computed with the bias of one channel for all: near 0 dB with an open
     batch. A sum asks for no shape.
     """
-    if not _has_open_input(proto.graph) or not _computes_with_sizes(proto.graph.node):
-        return 0
     view = OnnxGraph(proto.graph)
+    types = [value.type.tensor_type for value in proto.graph.input if value.name not in view.constants]
+    is_open = any(not t.HasField("shape") or any(not d.HasField("dim_value") for d in t.shape.dim) for t in types)
+    if not is_open or not _computes_with_sizes(proto.graph.node):
+        return 0
 
     def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         bias = view.array(node.input[2]) if node.op_type == "Conv" and len(node.input) > 2 and node.input[2] else None
@@ -382,16 +385,9 @@ def biases_apart(proto: onnx.ModelProto) -> int:
     return view.rewrite(apart)
 
 
-def _has_open_input(graph: onnx.GraphProto) -> bool:
-    constants = {tensor.name for tensor in graph.initializer}
-    types = [value.type.tensor_type for value in graph.input if value.name not in constants]
-    return any(not t.HasField("shape") or any(not d.HasField("dim_value") for d in t.shape.dim) for t in types)
-
-
 def _computes_with_sizes(nodes: Sequence[onnx.NodeProto]) -> bool:
-    inner = (graph for node in nodes for a in node.attribute for graph in (*a.graphs, *([a.g] * a.HasField("g"))))
     return any(node.op_type in _COMPUTES_WITH_SIZES for node in nodes) or any(
-        _computes_with_sizes(graph.node) for graph in inner
+        _computes_with_sizes(graph.node) for graph in subgraphs(nodes)
     )
 
 

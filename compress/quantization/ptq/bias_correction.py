@@ -28,7 +28,7 @@ from compress.graph.traits import TRAITS
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import fake_quantize
 from compress.quantization.ptq.on_images import spread
-from compress.quantization.ptq.rescaling import propagate_moments, shared_parameters
+from compress.quantization.ptq.rescaling import channel_groups, propagate_moments, shared_parameters
 from compress.quantization.ptq.walk import Visit, on_images
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Correction, Moments, placement_of
@@ -81,7 +81,7 @@ def _times(weight: Tensor, inputs: Tensor, groups: int) -> Tensor:
 
 def expected_shift(layer: Any, error: Tensor, mean: Tensor) -> Tensor:
     """The mean shift (out,) of a layer's outputs when its weight moves by `error`, with mean inputs (in,)."""
-    groups = _groups(layer)
+    groups = channel_groups(layer)
     if module_kind(layer) == "conv_transpose":
         stride = 1
         for step in layer.stride:
@@ -164,7 +164,9 @@ def correct_bias_means(
         on_images(measured, qmodel, batches, all_reduce=False)
     rows = []
     for path, layer, *_ in (each for same in found.values() for each in same if each[0] in means):
-        shift = certain_shift(weights.get(path, layer.weight), layer.quantized_weight, means[path], _groups(layer))
+        shift = certain_shift(
+            weights.get(path, layer.weight), layer.quantized_weight, means[path], channel_groups(layer)
+        )
         rows.append(_corrected(path, layer, -shift))
     return tuple(rows)
 
@@ -198,10 +200,6 @@ def _window(layer: Any) -> Window | None:
         before=tuple(pads[::2][::-1]),
         after=tuple(pads[1::2][::-1]),
     )
-
-
-def _groups(layer: Any) -> int:
-    return int(getattr(layer, "groups", 1))
 
 
 @torch.no_grad()

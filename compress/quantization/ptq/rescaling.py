@@ -107,12 +107,12 @@ def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
         layer: Any = graph_module.get_submodule(path)
         if layer.bias is None:
             weight = layer.weight
-            channels = weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+            channels = weight.shape[1] * channel_groups(layer) if _transposed(layer) else weight.shape[0]
             zeros = weight.new_zeros(channels)
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
 
 
-def _groups(layer: nn.Module) -> int:
+def channel_groups(layer: nn.Module) -> int:
     return int(getattr(layer, "groups", 1))
 
 
@@ -131,7 +131,7 @@ def _second_axis(layer: nn.Module) -> Tensor:
         if tensor_of(layer).dim() > 2
         else tensor_of(layer).detach().abs()[..., None]
     )
-    return rows.amax(2).unflatten(0, (_groups(layer), -1)).amax(1).flatten()
+    return rows.amax(2).unflatten(0, (channel_groups(layer), -1)).amax(1).flatten()
 
 
 def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
 
 
 def _second_factor(layer: nn.Module, factor: Tensor) -> Tensor:
-    weight, groups = tensor_of(layer), _groups(layer)
+    weight, groups = tensor_of(layer), channel_groups(layer)
     columns = factor.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
     return columns.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))
 

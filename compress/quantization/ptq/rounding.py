@@ -36,7 +36,7 @@ from compress.errors import QuantizationError
 from compress.files import replacing
 from compress.graph.layers import alive_after
 from compress.graph.modules import stored_name
-from compress.graph.ops import module_kind, node_kind, node_module, tensor_of
+from compress.graph.ops import called_module, module_kind, node_kind, tensor_of
 from compress.kernels.memory_format import along_axis
 from compress.quantization import AdaRoundSpec, ReconstructSpec
 from compress.quantization.learned import learned_fake_quantize
@@ -365,9 +365,9 @@ def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
     waiting: tuple[fx.Node, ...] = ()
     source, joined = inputs[0], 0
     for part in _parts(graph_module, inputs[0]):
-        layers = tuple(dict.fromkeys(str(n.target) for n in part if isinstance(_module(n), _QuantWeight)))
+        layers = tuple(dict.fromkeys(str(n.target) for n in part if isinstance(called_module(n), _QuantWeight)))
         if not layers:
-            if waiting or not found or isinstance(_module(part[-1]), Quantizer):
+            if waiting or not found or isinstance(called_module(part[-1]), Quantizer):
                 waiting += part
             else:
                 last = found[-1]
@@ -429,10 +429,6 @@ def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.No
         if part and alive == {node}:
             yield tuple(part)
             part = []
-
-
-def _module(node: fx.Node) -> nn.Module | None:
-    return node_module(node) if node.op == "call_module" else None
 
 
 LEAST_IMAGES = 4
