@@ -34,6 +34,7 @@ from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
 from compress.pipeline import run as run
 from compress.pipeline.saved import load as load
 from compress.pipeline.saved import save as save
+from compress.pipeline.studies.tune import tune as tune  # experimental
 from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
 from compress.quantization import ActivationSpec as ActivationSpec
 from compress.quantization import AdaRoundSpec as AdaRoundSpec

@@ -20,6 +20,10 @@ _NAMED = 50
 """Letters of a file's name that its temporary name repeats: file systems take 255 bytes."""
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress"
+
+
 def expand_user(path: Path | str) -> Path:
     """Resolve `~`; that of an unknown user stays."""
     try:

@@ -34,9 +34,12 @@ from compress.measure.file_check import FileCheck, check_onnx
 from compress.onnx_ptq.cast import cast_onnx
 from compress.onnx_ptq.dequantize import dequantize_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
+from compress.pipeline.studies.sensitivity import plain
+from compress.pipeline.studies.tune import Tuned, tune
 from compress.quantization import QuantSpec
 from compress.quantization.placement.decisions import Decision
 from compress.records.files import FILE_RESULT
+from compress.support.text import MISSING
 
 
 def quantize_file(
@@ -49,24 +52,33 @@ def quantize_file(
     precision: str,
     ops: Sequence[Path],
     again: bool,
+    tuning: dict[str, Any] | None = None,
     every: bool,
     as_json: bool,
 ) -> None:
+    if tuning is not None and ops:
+        raise RecipeError("--tune measures files of standard operators: leave --ops or --tune out")
     if out is not None and out.suffix in {".onnx", ".tflite", ".engine"} and not out.is_dir():
         raise RecipeError(
             f"--out is {out}, a file's name; --out names a folder, in which {onnx.stem}.int8.onnx is written"
         )
-    batches = batches_of(data, form, spec.calibration_images)
+    images = spec.calibration_images
+    batches = batches_of(data, form, images if tuning is None else images + images // 4)  # a fifth is held back
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
     if again:
         onnx = dequantize_onnx(onnx, folder / f"{onnx.stem}.float.onnx")
     first = First(batches)
     with progress() as bars:
         name = folder / f"{onnx.stem}.int8.onnx"
-        done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, ops=ops, progress=bars)
+        if tuning is not None:
+            tuned = tune(onnx, first, out=name, spec=spec, precision=precision, progress=bars, **tuning)
+            done = tuned.quantized
+        else:
+            tuned = None
+            done = quantize_onnx_file(onnx, first, spec=spec, out=name, precision=precision, ops=ops, progress=bars)
     write_text(folder / "placement.csv", done.placement.to_csv())
     check = check_onnx(onnx, done.path, first.batch, target=done.placement.target, ops=ops)
-    _show(onnx, done, check, folder, every=every, as_json=as_json)
+    _show(onnx, done, check, folder, tuned, every=every, as_json=as_json)
 
 
 class First:
@@ -84,7 +96,16 @@ class First:
         return length_hint(self.batches)
 
 
-def _show(onnx: Path, done: QuantizedFile, check: FileCheck, folder: Path, *, every: bool, as_json: bool) -> None:
+def _show(
+    onnx: Path,
+    done: QuantizedFile,
+    check: FileCheck,
+    folder: Path,
+    tuned: Tuned | None,
+    *,
+    every: bool,
+    as_json: bool,
+) -> None:
     audit = audit_onnx(done.path)
     count = sum(row.int8 for row in audit.rows)
     document = {
@@ -101,6 +122,11 @@ def _show(onnx: Path, done: QuantizedFile, check: FileCheck, folder: Path, *, ev
         "notes": list(done.notes),
         "check": asdict(check),
     }
+    if tuned is not None:
+        groups, forms = (list(map(asdict, rows)) for rows in (tuned.groups, tuned.forms))
+        own = {"recommended": str(tuned.path), "why": tuned.why, "floor": tuned.goal, "minutes": tuned.minutes}
+        forms = [{**form, "path": str(form["path"])} for form in forms]
+        document["tuned"] = plain({"choice": tuned.choice, **own, "groups": groups, "forms": forms})
     write_json(folder / FILE_RESULT, document)
     if as_json:
         print_json(document)
@@ -118,8 +144,29 @@ def _show(onnx: Path, done: QuantizedFile, check: FileCheck, folder: Path, *, ev
             OUT.print(f"{place} against float, {check.images} images: {decibels(ratio, mend)}", soft_wrap=True)
     if check.warning:
         OUT.print(f"[red]warning[/] {escape(check.warning)}", markup=True)
+    if tuned is not None:
+        _show_tuned(tuned)
     OUT.print(f"{done.path}\n{folder / 'placement.csv'}", highlight=False, soft_wrap=True)
     print_next(f"bench {onnx} {done.path}", f"inspect onnx {done.path}")
+
+
+def _show_tuned(tuned: Tuned) -> None:
+    columns = ("file", "ms", "of float's time", "SQNR, dB", "agrees %", "keeps the floor")
+    rows = [
+        (
+            form.label,
+            MISSING if form.ms is None else f"{form.ms:.3f}",
+            MISSING if form.ratio is None else f"{form.ratio:.2f}",
+            f"{form.effect.sqnr_db:.1f}",
+            MISSING if form.effect.agreement is None else f"{100 * form.effect.agreement:.2f}",
+            "yes" if form.kept else "no",
+        )
+        for form in tuned.forms
+    ]
+    print_table(f"{tuned.goal}, {tuned.images} images held back", columns, rows, numbers=columns[1:5])
+    tried = sum(group.gain_ms is not None for group in tuned.groups)
+    OUT.print(f"{tried} of {len(tuned.groups)} groups of layers tried, {tuned.minutes:.1f} minutes")
+    OUT.print(f"recommended: {tuned.choice} ({tuned.path}): {tuned.why}", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_float(decisions: Iterable[Decision], *, every: bool) -> None:

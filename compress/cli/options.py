@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from compress.errors import EngineError, RecipeError
 from compress.export.names import PREPROCESSING_KEY
 from compress.quantization import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
+from compress.support.imports import imported
 from compress.support.limits import IMAGE_SIDE
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
@@ -99,9 +102,54 @@ AgainOption = Annotated[
         "--again", metavar="", help="Of a quantized file: make it float first, and begin anew.", rich_help_panel=_ONNX
     ),
 ]
+TuneOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tune", help="Time on the engine which layers are faster float: 5min, 90s, 1h.", rich_help_panel=_ONNX
+    ),
+]
+MaxDropOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-drop", help="With --tune: most points lost, of the metric or of agreement.", rich_help_panel=_ONNX
+    ),
+]
+MinSqnrOption = Annotated[
+    float | None,
+    typer.Option("--min-sqnr", help="With --tune, for other outputs: least dB against float.", rich_help_panel=_ONNX),
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", help="With --tune: openvino, cuda, ...; default the target's.", rich_help_panel=_ONNX),
+]
 ImagesOption = Annotated[
     int | None, typer.Option("--images", help="Images to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]
+
+
+_MINUTES = {"s": 1 / 60, "min": 1.0, "h": 60.0}
+
+
+def tuning_of(
+    tune: str | None, max_drop: float | None, min_sqnr: float | None, engine: str | None, metric: str | None
+) -> dict[str, Any] | None:
+    """Arguments of `compress.tune`."""
+    if tune is None:
+        if any(value is not None for value in (max_drop, min_sqnr, engine, metric)):
+            raise RecipeError("--max-drop, --min-sqnr, --engine and --metric belong to --tune; add --tune 5min")
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", tune.strip())
+    if found is None or not float(found[1]):
+        raise RecipeError(f"--tune is {tune!r}: it must be a time with its unit, such as 5min, 90s or 1h")
+    floor = max_drop if min_sqnr is None else min_sqnr
+    if (max_drop is None) == (min_sqnr is None) or floor is None or not 0 <= floor < math.inf:
+        raise RecipeError(
+            "--tune needs one floor of accuracy, 0 or more: --max-drop 0.5 (points of the metric, or of agreement with "
+            "float) or --min-sqnr 20 (dB)"
+        )
+    minutes = float(found[1]) * _MINUTES[found[2]]
+    judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
+    return {"minutes": minutes, "drop": max_drop, "sqnr_db": min_sqnr, "engine": engine, "metric": judge}
 
 
 def sides_of(size: str) -> tuple[int, int]:

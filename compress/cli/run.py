@@ -11,13 +11,17 @@ from compress.cli.options import (
     ChannelsOption,
     DataOption,
     DeviceOption,
+    EngineOption,
     FileOption,
     FromOption,
     ImagesOption,
     InputSizeOption,
     JsonOption,
     LayoutOption,
+    MaxDropOption,
     MeanOption,
+    MetricOption,
+    MinSqnrOption,
     OpsOption,
     OutOption,
     PrecisionOption,
@@ -28,8 +32,10 @@ from compress.cli.options import (
     SetOption,
     StdOption,
     TargetOption,
+    TuneOption,
     form_of,
     spec_of,
+    tuning_of,
 )
 from compress.errors import RecipeError
 from compress.recipe.tree import load_recipe
@@ -92,17 +98,23 @@ def ptq(
     images: ImagesOption = None,
     ops: OpsOption = None,
     again: AgainOption = False,
+    tune: TuneOption = None,
+    max_drop: MaxDropOption = None,
+    min_sqnr: MinSqnrOption = None,
+    engine: EngineOption = None,
+    metric: MetricOption = None,
     every: AllOption = False,
 ) -> None:
+    tuning = tuning_of(tune, max_drop, min_sqnr, engine, metric)
     if onnx is None:
         if recipe is None and from_ is not None:
             recipe = str(from_ / "recipe.yaml")
         if recipe is None:
             raise RecipeError("give --recipe, or --onnx FILE and --data for a network of which only the file is there")
-        if data is not None or target is not None or precision != "fp32" or ops or again:
+        if data is not None or target is not None or precision != "fp32" or ops or again or tuning:
             raise RecipeError(
-                "--data, --target, --precision, --ops and --again belong to --onnx FILE; a recipe has a data, a "
-                "quantization and an export section"
+                "--data, --target, --precision, --ops, --again and --tune belong to --onnx FILE; a recipe has a data, "
+                "a quantization and an export section"
             )
         ptq_of_recipe(recipe, set_, out, from_, resume, device, as_json)
         return
@@ -119,6 +131,7 @@ def ptq(
         precision=precision,
         ops=ops or (),
         again=again,
+        tuning=tuning,
         every=every,
         as_json=as_json,
     )

@@ -39,9 +39,9 @@ def mend_onnx(
 
     Args:
         path: float ONNX file.
-        batches: calibration data, as for `quantize_onnx`.
-        images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
-        spec: target, rules and methods to begin with; rules match the names of nodes.
+        batches: as for `quantize_onnx`.
+        images: that the goal is measured on, with a target last for a metric; None = `batches`.
+        spec: to begin with; rules match the names of nodes.
         drop: as there.
         sqnr_db: as there.
         metric: as there.

@@ -46,6 +46,7 @@ from compress.quantization.placement.decisions import (
     shared_tensors,
 )
 from compress.quantization.placement.place import place
+from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.improve import methods
 from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
@@ -61,6 +62,7 @@ class QuantizedFile:
     placement: Placement
     calibration: CalibrationReport
     notes: tuple[str, ...]
+    view: GraphView
     casting: Casting | None = None
 
 
@@ -189,7 +191,9 @@ def _quantized(
     _finish(source, types, spec.only_target, metadata or {})
     notes += [*improved.notes, *(casting.notes() if casting else ())]
     path = save_model(source, target, spec.only_target)
-    return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes), casting=casting)
+    return QuantizedFile(
+        path=path, placement=placement, calibration=calibration, notes=tuple(notes), view=reading.view, casting=casting
+    )
 
 
 def _with_remainder(

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.own import loader_data
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
+from compress.files import cache_folder
 from compress.graph.inputs import flat_tensors
 from compress.graph.modules import modes_restored
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
@@ -172,8 +173,7 @@ def is_recorded(spec: TrainSpec, device: torch.device) -> bool:
 
 
 def keep_compiled() -> None:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / "compress" / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     name = "autograd_cache_allow_custom_autograd_functions"
     if hasattr(functorch_config, name):
         setattr(functorch_config, name, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import threading
@@ -38,7 +37,7 @@ from compress.engines.tensorrt.options import (
 )
 from compress.errors import EngineError, EngineUnavailableError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY, is_sparse
-from compress.files import replacing, write_json, write_text
+from compress.files import cache_folder, replacing, write_json, write_text
 from compress.support.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
@@ -115,9 +114,8 @@ class BuildProgress:
 
 
 def default_cache_path(version: str, gpu: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{version}-{gpu}").strip("-")
-    return base / "compress" / f"tensorrt-{name}.timing"
+    return cache_folder() / f"tensorrt-{name}.timing"
 
 
 def use_timing_cache(

@@ -6,6 +6,7 @@ calibrated once, and each case is a subset.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,47 +175,29 @@ _TOP1 = TaskMetric(name="top1", make=partial(MeanOf, _correct), select=_logits, 
 _OUTPUTS = TaskMetric(name="outputs", make=_TOP1.make, select=flat_tensors)
 
 
-class Probe:
-    """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
+class Judged:
+    """The float network's outputs on batches, by which others are judged.
 
     `judge` is the metric; `float_score` the float network's, None without targets.
     """
 
-    def __init__(
-        self, model: nn.Module, qmodel: fx.GraphModule, images: Sequence[Any], metric: TaskMetric | None = None
-    ) -> None:
-        if not images:
-            raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
-        self.model, self.qmodel = model, qmodel
-        self.judge = metric or _TOP1
-        self.batches = [model_inputs(qmodel, batch) for batch in images]
-        self.targets = [x for batch, own in zip(images, self.batches, strict=True) for x in _targets(batch, len(own))]
-        self.reference = [self.judge.select(run_model(model, model_inputs(model, batch, qmodel))) for batch in images]
+    def __init__(self, outputs: Iterable[Any], targets: Sequence[Any], judge: TaskMetric) -> None:
+        self.judge, self.targets = judge, targets
+        self.reference = [judge.select(output) for output in outputs]
         self.float_score: float | None = None
-        if len(self.targets) == len(images) and self.judge is not _OUTPUTS:
-            meter = self.judge.make()
-            for outputs, targets in zip(self.reference, self.targets, strict=True):
-                meter.update(outputs, targets)
-            self.float_score = self.judge.figures(meter)[self.judge.name]
+        if len(targets) == len(self.reference) and judge is not _OUTPUTS:
+            meter = judge.make()
+            for selected, own in zip(self.reference, targets, strict=True):
+                meter.update(selected, own)
+            self.float_score = judge.figures(meter)[judge.name]
 
-    @property
-    def count(self) -> int:
-        return sum(len(inputs[0]) for inputs in self.batches)
-
-    def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:
-        """The effect of a subset of the quantizers (None = all) on the outputs and on the metric.
-
-        With `images`, whole batches are read until there are so many, and the metric is left out.
-        """
-        subset = subset or subset_of(placement_of(self.qmodel))
+    def effect_of(self, results: Iterable[Any], *, scored: bool = True) -> Effect:
+        """The effect on outputs of the batches, or of the first of them."""
         noise = Noise()
-        meter = self.judge.make() if images is None and self.float_score is not None else None
-        seen = same = places = 0
-        for i, inputs in enumerate(self.batches):
-            if images is not None and seen >= images:
-                break
-            seen += len(inputs[0])
-            outputs, reference = self.judge.select(run_subset(self.qmodel, subset, *inputs)), self.reference[i]
+        meter = self.judge.make() if scored and self.float_score is not None else None
+        same = places = 0
+        for i, result in enumerate(results):
+            outputs, reference = self.judge.select(result), self.reference[i]
             noise.add(reference, outputs)
             if self.judge.classes is not None:
                 equal = self.judge.classes(outputs) == self.judge.classes(reference)
@@ -228,6 +211,35 @@ class Probe:
         )
 
 
+class Probe(Judged):
+    """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers."""
+
+    def __init__(
+        self, model: nn.Module, qmodel: fx.GraphModule, images: Sequence[Any], metric: TaskMetric | None = None
+    ) -> None:
+        if not images:
+            raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
+        self.model, self.qmodel = model, qmodel
+        self.batches = [model_inputs(qmodel, batch) for batch in images]
+        targets = [x for batch, own in zip(images, self.batches, strict=True) for x in targets_of(batch, len(own))]
+        outputs = (run_model(model, model_inputs(model, batch, qmodel)) for batch in images)
+        super().__init__(outputs, targets, metric or _TOP1)
+
+    @property
+    def count(self) -> int:
+        return sum(len(inputs[0]) for inputs in self.batches)
+
+    def effect(self, subset: Subset | None = None, *, images: int | None = None) -> Effect:
+        """The effect of a subset of the quantizers (None = all) on the outputs and on the metric.
+
+        With `images`, whole batches are read until there are so many, and the metric is left out.
+        """
+        subset = subset or subset_of(placement_of(self.qmodel))
+        before = itertools.accumulate((len(inputs[0]) for inputs in self.batches), initial=0)
+        chosen = [own for own, seen in zip(self.batches, before, strict=False) if images is None or seen < images]
+        return self.effect_of((run_subset(self.qmodel, subset, *own) for own in chosen), scored=images is None)
+
+
 def probed(
     model: nn.Module,
     example_inputs: Inputs,
@@ -237,19 +249,19 @@ def probed(
     metric: Any,
     progress: Progress | None = None,
 ) -> tuple[Probe, QuantSpec]:
-    """A quantized network to be measured, and the specification without the methods that were taken back.
-
-    Without a metric, outputs that are no logits are judged by signal to noise alone.
-    """
+    """A quantized network to be measured, and the specification without the methods that were taken back."""
     qmodel, images = quantize(model, example_inputs, batches, spec=spec, progress=progress), list(images)
-    judge = None if metric is None else task_metric(metric)
-    if judge is None and images:
-        found = flat_tensors(run_model(model, model_inputs(model, images[0])))
-        judge = None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
+    judge = metric_for(run_model(model, model_inputs(model, images[0])), metric) if images else None
     return Probe(model, qmodel, images, judge), kept(qmodel, spec)
 
 
-def _targets(batch: Any, inputs: int) -> list[Any]:
+def metric_for(output: Any, metric: Any) -> TaskMetric:
+    """The user's metric, or top-1, or signal to noise alone for outputs that are no logits."""
+    found = flat_tensors(output)
+    return task_metric(metric) if metric is not None else _TOP1 if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
+
+
+def targets_of(batch: Any, inputs: int) -> list[Any]:
     """The targets of a batch whose model takes so many inputs; [] = it has none."""
     if isinstance(batch, Mapping):
         return [batch[key] for key in TARGET_KEYS if key in batch][:1]

@@ -22,16 +22,14 @@ from compress.graph.layers import layers
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.compare import Effect, Probe, probed
+from compress.quantization.sensitivity.compare import Effect, Judged, Probe, probed
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
-from compress.quantization.sensitivity.sensitivity import FLOAT, choose_formats, everywhere, format_rule, layer_settings
+from compress.quantization.sensitivity.sensitivity import FLOAT, everywhere, format_rule, layer_settings, lowered
 from compress.support.progress import NoProgress, Progress
 
 TASK = "mend"
 _NOISIEST = 16
 """Layers for which other formats than float are tried."""
-_LOWERED = 10
-"""Times that the limit on the noise is halved."""
 _GAIN_DB = 1.0
 """Least gain for which a change of the whole network is kept."""
 _MOST_NOISE = 1e6
@@ -89,7 +87,7 @@ class Goal:
     drop: float | None = None
     sqnr_db: float | None = None
 
-    def met(self, effect: Effect, probe: Probe) -> bool:
+    def met(self, effect: Effect, probe: Judged) -> bool:
         if self.sqnr_db is not None:
             return effect.sqnr_db >= self.sqnr_db
         if probe.float_score is not None and effect.score is not None:
@@ -100,7 +98,7 @@ class Goal:
             raise QuantizationError("without targets and classes there is no loss in points; give a least SQNR instead")
         return lost <= float(self.drop or 0.0) + 1e-9
 
-    def text(self, probe: Probe) -> str:
+    def text(self, probe: Judged) -> str:
         if self.sqnr_db is not None:
             return f"at least {self.sqnr_db:g} dB at the outputs"
         if probe.float_score is None:
@@ -132,14 +130,14 @@ def mend(
     """Find the smallest set of changes with which a quantized network meets a goal.
 
     Args:
-        model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
+        model: float network; not changed.
         example_inputs: for the trace.
-        batches: calibration data, as for `quantize`, which can be read repeatedly.
+        batches: as for `quantize`; they can be read repeatedly.
         images: batches that the goal is measured on; without targets, `drop` is of the agreement with float.
         spec: target, rules and methods to begin with.
         drop: largest loss of the metric against float, in its unit (percent points).
         sqnr_db: least signal to noise of the outputs; exactly one of the two is given.
-        metric: a class with `update` and `compute`, or a function of (outputs, targets); None = top-1 of a classifier.
+        metric: as for `sensitivity`.
         fixed: keys of the specification that stay as they are: `head`, `equalize`, `activations`, `smooth`.
         progress: is informed of each network that is tried.
 
@@ -257,15 +255,14 @@ class _Work:
             limit = min(limit, 2 * 10 ** (-self.goal.sqnr_db / 10))
         causes = {row.layer: row.causes[0].text for row in self.found.rows if row.causes}
         steps: list[_Step] = []
-        for _ in range(_LOWERED):
-            limit /= 2
+        for choice in lowered(noise, costs, limit / 2):
             steps = [
                 _Step(
                     change=Change(text=f"{layer}: {name}", layer=layer, cause=causes.get(layer, "")),
                     cost=costs[layer][name],
                     rules=(format_rule(layer, name, settings),),
                 )
-                for layer, name in choose_formats(noise, costs, noise_limit=limit).formats.items()
+                for layer, name in choice.formats.items()
                 if name != _BASE
             ]
             if self.met([*chosen, *steps]):

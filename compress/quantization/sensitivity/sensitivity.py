@@ -1,8 +1,8 @@
 """Sensitivity to quantization of each layer, and mixed precision by it.
 
-A layer that is quantized alone shows the noise that it adds by itself; such noises are nearly independent, so that
-their powers add up, and so do the times of layers. A layer that is left float shows the noise that is avoided if all
-others stay quantized. No graph is built for a layer: the calibrated graph runs with a subset of its quantizers.
+A layer quantized alone shows the noise that it adds; such noises are nearly independent, so that their powers add up,
+and so do times. A layer left float shows the noise that is avoided. No graph is built for a layer: the calibrated graph
+runs with a subset of its quantizers.
 
 A format for each layer, with the least noise for a cost, or the least cost for a noise, is an integer program:
 
@@ -13,7 +13,7 @@ A format for each layer, with the least noise for a cost, or the least cost for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,9 @@ FLOAT = "float"
 
 Table = Mapping[str, Mapping[str, float]]
 """A number for each layer and format: table[layer][format]."""
+
+_LOWERED = 10
+"""Times that a limit on the noise is lowered."""
 
 _Rows = Sequence[NDArray[np.float64]]
 """A number for each option of each layer."""
@@ -82,6 +85,12 @@ def choose_formats(
         noise=sum(noise[layer][name] for layer, name in formats.items()),
         cost=sum(cost[layer][name] for layer, name in formats.items()),
     )
+
+
+def lowered(noise: Table, cost: Table, limit: float) -> Iterator[Choice]:
+    """The cheapest choices under a limit that is halved each time."""
+    for halvings in range(_LOWERED):
+        yield choose_formats(noise, cost, noise_limit=limit / 2**halvings)
 
 
 def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
