@@ -378,6 +378,9 @@ def test_notes_are_shown(compress, floats):
     assert "note the opset is raised from 12 to 13" in told.stdout
 
 
+NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -395,6 +398,11 @@ def test_notes_are_shown(compress, floats):
         (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "os has no function 'nothing'"),
         (("ptq", "--onnx", "net.onnx", "--data", "net.npz"), "cannot be read as an .npz file"),
         (("ptq", "--recipe", "resnet50.yaml", "--data", "pictures"), "belong to --onnx"),
+        ((*NET, "--tune", "5", "--max-drop", "1"), "a time with its unit, such as 5min"),
+        ((*NET, "--tune", "5min"), "--tune needs one floor of accuracy"),
+        ((*NET, "--tune", "5min", "--max-drop", "-1"), "--tune needs one floor of accuracy"),
+        ((*NET, "--tune", "5min", "--max-drop", "1"), "needs two batches of images or more"),
+        ((*NET, "--max-drop", "1"), "add --tune 5min"),
         (("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "new.onnx"), "--out names a folder"),
     ],
 )
