@@ -115,8 +115,8 @@ class Rule:
         target: the rule counts in networks for this target alone, such as layers that one engine runs faster in float;
             None = in all.
         reason: why, for the table of decisions; "" = the recipe says so.
-        channel_scales: the input of a linear layer is multiplied by a factor for each channel, which `quantize` chooses
-            (`smooth: auto`) and weights files hold; such a rule says nothing else, and others count beside it.
+        channel_scales: a linear layer's input is multiplied by a factor for each channel, as `quantize` chose
+            (`smooth: auto`); the rule says nothing else.
 
     Examples:
         >>> spec = compress.QuantSpec(rules=(compress.Rule(match="5", enable=False),))  # the classifier stays float

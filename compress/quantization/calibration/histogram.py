@@ -6,11 +6,9 @@ of its bins, largest magnitude / 2048, as pytorch-quantization's does. Larger ma
 8192 and range / 4096. Per-channel rows merge pairs at once. Counts are int64: float32 counts stop growing at
 16,777,216.
 
-Reading a value from a GPU would stop the queue at every layer, so there width and range stay tensors and every step is
-computed even if it is not needed; a whole tensor by a CUDA kernel (`compress.kernels.histogram`). A CPU counts in
-blocks that fit the cache, on all threads, and of a large tensor a sample: of each stretch of neighbours one value, by
-the same random numbers for every tensor, so that the samples of parts make the sample of the whole. The largest
-magnitude is always that of all values.
+On a GPU width and range stay tensors, because reading a value would stop the queue; a whole tensor is counted by a CUDA
+kernel (`compress.kernels.histogram`). A CPU counts a sample of a large tensor: of each stretch of neighbours one value,
+by the same random numbers for every tensor. The largest magnitude is always that of all values.
 
 Clipping trades the error of values beyond `amax` for a smaller step below it, with the semantics of
 pytorch-quantization 2.1.3 (Wu et al., arXiv 2004.09602, section 3). Entropy takes the threshold of least

@@ -1,9 +1,9 @@
 """What some images decide (`smooth: auto`): scales of channels, clipped ranges, products in float, and zero points.
 
-Where 8 bits cost the result of a layer much, its inputs are divided by s_j, and its weights of channel j are multiplied
-by s_j, as in SmoothQuant (Xiao et al., arXiv 2211.10438, section 4, equation 4), for convolutions too. The strength is
-the one with the smallest error of the layer's result on images that the ranges of the channels were not measured on. In
-torch models the division is in the parameters of what makes the tensor; `onnx_ptq.on_images` does the same to files.
+Where 8 bits cost the result of a layer much, its inputs are divided by s_j and its weights of channel j multiplied by
+s_j, as in SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4), in convolutions too. The strength is the one with
+the smallest error on images that the ranges were not measured on. In torch models the division is in the parameters of
+what makes the tensor, or a multiplication; `onnx_ptq.on_images` does the same to files.
 
 Negative values that images have decide whether integers without a sign begin below zero.
 """
@@ -63,6 +63,7 @@ its class token 19 dB with them in 8 bits, 26 in float; its other products have 
 """
 PRODUCT_DB = 2.0
 """Gain that is worth a multiplication, where nothing before a torch model's layer can be scaled, as after a GELU."""
+_MULTIPLY = ("openvino", "onnxruntime")  # networks for GPUs are trained fused, which a multiplication would part
 OUTLIER = 3.0
 """Largest range of a channel over the median of all from which convolutions are tried."""
 QUIET = 4.0
@@ -500,7 +501,8 @@ def scale_channels(
     made = {group.tensor: layers.producer(nodes[group.tensor], group) for group in groups}
 
     def least(group: Group) -> float:
-        return 0.0 if made[group.tensor] else math.inf if group.convolution else PRODUCT_DB
+        multiplies = not group.convolution and spec.only_target in _MULTIPLY
+        return 0.0 if made[group.tensor] else PRODUCT_DB if multiplies else math.inf
 
     choose = partial(_chosen, graph_module, groups, products, spec, least)
     scales, rules = on_images(choose, graph_module, batches, all_reduce=all_reduce) or ({}, ())

@@ -3,12 +3,11 @@
 Between two layers joined by a function with f(s x) = s f(x) for s > 0 (ReLU, pooling, nothing), a channel may be
 divided by s in the first layer and multiplied by s in the second without a change of the outputs (Nagel et al., arXiv
 1906.04721, section 4.1). The choice s = sqrt(r1 / r2), r1 and r2 being the ranges of the weights on both sides, makes
-both sqrt(r1 r2), the best for both layers when a tensor has one scale. ReLU6 does not scale with its input, so a pair
-that it joins is refused; `replace_relu6` puts ReLU in its place. Ranges of activations change, and are calibrated
-afterwards.
+both sqrt(r1 r2), the best for both layers when a tensor has one scale. ReLU6 does not scale with its input. Ranges of
+activations change, and are calibrated afterwards.
 
 A weight has the shape (out, in / groups, k...) in convolutions and linear layers and (in, out / groups, k...) in
-transposed ones: one side is its first axis, the other is repeated for each group. No other file depends on that layout.
+transposed ones: one side is its first axis, the other is repeated for each group.
 
 SmoothQuant (Xiao et al., arXiv 2211.10438, section 4, equation 4) divides channel j of a LayerNorm's output by s_j in
 its affine parameters, and multiplies the consumers' weights of that channel by s_j = max|X_j|^a / max|W_j|^(1 - a); a =

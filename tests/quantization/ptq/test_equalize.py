@@ -335,6 +335,8 @@ def quantized(model, x, target, **keys):
     ids=["norm", "vit", "conv", "gelu"],
 )
 def test_outlier_channels_cost_less(make, x, target):
+    if make is peaked_gelu and target == "tensorrt":
+        pytest.skip("no multiplication is inserted there, for the sake of fused training")
     model = make().eval()
     with unchanged(model):
         found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
