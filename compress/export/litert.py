@@ -1,8 +1,9 @@
 """Writes a LiteRT file (.tflite) of an ONNX file, with its scales, zero points and integer weights as they are.
 
-The flatbuffer is written from our own Q/DQ graph with the schema that the runtime brings (`ai_edge_litert`). Quantized operators follow the 8-bit
-quantization specification (https://ai.google.dev/edge/litert/models/quantization_spec): INT8 tensors with a zero point,
-weights symmetric with a scale for each channel, INT32 biases of scale input * weight, one scale for what is only moved.
+The flatbuffer is written from our own Q/DQ graph with the schema that the runtime brings (`ai_edge_litert`). Quantized
+operators follow the 8-bit quantization specification (https://ai.google.dev/edge/litert/models/quantization_spec): INT8
+tensors with a zero point, weights symmetric with a scale for each channel, INT32 biases of scale input * weight, one
+scale for what is only moved.
 
 A product between DequantizeLinear and QuantizeLinear becomes one INT8 operator; what moves elements keeps integers;
 everything else is float32, between DEQUANTIZE and QUANTIZE. uint8 with zero point z is written as int8 with z - 128,

@@ -6,9 +6,9 @@ most of the error where a channel has few weights (depthwise convolutions) or a 
 - `auto`: with the error of the inputs too, the mean over images and windows is W E[x] in float and W_q E[x_q] in 8
   bits, so only the mean of the inputs at each tap of the window is needed, and no layer waits for those before it.
 - `analytic`: E[x] follows from the BatchNorm statistics of the layers before, for the error of the weights only. A
-  layer whose input has no known mean is left as it is and reported. Zero padding is ignored, as in the paper.
+  layer whose input has no known mean is reported. Zero padding is ignored, as in the paper.
 - `empirical`: the shift is the mean difference of the layer's output between the float and the quantized network over
-  calibration images, layer after layer. This also corrects the error of the activations.
+  calibration images, layer after layer.
 """
 
 from __future__ import annotations

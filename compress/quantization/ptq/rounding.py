@@ -4,12 +4,11 @@ AdaRound (Nagel et al., arXiv 2004.10568, sections 3.2 and 3.3) relaxes the choi
 fits it by gradient descent to the layer's float outputs, and drives it to 0 or 1 by a term whose exponent falls. Inputs
 are those of the quantized network with all layers before already rounded, targets those of the float network, both
 after the activation that follows. A layer is a matrix product over a few thousand sampled output positions of all
-images. The float weights are replaced by their rounded values, which lie on the grid and round to themselves; another
-calibration may move the grid.
+images. Rounded values replace the float weights.
 
 BRECQ (Li et al., arXiv 2102.05426, section 3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv
 2203.05740, section 3.3) leaves random elements of the activations unquantized meanwhile. Ranges of activations and
-weights are learned as in LSQ (arXiv 1902.08153). No labels are used. The input of a block is that of the quantized
+weights are learned as in LSQ (arXiv 1902.08153). The input of a block is that of the quantized
 network with all blocks before it finished, mixed with the float network's; the target is the float network's.
 
 A layer or block whose error on the calibration images does not fall stays as it was.
