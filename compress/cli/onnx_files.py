@@ -151,12 +151,12 @@ def _show(
 
 
 def _show_tuned(tuned: Tuned) -> None:
-    columns = ("file", "ms", "of float's time", "SQNR, dB", "agrees %", "keeps the floor")
+    columns = ("file", "ms", "against float", "SQNR, dB", "agrees %", "keeps the floor")
     rows = [
         (
             form.label,
             MISSING if form.ms is None else f"{form.ms:.3f}",
-            MISSING if form.ratio is None else f"{form.ratio:.2f}",
+            MISSING if form.ratio is None else f"{1 / form.ratio:.2f}x",
             f"{form.effect.sqnr_db:.1f}",
             MISSING if form.effect.agreement is None else f"{100 * form.effect.agreement:.2f}",
             "yes" if form.kept else "no",

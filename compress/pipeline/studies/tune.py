@@ -38,7 +38,7 @@ from compress.support.process import core_count, processor_name
 from compress.support.progress import NoProgress, Progress
 
 TASK = "tune"
-LEAST_GAIN = 0.02  # share of float's time that a quantized file must save to be recommended
+LEAST_GAIN = 0.02  # of float's time, that a quantized file must save to be recommended
 _QUANTIZED = "quantized"
 _TIE = 1e-9  # milliseconds by which a layer is rather quantized
 _HELD, _FEW = 5, 2  # one batch of so many is held back; trials are calibrated with so many
@@ -277,7 +277,7 @@ class _Work:
     def result(self, forms: list[Form], groups: list[Group], files: dict[str, QuantizedFile], unquiet: str) -> Tuned:
         near, goal = [form for form in forms[1:] if form.kept], self.goal.text(self.judged)
         best = min(near or forms[-1:], key=lambda form: form.ratio or 1.0)
-        times = ", ".join(f"{x.label} {x.ratio:.2f}" for x in forms[1:] if x.ratio is not None)
+        times = ", ".join(f"{x.label} {1 / x.ratio:.2f}x float's speed" for x in forms[1:] if x.ratio is not None)
         left, choice = sum(group.gain_ms is None for group in groups), forms[0]
         if unquiet and near:
             choice, why = best, f"not measured and not tuned: {unquiet}; begin again when nothing else runs"
@@ -286,9 +286,9 @@ class _Work:
                 f"no quantized file keeps the floor ({goal}){f'; not measured: {unquiet}' if unquiet else ''}; " + _MEND
             )
         elif (best.ratio or 1.0) > 1 - LEAST_GAIN:
-            why = f"no quantized file saves {LEAST_GAIN:.0%} of float's time on {self.engine} ({times})"
+            why = f"no quantized file is {LEAST_GAIN:.0%} faster than float on {self.engine} ({times})"
         else:
-            choice, why = best, f"the fastest on {self.engine} that keeps the floor; in float's time: {times}"
+            choice, why = best, f"the fastest on {self.engine} that keeps the floor: {times}"
         why += f"; {left} of {len(groups)} groups of layers were not tried: give it more time" if left else ""
         return Tuned(
             choice=choice.label,
