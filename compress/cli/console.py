@@ -57,7 +57,7 @@ class LineProgress:
     every: float = QUIET_S
     short: float = _SHORT_S
     _tasks: dict[str, _Task] = field(default_factory=dict)
-    _ended: list[str] = field(default_factory=list)
+    _ended: list[tuple[str, str]] = field(default_factory=list)  # time and line of phases
     _last: float = field(default_factory=time.monotonic)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -93,16 +93,16 @@ class LineProgress:
         """End a phase; its line is written unless a note of the same name follows."""
         with self._lock:
             if task in self._tasks:
-                if any(line[9:].partition(":")[0] != task.partition(":")[0] for line in self._ended):
+                if any(_subject(line) != _subject(task) for _, line in self._ended):
                     self._flush()
                 if time.monotonic() - self._tasks[task].begun >= self.short:
-                    self._ended.append(f"{time.strftime('%H:%M:%S')} {self._state(task, ended=True)}")
+                    self._ended.append((time.strftime("%H:%M:%S"), self._state(task, ended=True)))
                 del self._tasks[task]
 
     def note(self, text: str) -> None:
         """Write a line; one that begins with the name of the phase that ended last stands for its end."""
         with self._lock:
-            self._ended = [line for line in self._ended if line[9:].partition(":")[0] != text.partition(":")[0]]
+            self._ended = [ended for ended in self._ended if _subject(ended[1]) != _subject(text)]
             self._say(text)
 
     def _state(self, task: str, *, ended: bool = False) -> str:
@@ -120,14 +120,18 @@ class LineProgress:
 
     def _flush(self) -> None:
         ended, self._ended = self._ended, []
-        for line in ended:
-            self.write(line)
+        for clock, line in ended:
+            self.write(f"{clock} {line}")
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.every)):
             with self._lock:
                 if time.monotonic() - self._last >= self.every:
                     self._say(self._state(list(self._tasks)[-1]) if self._tasks else "still at work")
+
+
+def _subject(line: str) -> str:
+    return line.partition(":")[0]
 
 
 _WIDE = 140  # columns of what is not a terminal: a file or a pipe does not wrap

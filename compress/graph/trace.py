@@ -925,7 +925,7 @@ def _with_shapes(
     with answered(model, integers=integers):
         graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
-        takes_more = False  # a vision tower that packs its images takes as many as it was told
+        takes_more = False  # some models, such as vision towers that pack their images, take this batch size alone
         try:
             reference = run_with(fresh(model), copies_of(grown))
             takes_more = True
@@ -1004,6 +1004,7 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
 
 
 _SIZES_APART = "takes 1 positional argument but"
+"""What torch says of a tensor's method whose first size is a proxy and whose others are numbers."""
 
 
 def _with_leaves(
@@ -1023,13 +1024,12 @@ def _with_leaves(
                     continue
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 if not tracer.failed or tracer.failed in leaves:
-                    apart = (
-                        "give the sizes as one tuple, or register the tensor as a buffer"  # torch takes no proxy first
-                    )
-                    usual = "move the part that depends on values into a submodule, which then becomes a leaf"
+                    advice = "move the part that depends on values into a submodule, which then becomes a leaf"
+                    if _SIZES_APART in reason:
+                        advice = "give the sizes as one tuple, or register the tensor as a buffer"
                     raise ModelError(
                         f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); "
-                        f"{apart if _SIZES_APART in reason else usual}{_parts_of(model)}"
+                        f"{advice}{_parts_of(model)}"
                     ) from error
                 leaves[tracer.failed] = reason
             else:

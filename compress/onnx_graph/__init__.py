@@ -95,9 +95,9 @@ class OnnxGraph:
         return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
 
     def before(self, name: str, through: Iterable[str] = ()) -> Iterator[onnx.NodeProto | None]:
-        """Yield what a tensor comes from: operators of `through`, and what ends the way over them, None for no node.
+        """Yield the operators that a tensor is computed by, back to the first that is not of `through` (None: no node).
 
-        Of the operators the first input is followed, and every input of a Concat.
+        Of an operator the first input is followed, and every input of a Concat.
         """
         waiting, seen = [name], {name}
         while waiting:

@@ -40,7 +40,7 @@ def mend_onnx(
     Args:
         path: float ONNX file.
         batches: as for `quantize_onnx`.
-        images: that the goal is measured on, with a target last for a metric; None = `batches`.
+        images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
         spec: to begin with; rules match the names of nodes.
         drop: as there.
         sqnr_db: as there.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import re
 import tempfile
@@ -22,7 +21,7 @@ from torch import nn
 from compress.engines.registry import build_engine
 from compress.errors import CompressError, EngineError
 from compress.export.onnx import export_onnx
-from compress.files import read_json, write_json
+from compress.files import cache_folder, read_json, write_json
 from compress.measure.latency import measure_engine_layers, measure_latency
 from compress.measure.machine import describe_machine
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
@@ -43,7 +42,7 @@ def cache_path(engine: str, version: str, folder: Path | None, *, what: str = ""
     machine = describe_machine()
     gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
     name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"
-    base = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "search"
+    base = folder or cache_folder() / "search"
     return base / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
 
 

@@ -192,7 +192,7 @@ def test_images_without_labels_teach_nothing():
         parse_recipe({"data": {"name": "images", "root": "photos"}, "train": {"epochs": 0}})
 
 
-# Restoration: what is degraded and how, figures by formulas of their own, a run up to its enlarged images.
+# Restoration: how images are degraded, PSNR and SSIM by their formulas, and a whole run with its enlarged images.
 
 
 SIZE, SCALE = 16, 2

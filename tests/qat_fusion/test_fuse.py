@@ -533,14 +533,14 @@ def test_compiled_blocks():
 
 
 def test_only_the_layers_result_is_kept(monkeypatch):
-    # Bytes of an image in bf16, counted by hand; product, activation and masks would be 512, 512 and 64 more.
+    # Bytes of an image in bf16, computed from the shapes; product, activation and masks would be 512, 512 and 64 more.
     pytest.importorskip("triton")
     qmodel, x = made()
     qmodel = qmodel.to(torch.bfloat16, memory_format=torch.channels_last).eval()
     for _, quantizer in quantizers(qmodel):
         quantizer.set_amax(quantizer.amax.float())
     fused = compress.fuse_for_training(qmodel, kernels="triton")
-    monkeypatch.setattr(Launch, "__call__", lambda *_: None)  # what they compute does not matter
+    monkeypatch.setattr(Launch, "__call__", lambda *_: None)  # memory is counted, not results
     four, eight = (
         saved_bytes(fused, images.contiguous(memory_format=torch.channels_last))
         for images in (x[:, :, :8, :8].bfloat16(), torch.cat([x, x])[:, :, :8, :8].bfloat16())

@@ -6,6 +6,7 @@ choice under a limit on the noise is built; the limit is lowered until the floor
 
 from __future__ import annotations
 
+import glob
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -226,7 +227,7 @@ class _Work:
         return Form(label=label, path=path, effect=effect, kept=self.goal.met(effect, self.judged))
 
     def made(self, chosen: Iterable[Group], data: Sequence[Any], out: Path) -> QuantizedFile:
-        rules = [Rule(match=layer, enable=False) for group in chosen for layer in group.layers]
+        rules = [Rule(match=glob.escape(layer), enable=False) for group in chosen for layer in group.layers]
         spec = replace(self.spec, rules=(*self.spec.rules, *rules))
         return quantize_onnx_file(self.path, data, spec=spec, out=out, precision=self.precision)
 

@@ -21,7 +21,7 @@ from compress.graph.traits import WEIGHTED
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
-from compress.quantization.placement.requests import is_scaled
+from compress.quantization.placement.requests import scaled_layers
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 from compress.quantization.ptq.rescaling import (
     batchnorm_moments,
@@ -196,9 +196,8 @@ def _with_factors(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> 
     if not any(rule.channel_scales for rule in spec.rules):
         return model
     graph_module, paths = canonical_graph(model, example_inputs, fold=False), dict[str, list[str]]()
-    for node in read_fx(graph_module).nodes:
-        if is_scaled(node, spec):
-            paths.setdefault(node.inputs[0].name, []).append(node.path)
+    for node in scaled_layers(read_fx(graph_module), spec):
+        paths.setdefault(node.inputs[0].name, []).append(node.path)
     nodes = {node.name: node for node in graph_module.graph.nodes}
     for tensor, layers in paths.items():
         width = nodes[tensor].meta["shape"][-1]

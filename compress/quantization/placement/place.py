@@ -30,9 +30,9 @@ from compress.quantization.placement.requests import (
     Request,
     depths,
     float_row,
-    is_scaled,
     requests_of,
     resolve_rules,
+    scaled_layers,
 )
 from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
 from compress.quantization.placement.view import GraphView, Node, lowest_values, never_negative, of_inputs
@@ -106,7 +106,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
-    scaled = tuple(dict.fromkeys(node.layer for node in view.nodes if is_scaled(node, spec)))
+    scaled = tuple(dict.fromkeys(node.layer for node in scaled_layers(view, spec)))
     return Placement(
         target=target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()), scaled=scaled
     )

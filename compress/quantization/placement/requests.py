@@ -30,7 +30,7 @@ class LayerSettings:
 
 
 def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]:
-    spec = replace(spec, rules=tuple(rule for rule in spec.rules if rule.target in (None, spec.only_target)))
+    spec = replace(spec, rules=_rules_of(spec))
     named = [node for node in view.nodes if node.traits.category not in {"graph", "shape"}]
     names = {node: {node.layer, node.name} for node in named}
     for rule in spec.rules:
@@ -65,10 +65,15 @@ def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
     )
 
 
-def is_scaled(node: Node, spec: QuantSpec) -> bool:
-    """True if a rule says that a linear layer has a factor for each channel of its input."""
-    rules = [rule for rule in spec.rules if rule.channel_scales and rule.target in (None, spec.only_target)]
-    return node.kind == "linear" and any(_matches(rule, {node.layer, node.name}) for rule in rules)
+def scaled_layers(view: GraphView, spec: QuantSpec) -> list[Node]:
+    """The linear layers whose input has a factor for each channel, as rules say."""
+    rules = [rule for rule in _rules_of(spec) if rule.channel_scales]
+    linear = [node for node in view.nodes if node.kind == "linear"] if rules else []
+    return [node for node in linear if any(_matches(rule, {node.layer, node.name}) for rule in rules)]
+
+
+def _rules_of(spec: QuantSpec) -> tuple[Rule, ...]:
+    return tuple(rule for rule in spec.rules if rule.target in (None, spec.only_target))
 
 
 def _matches(rule: Rule, names: set[str]) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from operator import length_hint
 from typing import Any
@@ -68,10 +68,9 @@ def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
     weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
 
 
-def multiply_inputs(graph_module: fx.GraphModule, tensor: fx.Node, paths: Iterable[str], factor: Tensor) -> None:
+def multiply_inputs(graph_module: fx.GraphModule, tensor: fx.Node, paths: Sequence[str], factor: Tensor) -> None:
     """Multiply the channels of a tensor (..., C) by `factor` (C,) where it goes into layers; in place."""
-    first, *_ = layers = list(paths)
-    name = f"{first.replace('.', '_')}_channel_scale"
+    name = f"{paths[0].replace('.', '_')}_channel_scale"
     graph_module.register_buffer(name, factor)
     with graph_module.graph.inserting_after(tensor):
         constant = graph_module.graph.get_attr(name)
@@ -79,7 +78,7 @@ def multiply_inputs(graph_module: fx.GraphModule, tensor: fx.Node, paths: Iterab
         product = graph_module.graph.call_function(torch.mul, (tensor, constant))
     product.meta.update(tensor.meta)
     constant.meta.update(shape=tuple(factor.shape), dtype=factor.dtype)
-    tensor.replace_all_uses_with(product, delete_user_cb=lambda user: user.target in layers)
+    tensor.replace_all_uses_with(product, delete_user_cb=lambda user: user.target in paths)
     graph_module.recompile()
 
 
