@@ -50,7 +50,7 @@ docs: install   ## the documentation as a site, in build/site
 
 site: install   ## the same on the branch gh-pages, beside the versions that are there; `git push origin gh-pages` publishes it
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt mike
-	$(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "from compress.version import __version__ as v; print(v.rpartition('.')[0])") latest
+	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $$($(BIN)/python -c "from compress.version import __version__ as v; print(v.rpartition('.')[0])") latest
 	$(BIN)/mike set-default latest
 
 lint: install   ## style

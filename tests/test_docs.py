@@ -128,6 +128,20 @@ def test_the_page_of_the_demo_is_of_its_metrics():
     assert all(f"{value:.3g}" in page for value in times)
 
 
+def test_the_readme_is_short_and_its_table_has_a_link_for_each_yes():
+    for name in ("README.md", "README.zh-CN.md"):
+        text = (ROOT / name).read_text("utf-8")
+        assert len(text.splitlines()) <= 90 and not re.search(r"\| (yes|是) \|", text)
+
+
+def test_long_pages_have_a_table_of_contents():
+    # The theme makes one of the headings where there are several; two screens show about 60 lines of 160 characters.
+    for page in (*DOCS.glob("*.md"), *DOCS.glob("zh/*.md")):
+        text = page.read_text("utf-8")
+        lines = sum(1 + len(line) // 160 for line in text.splitlines())
+        assert lines <= 60 or len(re.findall(r"^## ", text, flags=re.MULTILINE)) > 1, f"{page.name}: {lines} lines"
+
+
 def test_links_of_the_readme_and_the_pages_lead_somewhere():
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):

@@ -120,6 +120,8 @@ def of_the_readme():
     yield f"{ours}x faster than float on OpenVINO (ONNX Runtime's quantizer {onnxruntime}x, NNCF {nncf}x)"
     yield f"quantized {one(1 / quantized_in('openvino', NETWORK))}x faster than by the fastest other tool"
     yield f"ten networks {one(all_batches(min))}x to {one(all_batches(max))}x faster"
+    networks = {(row["network"], row["batch"]): row for row in read("h200/cuda_engine.json")["networks"]}
+    yield f"ResNet-50 at {networks['resnet50', 128]['images_per_s']:,.0f} images/s"
     yield f"All {swept()} networks"
     lost = points("real_accuracy/rows.jsonl", method="compress: default (mse)", engine="openvino")
     yield f"{-statistics.mean(lost):.2f} points of top-1 on OpenVINO, the mean of five"
@@ -131,6 +133,12 @@ def of_the_benchmarks():
     yield f"ResNet-50 {one(resnet50(128))}x faster than `torch.compile`"
     yield f"All {swept()} networks"
     yield f"{onnx_files()} pairs"
+    nncf, theirs = two(on_cpu("target openvino, openvino (bf16)")), median_s("pytorch-quantization entropy")
+    faster = f"{one(1 / on_cpu('target onnxruntime, onnxruntime'))}x faster than float on ONNX Runtime"
+    yield f"{faster}; as fast as NNCF's INT8 model on OpenVINO ({nncf}x)"
+    yield f"{median_s('compress entropy'):.2f} s; pytorch-quantization takes {theirs:.0f} s"
+    ratio, memory = (step("fused", key, mode="recorded") for key in ("time_ratio", "memory_ratio"))
+    yield f"{one(1 / ratio)}x faster than float training with {100 * memory:.0f} % of its memory, both recorded"
 
 
 def of_the_status():

@@ -58,6 +58,7 @@ class LineProgress:
     short: float = _SHORT_S
     _tasks: dict[str, _Task] = field(default_factory=dict)
     _ended: list[tuple[str, str]] = field(default_factory=list)  # time and line of phases
+    _newest: str = ""  # the phase that ended last
     _last: float = field(default_factory=time.monotonic)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -98,6 +99,7 @@ class LineProgress:
                 if time.monotonic() - self._tasks[task].begun >= self.short:
                     self._ended.append((time.strftime("%H:%M:%S"), self._state(task, ended=True)))
                 del self._tasks[task]
+                self._newest = task
 
     def note(self, text: str) -> None:
         """Write a line; one that begins with the name of the phase that ended last stands for its end."""
@@ -108,9 +110,10 @@ class LineProgress:
     def _state(self, task: str, *, ended: bool = False) -> str:
         entry = self._tasks[task]
         counted = f"{entry.done} of {entry.total}" if entry.total > 1 else str(entry.done) if entry.done > 1 else ""
-        share = counted or ("done" if ended else "at work")
         seconds = time.monotonic() - entry.begun
-        time_text = f" after {seconds:.0f} s" if seconds >= 1 else ""
+        share = counted or ("done" if ended else "at work")
+        word = "in" if ended else "after" if counted else "for"
+        time_text = f" {word} {seconds:.0f} s" if seconds >= 1 else ""
         return ", ".join(part for part in (f"{task}: {share}{time_text}", entry.figures) if part)
 
     def _say(self, text: str) -> None:
@@ -127,7 +130,8 @@ class LineProgress:
         while not self._closed.wait(min(1.0, self.every)):
             with self._lock:
                 if time.monotonic() - self._last >= self.every:
-                    self._say(self._state(list(self._tasks)[-1]) if self._tasks else "still at work")
+                    between = f"at work after {self._newest}" if self._newest else "at work"
+                    self._say(self._state(list(self._tasks)[-1]) if self._tasks else between)
 
 
 def _subject(line: str) -> str:

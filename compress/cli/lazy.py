@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from compress.cli.console import VERBOSITY
-from compress.cli.plan import Plan, announce
+from compress.cli.plan import Plan, announce, options_in
 from compress.errors import RecipeError
 from compress.recipe.tree import recipe_names
 
@@ -180,27 +180,16 @@ def _inspect_today(words: list[str]) -> list[str]:
         words.remove("--parity")
         return ["parity", *words]
     for option in ("engine", "onnx"):  # an engine's audit also took the file that the engine was built from
-        file, rest = _taken(words, f"--{option}")
-        if file is not None:
-            return [option, file, *rest]
+        given, rest = options_in(words, option)
+        if given:
+            return [option, given[option][-1], *rest]
     return ["model", *words]
 
 
 def _build_today(words: list[str]) -> list[str]:
-    file, rest = _taken(words, "--onnx")
-    if file is not None:
-        return ["onnx", file, *rest]
+    given, rest = options_in(words, "onnx")
+    if given:
+        return ["onnx", given["onnx"][-1], *rest]
     command = "explore" if "--explore" in words else "recipe"
-    recipe, rest = _taken([word for word in words if word != "--explore"], "--recipe", "-r")
-    return [command, recipe or "NAME", *rest]
-
-
-def _taken(words: Sequence[str], *options: str) -> tuple[str | None, list[str]]:
-    """Return the value of the first of these options, or None, and the words without it."""
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in options and equals:
-            return value, [*words[:i], *words[i + 1 :]]
-        if name in options and i + 1 < len(words):
-            return words[i + 1], [*words[:i], *words[i + 2 :]]
-    return None, list(words)
+    given, rest = options_in([word for word in words if word != "--explore"], "recipe")
+    return [command, given.get("recipe", ["NAME"])[-1], *rest]

@@ -36,7 +36,8 @@ def announce(arguments: Sequence[str], plan: Plan) -> None:
     """Refuse a recipe or a run folder that cannot be read; print what the command will do with it."""
     if not plan or "--help" in arguments:
         return
-    given, first = options_in(arguments)
+    given, rest = options_in(arguments)
+    first = next((word for word in rest[:1] if not word.startswith("-")), None)
     values = {name: found[-1] for name, found in given.items()}
     recipe, folder, model = values.get("recipe"), values.get("from"), values.get("model")
     if plan == "folder":
@@ -63,19 +64,19 @@ def announce(arguments: Sequence[str], plan: Plan) -> None:
         show({"network": f"{model}, {weights}", "input": image_size_text(size) if size else ""})
 
 
-def options_in(words: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
-    """The values of the options that a plan reads, and the argument that comes first."""
+def options_in(words: Sequence[str], read: str = _READ) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of the options that `read` names, and all other words."""
     given: dict[str, list[str]] = {}
     rest: list[str] = []
     following = iter(words)
     for word in following:
         option, equals, value = word.partition("=")
         name = _SAME.get(option, option.removeprefix("--"))
-        if option.startswith("-") and name in _READ.split():
+        if option.startswith("-") and name in read.split():
             given.setdefault(name, []).append(value if equals else next(following, ""))
         else:
             rest.append(word)
-    return given, rest[0] if rest and not rest[0].startswith("-") else None
+    return given, rest
 
 
 def weights_text(recipe: Recipe) -> str:

@@ -21,9 +21,9 @@ from compress.files import expand_user, write_text
 from compress.measure import ENGINE_NAMES
 from compress.quantization import TARGETS
 from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import find_recipe, load_recipe, parse_recipe, recipe_names
+from compress.recipe.tree import MADE_FOR, find_recipe, load_recipe, parse_recipe, recipe_names
 from compress.support.imports import is_import_path
-from compress.support.limits import IMAGE_SIDE
+from compress.support.limits import CLASSES, IMAGE_SIDE
 
 
 def recipes(
@@ -104,24 +104,34 @@ def init(
         raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
     task = task or _answer(f"Task ({', '.join(_MODELS)})", "classification", _one_of(_MODELS))
     if refused := _one_of(_MODELS)(task):
-        raise RecipeError(f"--task is {refused}")
-    model = model or _answer("Model (of torchvision, timm:NAME, package.module:function, or net.onnx)", _MODELS[task])
+        raise RecipeError(f"--task: {refused}")
+    model = model or _answer(
+        "Model (of torchvision, timm:NAME, package.module:function, or net.onnx)", _MODELS[task], _model
+    )
     weights = weights or _answer("Weights (a file, a name such as IMAGENET1K_V2; empty = none)", "", _weights)
-    data = data or _answer(f"Data ({', '.join(DATASETS)})", _DATA[task] if root else "digits", _dataset)
+    known = [name for name in DATASETS if MADE_FOR.get(name, "classification") == task]
+    usual = "digits" if task == "classification" and not root else _DATA[task]
+    data = data or _answer(f"Data ({', '.join(known)}, or package.module:function)", usual, _dataset(known))
     if data in _ROOTED:
         root = root or _answer(
             "Folder of the data (on another machine: give it as --root)", "", lambda given: _folder(str(data), given)
         )
         if (said := _folder(data, root)) and root:
             OUT.print(f"note: {said}", highlight=False, soft_wrap=True)
-    image_size = image_size or int(_answer("Side of the input in pixels", "64" if data == "digits" else "224", _side))
+    names = classes.split(",") if classes else None
+    outputs = str(len(names)) if names else "1000"
+    outputs = _answer("Number of the network's outputs", outputs, _whole(1, CLASSES)) if data == "images" else ""
+    side = "64" if data == "digits" else "224"
+    image_size = image_size or int(_answer("Side of the input in pixels", side, _whole(LEAST_SIDE, IMAGE_SIDE)))
     target = target or _answer(f"Targets, with commas ({', '.join(TARGETS)})", "openvino", _targets)
     targets = [name.strip() for name in target.split(",")]
     tree: dict[str, Any] = {
         **({} if task == "classification" else {"task": task}),
         "model": _given(name=model, weights=weights),
-        "data": _given(name=data, root=root, image_size=image_size, classes=classes.split(",") if classes else None),
-        "train": {"epochs": epochs if epochs is not None else 0 if weights else 8},
+        "data": _given(
+            name=data, root=root, image_size=image_size, classes=names, num_classes=outputs and int(outputs)
+        ),
+        "train": {"epochs": epochs if epochs is not None else 0 if weights or outputs else 8},
         "quantization": {"target": targets if len(targets) > 1 else targets[0]},
         "qat": None if qat_epochs == 0 else {"epochs": qat_epochs or 2},
         "bench": {"engines": [name for name in targets if name in ENGINE_NAMES] or ["openvino"]},
@@ -143,7 +153,11 @@ Refusal = Callable[[str], str]  # returns why an answer is refused, "" if it is 
 
 def _answer(question: str, default: str, refusal: Refusal = lambda given: "") -> str:
     while sys.stdin.isatty():
-        given = str(typer.prompt(question, default=default)).strip()
+        try:
+            given = str(typer.prompt(question, default=default)).strip()
+        except typer.Abort:  # Ctrl-C or Ctrl-D
+            OUT.print()
+            raise KeyboardInterrupt from None
         if not (reason := refusal(given)):
             return given
         OUT.print(reason, highlight=False, soft_wrap=True)
@@ -151,20 +165,34 @@ def _answer(question: str, default: str, refusal: Refusal = lambda given: "") ->
 
 
 def _one_of(names: Collection[str]) -> Refusal:
-    return lambda given: "" if given in names else f"{given!r}{near_misses(given, names)} (one of: {', '.join(names)})"
+    return lambda given: (
+        "" if given in names else f"there is no {given!r}{near_misses(given, names)} (one of: {', '.join(names)})"
+    )
 
 
-def _dataset(given: str) -> str:
-    return "" if is_import_path(given) else _one_of(DATASETS)(given)
+def _dataset(known: Collection[str]) -> Refusal:
+    return lambda given: "" if is_import_path(given) else _one_of(known)(given)
+
+
+def _model(given: str) -> str:
+    if given.endswith(".onnx"):
+        return "" if expand_user(given).is_file() else f"there is no file {given}"
+    if ":" in given or given in _MODELS.values():
+        return ""
+    from torchvision.models import list_models  # lazy: it takes seconds, and the usual names do not need it
+
+    known = list_models()
+    return "" if given in known else f"torchvision has no {given!r}{near_misses(given, known)}"
 
 
 def _targets(given: str) -> str:
     return next(filter(None, (_one_of(TARGETS)(name.strip()) for name in given.split(","))), "")
 
 
-def _side(given: str) -> str:
-    whole = given.isdecimal() and LEAST_SIDE <= int(given) <= IMAGE_SIDE
-    return "" if whole else f"{given!r}: a whole number of pixels, {LEAST_SIDE} to {IMAGE_SIDE:,}"
+def _whole(least: int, most: int) -> Refusal:
+    return lambda given: (
+        "" if given.isdecimal() and least <= int(given) <= most else f"{given!r}: a whole number, {least} to {most:,}"
+    )
 
 
 def _weights(given: str) -> str:
@@ -175,6 +203,6 @@ def _weights(given: str) -> str:
 def _folder(data: str, given: str) -> str:
     root = expand_user(given)
     if not given or not root.is_dir():
-        return f"there is no folder {given or '(empty)'}"
+        return f"there is no folder {given}" if given else "name a folder"
     missing = [part for part in _ROOTED[data] if not (root / part).is_dir()]
     return f"{root} holds no {' and no '.join(missing)}; {data} needs {_LAYOUTS[data]}" if missing else ""

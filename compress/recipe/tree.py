@@ -307,7 +307,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 # Tasks of the built-in data sets that are not for classification.
-_MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection", "degraded": "restoration"}
+MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection", "degraded": "restoration"}
 
 
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
@@ -320,6 +320,6 @@ def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
             f"data.name is images, whose classes the float network says, and {key}: set train.epochs: 0 and "
             "model.weights, and leave metric out; or give data with classes (folder)"
         )
-    made_for = _MADE_FOR.get(recipe.data.name, "classification")
+    made_for = MADE_FOR.get(recipe.data.name, "classification")
     if recipe.data.name in DATASETS and recipe.task not in (made_for, "own"):
         yield f"data.name {recipe.data.name} has targets of {made_for}, and task is {recipe.task}: change one"

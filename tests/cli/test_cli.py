@@ -3,9 +3,11 @@
 # A refusal and an interrupt run in a process of their own; all other cases call the same `main` in this
 # one, which saves the seconds that a process takes to import torch.
 
+import contextlib
 import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -439,6 +441,7 @@ def test_without_flags_it_is_the_digits(tmp_path):
         (["--target", "tensorrrt"], "did you mean 'tensorrt'"),
         (["--task", "regression"], "one of: classification"),
         (["--data", "folder"], "data.root is missing"),
+        (["--task", "detection"], "data.root is missing"),
     ],
 )
 def test_what_is_refused_leaves_no_file(tmp_path, words, match):
@@ -460,8 +463,8 @@ def test_each_answer_is_checked(tmp_path, monkeypatch):
     # On a terminal; a wrong answer is asked for again, with what is allowed.
     (tmp_path / "mine" / "train" / "ant").mkdir(parents=True)
     (tmp_path / "mine" / "val" / "ant").mkdir(parents=True)
-    answers = ["clasification", "classification", "resnet18", "none.pth", "", "foldr", "folder"]
-    answers += ["/nowhere", str(tmp_path / "mine"), "big", "64", "openvina", "openvino"]
+    answers = ["clasification", "classification", "resnet18x", "none.onnx", "resnet18", "none.pth", "", "foldr", "coco"]
+    answers += ["folder", "", "/nowhere", str(tmp_path / "mine"), "big", "64", "openvina", "openvino"]
     given = iter(answers)
     monkeypatch.setattr("typer.prompt", lambda question, default: next(given))
     monkeypatch.setattr("compress.cli.recipes.sys.stdin", SimpleNamespace(isatty=lambda: True))
@@ -469,6 +472,31 @@ def test_each_answer_is_checked(tmp_path, monkeypatch):
     recipe = load_recipe(tmp_path / "r.yaml")
     assert (recipe.data.root, recipe.data.image_size, recipe.model.weights) == (str(tmp_path / "mine"), 64, None)
     assert next(given, None) is None
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_stopped_at_a_question_it_ends_like_any_command(tmp_path, key):
+    # In a terminal, whose driver turns the keys into a signal and an end of input.
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-m", "compress", "init", str(tmp_path / "r.yaml")])
+    seen = b""
+    while b"]:" not in seen:
+        seen += os.read(terminal, 1024)
+    os.write(terminal, key.encode())
+    with contextlib.suppress(OSError):  # how a terminal ends on Linux
+        while read := os.read(terminal, 1024):
+            seen += read
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert seen.decode().splitlines()[-1] == "stopped" and not list(tmp_path.iterdir())
+
+
+def test_images_without_labels_have_the_outputs_of_their_network(tmp_path):
+    done = invoke(tmp_path / "r.yaml", "--data", "images", "--root", tmp_path, "--classes", "ant,bee")
+    assert done.exit_code == 0
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert (recipe.data.num_classes, recipe.train.epochs) == (2, 0)
 
 
 def test_a_name_of_two_lines_adds_no_key(tmp_path):
@@ -528,7 +556,12 @@ def test_long_work_is_not_silent(lines):
         waits_until = time.monotonic() + 10
         while len(lines) < 3 and time.monotonic() < waits_until:
             time.sleep(0.01)
-    assert len(lines) >= 3 and texts(lines)[0].startswith("export: 0 of 3")
+        progress.finish("export")
+        while "after" not in lines[-1] and time.monotonic() < waits_until:
+            time.sleep(0.01)
+    assert (
+        len(lines) >= 3 and texts(lines)[0].startswith("export: 0 of 3") and texts(lines)[-1] == "at work after export"
+    )
 
 
 # What a terminal of 80 columns shows: names and times in one piece, sentences as lines.
