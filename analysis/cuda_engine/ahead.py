@@ -14,7 +14,7 @@ from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.tuning import kernel_requests, kernels_of
+from compress.engines.cuda.program import kernel_requests, kernels_of
 from compress.kernels.triton.ahead import compile_requests
 
 _EXPORTS = 4

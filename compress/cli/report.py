@@ -29,7 +29,7 @@ from compress.records.summary import (
     summary_notes,
     unavailable_engines,
 )
-from compress.report.write import write_comparison, write_report
+from compress.report.document import write_comparison, write_report
 from compress.support.limits import BATCH
 from compress.support.text import MISSING, display
 

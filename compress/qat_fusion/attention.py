@@ -14,8 +14,7 @@ from compress.graph.ops import called_module, node_kind, node_module
 from compress.kernels.triton import attention as triton_attention
 from compress.kernels.triton.attention import WIDEST, packed_attention, packed_fits, window_attention, window_fits
 from compress.kernels.triton.launch import Kernels, use_triton
-from compress.qat_fusion.chain import quantizer_of
-from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
+from compress.qat_fusion.chain import grid_of, is_live, quantizer_of, weight_dtype
 
 _MATMULS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _SOFTMAXES = (F.softmax, torch.softmax, "softmax")

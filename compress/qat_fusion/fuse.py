@@ -23,7 +23,7 @@ from compress.kernels.fake_quantize import (
 )
 from compress.kernels.triton.launch import HAS_TRITON, Kernels
 from compress.qat_fusion.attention import fuse_attention
-from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, epilogue_of, product
+from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, epilogue_of, group_weights, is_live, is_plain, product
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import (
     FusedBatchNormModule,
@@ -35,7 +35,6 @@ from compress.qat_fusion.norm import (
 )
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
 from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
-from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from compress.graph.ops import node_kind
 from compress.kernels.triton.conv_int8 import Geometry, Layer, codes_of, convolve, stem_fits
 from compress.kernels.triton.launch import HAS_TRITON
-from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
+from compress.qat_fusion.chain import codes_of_weight, is_live, is_plain, weight_dtype
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import QuantConv2d, Quantizer
 

@@ -22,12 +22,14 @@ from compress.qat_fusion.chain import (
     ACTIVATIONS,
     activation_of,
     adds_alike,
+    grid_of,
     has_one_consumer,
+    is_live,
     product,
     quantizer_of,
+    weight_dtype,
 )
 from compress.qat_fusion.recompute import Recipe, recomputed, uses_recipes
-from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 
 
 class FusedNormModule(nn.Module):

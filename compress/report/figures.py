@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from compress.audit.engine import unknown_part
-from compress.measure.end_to_end import EndToEnd
+from compress.measure.latency import EndToEnd
 from compress.measure.metric import Judged, judged_by
 from compress.plots.layers import (
     clipped_share,

@@ -30,8 +30,8 @@ from compress.report.blocks import (
 )
 from compress.report.figures import Plan, picture_of
 from compress.report.headline import KeyFigure
-from compress.search.front import FLOAT_POINT, Outcome, Point
 from compress.search.latency_model import Check
+from compress.search.search import FLOAT_POINT, Outcome, Point
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
 from compress.support.text import MISSING, scored
 

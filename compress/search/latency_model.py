@@ -15,8 +15,16 @@ from scipy.stats import spearmanr
 
 from compress.errors import SearchError
 from compress.graph.layers import Layer
-from compress.search.space import SPARSE_24, Configuration, formats_of, left_out, sparse_layers, widths_of
-from compress.search.structure import Structure, shares_of_axes
+from compress.search.space import (
+    SPARSE_24,
+    Configuration,
+    Structure,
+    formats_of,
+    left_out,
+    shares_of_axes,
+    sparse_layers,
+    widths_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from compress.support.meters import TaskMetric
 from compress.support.validation import parse
 from compress.training import TrainSpec
 from compress.training.checkpoint import Contents, writing
-from compress.training.evaluate import Evaluation
+from compress.training.passes import Evaluation
 from compress.version import install_hint
 
 # Share of the time in which training waits for images, from which on a line says so.

@@ -44,7 +44,6 @@ from compress.training.checkpoint import (
     save_checkpoint,
 )
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state, synchronized
-from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate, outputs_of
 from compress.training.log import (
     Callback,
     Callbacks,
@@ -65,7 +64,17 @@ from compress.training.optim import (
     learning_rate,
     make_optimizer,
 )
-from compress.training.passes import FeaturePairs, Passes, RecordedPasses
+from compress.training.passes import (
+    QUIET,
+    Evaluation,
+    FeaturePairs,
+    OutputsOf,
+    Passes,
+    RecordedPasses,
+    autocast,
+    evaluate,
+    outputs_of,
+)
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
 _NO_BUFFER_BROADCAST: dict[str, Any] = {

@@ -28,7 +28,9 @@ from compress.errors import DataError, EngineError, RecipeError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.measure import check_bench_spec
 from compress.measure.accuracy import compare_figures, target_ranks
-from compress.measure.end_to_end import (
+from compress.measure.file_check import model_sizes
+from compress.measure.latency import (
+    RUNS_PER_TURN,
     STAGES,
     classes,
     decode,
@@ -38,8 +40,6 @@ from compress.measure.end_to_end import (
     preprocess,
     ready,
 )
-from compress.measure.file_check import model_sizes
-from compress.measure.latency import RUNS_PER_TURN
 from compress.measure.metric import Metric
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation

@@ -23,7 +23,7 @@ from compress.pipeline.folder import lock_folder, open_run, read_state, recipe_o
 from compress.pipeline.saved import export_again, finished_run, network, variants_in
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
-from compress.report.write import write_report
+from compress.report.document import write_report
 from compress.variants import Variant
 from tests.images import write_images
 from tests.networks import Net, tiny

@@ -18,13 +18,28 @@ from compress.errors import SearchError
 from compress.recipe.tree import parse_recipe
 from compress.search import timing
 from compress.search.accuracy_model import rate_choices
-from compress.search.front import Attempt, Bound, Outcome, Point, after, best, choose, order, pareto
 from compress.search.lab import Figures, build, with_formats
 from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
 from compress.search.network import distance
-from compress.search.search import NEAR, _lab, check_request, corrected, go_on, open_study, results
-from compress.search.space import Space, best_within, key_of, make_space, otherwise, uniform
-from compress.search.structure import analyse
+from compress.search.search import (
+    NEAR,
+    Attempt,
+    Bound,
+    Outcome,
+    Point,
+    _lab,
+    after,
+    best,
+    check_request,
+    choose,
+    corrected,
+    go_on,
+    open_study,
+    order,
+    pareto,
+    results,
+)
+from compress.search.space import Space, analyse, best_within, key_of, make_space, otherwise, uniform
 from compress.search.timing import Timed
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification

@@ -33,8 +33,7 @@ from compress.measure.latency import Latency, measure_engine_layers, time_files
 from compress.pipeline.folder import SENSITIVITY, open_run
 from compress.pipeline.run import Run
 from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
-from compress.pipeline.steps.quantize import calibration_images
-from compress.pipeline.steps.training import build_float, check_start, float_step
+from compress.pipeline.steps.networks import build_float, calibration_images, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.insert import float_graph
