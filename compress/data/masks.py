@@ -137,8 +137,7 @@ class _Reader(Dataset[Item]):
                 f"{file} holds the classes {first_few(map(str, foreign.tolist()))}; data.classes names 0 to "
                 f"{len(self.labels) - 1}, and data.ignore_index is {self.ignore_index}"
             )
-        classes: np.ndarray = np.where(ignored, NO_CLASS, mask).astype(np.uint8)
-        return classes
+        return np.where(ignored, NO_CLASS, mask).astype(np.uint8)
 
 
 def _single_channel(file: Image.Image) -> Image.Image:

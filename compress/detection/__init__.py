@@ -293,8 +293,7 @@ class DetectorNetwork(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Outputs of images (N, 3, H, W) by name, (N, anchors, ...)."""
         features = self.backbone(images)
-        found: dict[str, Tensor] = self.head([features] if isinstance(features, Tensor) else list(features.values()))
-        return found
+        return self.head([features] if isinstance(features, Tensor) else list(features.values()))
 
 
 def maps_and_outputs(

@@ -303,8 +303,7 @@ def _random(tensor: TensorInfo, label: str, batch_size: int, sides: Sequence[int
         )
     values = np.random.default_rng(_SEED).standard_normal(shape)
     dtype = np.dtype(tensor.dtype)
-    array: NDArray[np.generic] = (values if dtype.kind == "f" else values > 0).astype(dtype)
-    return array
+    return (values if dtype.kind == "f" else values > 0).astype(dtype)
 
 
 def take_turns(

@@ -181,8 +181,7 @@ class Recipe:
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return tree
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:

@@ -205,8 +205,7 @@ def _first(images: Tensor | list[Any]) -> Tensor:
         item = item[0]
     if not isinstance(item, Tensor) or item.ndim not in (3, 4) or 0 in item.shape:
         raise ReceptiveFieldError("images must be (N, C, height, width), or batches of that shape")
-    image: Tensor = item[0] if item.ndim == 4 else item
-    return image
+    return item[0] if item.ndim == 4 else item
 
 
 def numbers_of(field: EffectiveReceptiveField) -> dict[str, Any]:

@@ -75,8 +75,7 @@ class Restored:
 
     def values(self, weights: Weights) -> Floats:
         """Mean PSNR in dB; see `Evidence.values`."""
-        means: Floats = weights @ torch.cat(self._figures["psnr"]).numpy() / weights.sum(1)
-        return means
+        return weights @ torch.cat(self._figures["psnr"]).numpy() / weights.sum(1)
 
     def merge_state(self, other: Restored) -> None:
         for name, values in other._figures.items():

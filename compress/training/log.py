@@ -47,8 +47,7 @@ class EpochRow:
     val: Mapping[str, float] = field(default_factory=dict)
 
     def figure(self, name: str) -> float | None:
-        value: float | None = self.val.get(name, getattr(self, f"val_{name}", None))
-        return value
+        return self.val.get(name, getattr(self, f"val_{name}", None))
 
     def sentence(self, epochs: int, metric: TaskMetric) -> str:
         value = self.figure(metric.name)

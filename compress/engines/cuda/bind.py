@@ -117,8 +117,7 @@ class Bindings:
     def keep(self, key: tuple[object, ...], make: Callable[[], Kept]) -> Kept:
         if key not in self.kept:
             self.kept[key] = make()
-        kept: Kept = self.kept[key]
-        return kept
+        return self.kept[key]
 
     def finish(self, step: Step, **arguments: Any) -> Finish:
         return self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device))

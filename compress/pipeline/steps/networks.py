@@ -94,8 +94,7 @@ def train(
 
 
 def _reference(run: Run) -> float | None:
-    value: float | None = run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
-    return value
+    return run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
 
 
 def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
