@@ -220,6 +220,18 @@ def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> 
     return measure()
 
 
+@contextmanager
+def loaded(
+    files: Mapping[str, Path], engine: str, *, precisions: Mapping[str, str | None] | None = None, **options: Any
+) -> Iterator[dict[str, Engine]]:
+    """Files (by label) on an engine, closed at the end."""
+    with ExitStack() as stack:
+        yield {
+            label: stack.enter_context(build_engine(path, engine, precision=(precisions or {}).get(label), **options))
+            for label, path in files.items()
+        }
+
+
 def time_files(
     files: Mapping[str, Path],
     engine: str,
@@ -230,13 +242,7 @@ def time_files(
     **timing: Any,
 ) -> dict[str, Latency]:
     """Time ONNX files (by label) in turn on an engine, a second time if the machine was busy."""
-    with ExitStack() as stack:
-        engines = {}
-        for label, path in files.items():
-            built = build_engine(
-                path, engine, batch_size=batch_size, threads=threads, precision=(precisions or {}).get(label)
-            )
-            engines[label] = stack.enter_context(built)
+    with loaded(files, engine, precisions=precisions, batch_size=batch_size, threads=threads) as engines:
         timed = first_quiet(partial(measure_latency, engines, batch_size=batch_size, **timing))
     return {row.label: row for row in timed}
 
@@ -410,13 +416,8 @@ def measure_engine_layers(
     """
     if runs < 1:
         raise EngineError(f"measure_engine_layers: runs is {runs}: it must be 1 or more")
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                build_engine(path, engine, batch_size=batch_size, precision=precision, threads=threads, profile="yes")
-            )
-            for name, path in files.items()
-        }
+    options = {"batch_size": batch_size, "threads": threads, "profile": "yes"}
+    with loaded(files, engine, precisions=dict.fromkeys(files, precision), **options) as engines:
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in files}
         progress.start("layer times", runs)
         for turn in range(-warmup, runs):

@@ -160,6 +160,21 @@ class Chain:
         self.nodes.append(layer)
 
 
+def fuse_nodes(
+    graph_module: fx.GraphModule, name: str, module: nn.Module, nodes: Sequence[fx.Node], call: tuple[Any, ...]
+) -> fx.Node:
+    """Call a new module, with the arguments of `call`, in the place of nodes, the last of them first."""
+    last, graph = nodes[0], graph_module.graph
+    graph_module.add_submodule(name, module)
+    with graph.inserting_before(last):
+        fused = graph.call_module(name, *call)
+    fused.meta.update(last.meta)
+    last.replace_all_uses_with(fused)
+    for old in nodes:  # each has lost its only consumer
+        graph.erase_node(old)
+    return fused
+
+
 def quantizer_of(quantize: Any) -> Quantizer:
     return quantize.quantizer
 

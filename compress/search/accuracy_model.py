@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,17 +23,15 @@ TASK = "accuracy model"
 _MOST = 1e6  # error of a choice whose outputs are not finite: the integer program needs a number
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccuracyModel:
-    """Costs of choices: squared error added to outputs, over their variance."""
-
-    distance: Mapping[str, Mapping[str, float]]
-
-    def predict(self, configuration: Configuration) -> float:
-        return sum(self.distance.get(element, {}).get(choice, 0.0) for element, choice in configuration.items())
+# Costs of choices by element: squared error added to outputs, over their variance.
+Distances = Mapping[str, Mapping[str, float]]
 
 
-def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
+def predicted_distance(distances: Distances, configuration: Configuration) -> float:
+    return sum(distances.get(element, {}).get(choice, 0.0) for element, choice in configuration.items())
+
+
+def rate_choices(lab: Lab, *, progress: Progress) -> Distances:
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)
@@ -51,7 +49,7 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
             distances[element][choice] = _alone(lab, element, choice, measured_again)
             progress.advance(TASK)
     progress.finish(TASK)
-    return AccuracyModel(distance=distances)
+    return distances
 
 
 def _formats_alone(

@@ -25,7 +25,7 @@ from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
 from compress.measure.latency import NOT_MEASURED
 from compress.quantization import QuantSpec
 from compress.search import SearchSpec, check_search_spec
-from compress.search.accuracy_model import AccuracyModel, rate_choices
+from compress.search.accuracy_model import Distances, predicted_distance, rate_choices
 from compress.search.lab import REFERENCE, Figures, Lab, build, engines_of, export, measure, time_engines, with_formats
 from compress.search.latency_model import Check, Sample, check, fit, rank_correlation
 from compress.search.network import apply, channel_scores
@@ -99,7 +99,7 @@ class Front:
     points: tuple[Point, ...]
     chosen: Point | None
     timed: Timed
-    accuracy: AccuracyModel
+    accuracy: Distances
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -120,14 +120,14 @@ class Front:
         """Predicted effects of the neighbouring choices of each element."""
         lab = self.lab
         return otherwise(
-            lab.space, self.accuracy.distance, lambda c: self.timed.model.predict(lab.costs.of(c)), point.configuration
+            lab.space, self.accuracy, lambda c: self.timed.model.predict(lab.costs.of(c)), point.configuration
         )
 
     def accuracy_check(self) -> float:
         """Rank correlation of the accuracy model with measured distance."""
         rows = [point for point in self.points if point.configuration]
         measured = [point.figures.distance for point in rows]
-        return rank_correlation([self.accuracy.predict(point.configuration) for point in rows], measured)
+        return rank_correlation([predicted_distance(self.accuracy, point.configuration) for point in rows], measured)
 
     @property
     def latency_check(self) -> Check:
@@ -542,7 +542,7 @@ PLAN = "plan.json"
 _ANEW = "name another folder (out), or remove this one"
 
 
-def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) -> Path:
+def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: Distances) -> Path:
     return write_json(
         folder / PLAN,
         {
@@ -553,12 +553,12 @@ def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) ->
             "smallest": timed.smallest,
             "cached": timed.cached,
             "samples": [[json.loads(key), s.time, dict(s.layers)] for key, s in timed.samples.items()],
-            "accuracy": asdict(accuracy),
+            "accuracy": {"distance": accuracy},
         },
     )
 
 
-def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Timed, AccuracyModel] | None:
+def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Timed, Distances] | None:
     """Return the models of the search in a folder; None if there is none."""
     path = folder / PLAN
     if not path.is_file():
@@ -571,7 +571,7 @@ def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Ti
         tree = read_json(path)
         if tree["identity"] != identity(lab):
             raise SearchError(f"{folder} holds a search of another network, space or engine; {_ANEW}")
-        return _timed(tree, lab), AccuracyModel(distance=tree["accuracy"]["distance"])
+        return _timed(tree, lab), tree["accuracy"]["distance"]
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
 
@@ -701,7 +701,7 @@ def _measured_front(
         study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
         if role == "all" and latency is not None:
             timed, accuracy = known
-            best = partial(best_within, lab.space, accuracy.distance, _predict(lab, timed))
+            best = partial(best_within, lab.space, accuracy, _predict(lab, timed))
             evaluate = partial(measure, lab, reference=reference)
             go_on(study, lab.space, best, json.loads(timed.fastest), evaluate, latency=latency, progress=progress)
         points = _points(lab, *known, study, reference)
@@ -819,7 +819,7 @@ def _check_reachable(timed: Timed, latency: float | None) -> None:
         )
 
 
-def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
+def _starts(lab: Lab, timed: Timed, accuracy: Distances, latency: float | None) -> dict[str, Configuration]:
     baselines: dict[str, Configuration] = {}
     for name in lab.spec.formats:
         if name != "float":
@@ -832,11 +832,11 @@ def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | No
     return {**_optimal(lab, timed, accuracy, latency), **baselines}
 
 
-def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
+def _optimal(lab: Lab, timed: Timed, accuracy: Distances, latency: float | None) -> dict[str, Configuration]:
     predict, found = _predict(lab, timed), dict[str, Configuration]()
     near = [] if latency is None else [share * latency for share in NEAR]
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
-        best = best_within(lab.space, accuracy.distance, predict, budget)
+        best = best_within(lab.space, accuracy, predict, budget)
         if best is not None and not _as_is(lab, best):
             found.setdefault(f"{START} {number} ({budget:.2f})", best)
     return dict(list(found.items())[: max(lab.spec.trials // 2, 1)])
@@ -846,7 +846,7 @@ def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
     return lambda configuration: timed.model.predict(lab.costs.of(configuration))
 
 
-def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, reference: Path) -> tuple[Point, ...]:
+def _points(lab: Lab, timed: Timed, accuracy: Distances, study: Study, reference: Path) -> tuple[Point, ...]:
     with engines_of(lab, {REFERENCE: reference}) as engines:
         whole = time_engines(lab, engines)[REFERENCE].p50_ms
     as_it_is = Figures(ms=whole, ratio=1.0, distance=0.0, agreement=1.0)
@@ -861,7 +861,7 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Study, refer
                 configuration=configuration,
                 figures=replace(figures, ms=figures.ratio * whole),  # ratios drift less than times
                 predicted_ratio=timed.without(costs).predict(costs),
-                predicted_distance=accuracy.predict(configuration),
+                predicted_distance=predicted_distance(accuracy, configuration),
             )
         )
     return tuple(points)

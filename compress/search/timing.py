@@ -9,7 +9,6 @@ import random
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from compress.engines.registry import build_engine
 from compress.errors import CompressError, EngineError
 from compress.export.onnx import export_onnx
 from compress.files import cache_folder, read_json, write_json
-from compress.measure.latency import measure_engine_layers, measure_latency
+from compress.measure.latency import loaded, measure_engine_layers, measure_latency
 from compress.measure.machine import describe_machine
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, LayerCost, Sample, check, fit
@@ -81,16 +79,12 @@ def _times(engine: str) -> dict[int, float]:
     with tempfile.TemporaryDirectory(prefix="compress-block-") as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         files = {
-            width: export_onnx(_network(width), example, Path(folder) / f"{width}.onnx", dynamic_batch=False)
+            str(width): export_onnx(_network(width), example, Path(folder) / f"{width}.onnx", dynamic_batch=False)
             for width in _WIDTHS
         }
         rows = []
         for _ in range(_LOADS):
-            with ExitStack() as stack:
-                engines = {
-                    str(width): stack.enter_context(build_engine(path, engine, batch_size=1, threads=1))
-                    for width, path in files.items()
-                }
+            with loaded(files, engine, batch_size=1, threads=1) as engines:
                 timed = measure_latency(engines, batch_size=1, runs=_RUNS, seconds=_SECONDS)
                 rows.append([float(np.quantile(row.turns_ms, 0.25)) for row in timed])
     return dict(zip(_WIDTHS, np.min(rows, axis=0).tolist(), strict=True))

@@ -237,29 +237,6 @@ class Callback:
         """The training has ended."""
 
 
-class Callbacks(Callback):
-    """Several callbacks, called in turn."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.each = tuple(callbacks)
-
-    def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
-        for callback in self.each:
-            callback.begin(name, spec, done=done)
-
-    def step(self, name: str, step: int, figures: Mapping[str, float]) -> None:
-        for callback in self.each:
-            callback.step(name, step, figures)
-
-    def epoch(self, name: str, row: EpochRow) -> None:
-        for callback in self.each:
-            callback.epoch(name, row)
-
-    def end(self, name: str, report: TrainReport) -> None:
-        for callback in self.each:
-            callback.end(name, report)
-
-
 class Logger(Callback):
     """Writes figures; a subclass says where.
 

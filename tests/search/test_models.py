@@ -144,8 +144,8 @@ def test_the_error_of_a_format_in_a_block_is_that_of_a_network_quantized_there_a
             chosen = {element: "int8"}
             alone = with_formats(lab, build(lab, chosen, steps=0), chosen, quick=True)
             got = [torch.cat([alone(images) for images in lab.held])]
-            assert model.distance[element]["int8"] == pytest.approx(distance(got, plain), rel=1e-3)
-            assert model.distance[element]["float"] == 0.0
+            assert model[element]["int8"] == pytest.approx(distance(got, plain), rel=1e-3)
+            assert model[element]["float"] == 0.0
 
 
 def test_times_of_layers_are_used_where_the_engine_has_them():
