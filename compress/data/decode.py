@@ -443,7 +443,6 @@ def random_window(width: int, height: int, size: tuple[int, int], draws: list[fl
 
 
 def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: float) -> Window:
-    """Return the part that `preprocessed` takes to crop."""
     longest = longest_side(width, height, size)
     rows, columns = min(height, longest), min(width, longest)
     resized = covering(rows, columns, size, crop_ratio)

@@ -525,8 +525,6 @@ class TwoStageHead(DetectorHead):
 
 
 class _Given(nn.Module):
-    """A part that returns `value`."""
-
     value: Any = None
 
     def forward(self, _: object) -> object:

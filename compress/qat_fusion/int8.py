@@ -122,8 +122,6 @@ def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> 
 
 
 class _Carrier:
-    """Finds codes for one node after the other."""
-
     def __init__(self, graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> None:
         self._module, self._graph, self._chains = graph_module, graph_module.graph, chains
         self._values: dict[fx.Node, fx.Node] = {}  # a value's node -> that of the chain on codes that gives it

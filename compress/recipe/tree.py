@@ -412,7 +412,6 @@ def attribute_texts(spec: type) -> dict[str, str]:
 
 
 def _entries(doc: str) -> Iterator[tuple[list[str], str]]:
-    """Yield (names, text) of `Attributes:`."""
     body = doc.partition("Attributes:\n")[2]
     for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", body, flags=re.MULTILINE):
         text = " ".join(entry[1].split())

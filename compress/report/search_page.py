@@ -304,7 +304,6 @@ def _finite_value(value: object) -> object:
 
 
 def _check_lines(seen: Check, what: str) -> Iterator[str]:
-    """How good predictions of latency were; none without networks."""
     if seen.measured:
         yield (
             f"Latency, {len(seen.measured)} {what}: median error {100 * seen.median_error:.1f} %, rank correlation "

@@ -250,7 +250,6 @@ def _tensor(structure: Structure, use: Axis) -> Tensor:
 
 
 def _power(tensor: Tensor, use: Axis) -> Tensor:
-    """Sum of squares at each position of an axis."""
     return tensor.square().movedim(use.axis, 0).flatten(1).sum(1)
 
 

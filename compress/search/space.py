@@ -258,7 +258,6 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
 
 
 def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a network; layers computed by functions become modules."""
     reference = Reference.of(model, inputs)
     graph = trace(model, inputs).eval()
     drop_assertions(graph)

@@ -375,7 +375,6 @@ def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:
 
 
 def _columns(weight: Tensor, first: int, count: int) -> Tensor:
-    """(rows, count) magnitudes of input channels over their mean."""
     rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
 

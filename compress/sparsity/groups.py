@@ -414,12 +414,10 @@ def _layer(node: fx.Node) -> Any:  # Any: rules ask for attributes of many class
 
 
 def _varies(numbers: Tensor) -> set[int]:
-    """Axes along which numbers vary."""
     return {axis for axis, size in enumerate(numbers.shape) if size > 1}
 
 
 def _align(numbers: Numbers, ndim: int) -> Tensor | None:
-    """Numbers with the result's axes, as in broadcasting."""
     return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
 
 

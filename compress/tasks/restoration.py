@@ -57,7 +57,6 @@ class Restored:
         self._figures: dict[str, list[Tensor]] = {}
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Outputs and targets (N, C, H, W)."""
         found = {"psnr": psnr(outputs, targets)}
         if targets.shape[1] == len(_LUMINANCE):
             found["psnr_luminance"] = luminance_psnr(outputs, targets)

@@ -627,7 +627,6 @@ def _window(
     shape: tuple[int, int, int, int],
     geometry: Geometry,
 ) -> list[Candidate]:
-    """Candidates that load boxes of the image by descriptors."""
     e, zero, finish = step.epilogue, _zero(step), product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]

@@ -206,8 +206,6 @@ def _compile_all(requests: Connection, resources: bool) -> None:
 
 
 class _Target:
-    """Triton's driver of a GPU that is not there."""
-
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget  # optional: Triton is not installed everywhere
 

@@ -413,7 +413,6 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
 
 
 def take_weights(model: nn.Module, trained: fx.GraphModule) -> None:
-    """Copy weights and statistics, without ranges; in place."""
     state = {name: value for name, value in trained.state_dict().items() if not name.endswith(("amax", LOWEST))}
     model.load_state_dict(state, strict=False)
 
@@ -534,7 +533,6 @@ def _note(run: Run) -> None:
 
 
 def _recalibration_images(run: Run) -> Iterator[Tensor]:
-    """A sample of training images, alike on every process."""
     split = run.data.train
     sample = split.order(BatchPlan(batch_size=1, limit=min(RECALIBRATION_IMAGES, len(split))))
     count = max(1, len(sample) // 32)
@@ -542,7 +540,6 @@ def _recalibration_images(run: Run) -> Iterator[Tensor]:
 
 
 def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
-    """Present zeros of masked layers; none of removed channels."""
     path = run.path("masked.safetensors")
     if not path.is_file():
         return {}

@@ -356,8 +356,6 @@ def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
 
 
 class _Scores(NamedTuple):
-    """The scores after some nodes."""
-
     nodes: list[Node]
     scale: float
     mask: Tensor | None
