@@ -12,9 +12,9 @@ from rich.markup import escape
 from compress.cli.console import ERRORS, OUT, print_json, print_next, print_table
 from compress.cli.options import FolderArgument, JsonOption, VariantOption
 from compress.errors import RunError, near_misses
-from compress.pipeline.folder import read_state
 from compress.pipeline.predict import SERVERS, Prediction, write_bundle
 from compress.pipeline.predict import predict as predict_images
+from compress.pipeline.run import read_state
 from compress.pipeline.saved import export_again
 from compress.quantization import TARGETS
 from compress.records.files import read_run

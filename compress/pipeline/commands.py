@@ -17,8 +17,17 @@ from compress.export.prepare import prepare
 from compress.files import write_json
 from compress.graph.modules import modes_restored
 from compress.models.by_name import BuiltModel
-from compress.pipeline.folder import COMMANDS, RECIPE_FILE, RunFolder, free_folder, latest_folder, open_run
-from compress.pipeline.run import Run, boxes_and_scores, task_of
+from compress.pipeline.run import (
+    COMMANDS,
+    RECIPE_FILE,
+    Run,
+    RunFolder,
+    boxes_and_scores,
+    free_folder,
+    latest_folder,
+    open_run,
+    task_of,
+)
 from compress.pipeline.saved import end_to_end_step
 from compress.pipeline.steps.evaluate import bench_step, evaluate_step
 from compress.pipeline.steps.export import audit_step, build_step, check_required, export_step

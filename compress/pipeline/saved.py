@@ -34,8 +34,7 @@ from compress.graph.trace import check_module
 from compress.measure import BenchSpec
 from compress.measure.latency import EndToEnd, Source, measure_end_to_end
 from compress.measure.metric import Metric
-from compress.pipeline.folder import read_state, read_state_file, recipe_from_anywhere, recipe_of
-from compress.pipeline.run import NetworkFiles, Run, stem
+from compress.pipeline.run import NetworkFiles, Run, read_state, read_state_file, recipe_from_anywhere, recipe_of, stem
 from compress.pipeline.steps.evaluate import TIMINGS, bench, keep_slower, slower
 from compress.pipeline.steps.networks import build_float, float_step, ptq_step, qat_step, sparse_step
 from compress.quantization import TARGETS, Target

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
-from compress.data.own import loader_data
+from compress.data.load import loader_data
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.files import cache_folder
 from compress.graph.inputs import flat_tensors

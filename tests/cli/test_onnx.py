@@ -23,7 +23,7 @@ from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
 from compress.measure.latency import STAGES, EndToEnd
-from compress.pipeline.folder import open_run
+from compress.pipeline.run import open_run
 from compress.pipeline.saved import _evaluation_images
 from compress.plots.results import draw_end_to_end
 from compress.plots.style import NARROW, WIDE, styled, to_png

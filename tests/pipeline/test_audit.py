@@ -4,8 +4,7 @@ import pytest
 
 from compress import load_data, run
 from compress.errors import AuditError, RecipeError
-from compress.pipeline.folder import read_state
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, read_state
 from compress.pipeline.steps.export import check_required
 from compress.pipeline.studies.explore import FORMS, Form, FormResult, best, with_overrides
 from compress.recipe.tree import parse_recipe

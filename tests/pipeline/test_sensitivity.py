@@ -28,8 +28,7 @@ from compress.data.base import Preprocessing
 from compress.errors import QuantizationError, RecipeError, RunError
 from compress.measure.latency import CpuTime, Latency, measure_end_to_end
 from compress.measure.metric import PAIRED, Metric
-from compress.pipeline.folder import open_run
-from compress.pipeline.run import NetworkFiles, Run
+from compress.pipeline.run import NetworkFiles, Run, open_run
 from compress.pipeline.steps.evaluate import bench, keep_slower, layers_of, paired_speeds, slower
 from compress.pipeline.steps.networks import build_float, ptq_step
 from compress.pipeline.studies.parity import measure_prices, parity_of_recipe, parity_of_run

@@ -19,8 +19,16 @@ from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json, write_text
 from compress.models.by_name import BuiltModel, build_model, build_model_with_notes, read_state_dict
-from compress.pipeline.folder import TARGETS_STEP, differences, read_state, recipe_of
-from compress.pipeline.run import Run, layer_weight, stem, weight_quantizer
+from compress.pipeline.run import (
+    TARGETS_STEP,
+    Run,
+    differences,
+    layer_weight,
+    read_state,
+    recipe_of,
+    stem,
+    weight_quantizer,
+)
 from compress.quantization import QuantSpec, Rule, Target
 from compress.quantization.block_graph import typical_block
 from compress.quantization.calibration.calibrate import calibrate

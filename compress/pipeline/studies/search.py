@@ -19,8 +19,7 @@ from compress.measure.latency import time_files
 from compress.measure.machine import describe_machine
 from compress.models import ModelSpec
 from compress.pipeline.commands import run as run_recipe
-from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.steps.evaluate import judge
 from compress.pipeline.steps.networks import build_float, float_step
 from compress.recipe.tree import Recipe

@@ -30,8 +30,7 @@ from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json, write_text
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
-from compress.pipeline.folder import SENSITIVITY, open_run
-from compress.pipeline.run import Run
+from compress.pipeline.run import SENSITIVITY, Run, open_run
 from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
 from compress.pipeline.steps.networks import build_float, calibration_images, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
