@@ -46,7 +46,7 @@ from compress.records.files import (
     LayerRow,
     OperationRow,
 )
-from compress.support.progress import Progress
+from compress.support.progress import Progress, tracked
 from compress.support.text import in_bytes
 from compress.variants import Variant
 
@@ -67,13 +67,10 @@ def export_step(run: Run) -> None:
         return
     audits: list[tuple[str, OnnxAudit]] = []
     metrics: list[Metric] = []
-    run.progress.start("export", len(run.networks))
-    for variant, target in run.networks:
+    for variant, target in tracked(run.progress, "export", run.networks):
         path = write_file(run, variant, target)
         audits.append((path.stem, audit_onnx(path)))
         metrics += _sizes(variant, path, target)
-        run.progress.advance("export")
-    run.progress.finish("export")
     files = (f"{m.method.removeprefix('of ')} {in_bytes(m.value)}" for m in metrics if m.name == "file_bytes")
     run.progress.note(f"export: {', '.join(files)}")
     OPERATIONS.write(
