@@ -63,4 +63,4 @@ def _compile(path: Path, batch: int, jobs: int, device: torch.device, end: float
     executor = Executor(layout, [way[0].run for way in ways], device)
     requests = kernel_requests(kernels_of(executor, ways))
     results = compile_requests(requests, bindings.capability, jobs=jobs, seconds=max(0.0, end - time.monotonic()))
-    return len(requests), sum(result.error.startswith("not compiled in") for result in results)
+    return len(requests), sum(error.startswith("not compiled in") for error in results)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +139,18 @@ def _warning(written: float | None, on_engine: float | None, engine: str) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of an ONNX model on disk, with external data, and of its initializers and constants, largest type first."""
+    """Bytes of an ONNX model on disk, with external data, and of its initializers and constants."""
 
     file_bytes: int
     weight_bytes: int
-    by_type: dict[str, int] = field(default_factory=dict)
 
 
 def model_sizes(path: Path | str) -> Sizes:
     path, model = Path(path), load_onnx(path)
-    by_type: dict[str, int] = {}
-    external: set[Path] = set()
-    for tensor in _tensors(model):
-        name, size = _type_and_bytes(tensor)
-        by_type[name] = by_type.get(name, 0) + size
-        external |= {path.parent / entry.value for entry in tensor.external_data if entry.key == "location"}
-    files = [path, *(existing_file(file) for file in sorted(external))]
-    return Sizes(
-        file_bytes=sum(file.stat().st_size for file in files),
-        weight_bytes=sum(by_type.values()),
-        by_type=dict(sorted(by_type.items(), key=lambda item: -item[1])),
-    )
+    tensors = list(_tensors(model))
+    entries = (entry for tensor in tensors for entry in tensor.external_data if entry.key == "location")
+    files = [path, *map(existing_file, sorted({path.parent / entry.value for entry in entries}))]
+    return Sizes(file_bytes=sum(file.stat().st_size for file in files), weight_bytes=sum(map(_bytes, tensors)))
 
 
 def _tensors(model: Any) -> Iterator[Any]:
@@ -184,14 +175,10 @@ def _of_nodes(nodes: Any) -> Iterator[Any]:
                 yield from _of_graph(graph)
 
 
-def _type_and_bytes(tensor: Any) -> tuple[str, int]:
+def _bytes(tensor: Any) -> int:
     name = tensor.DataType.Name(tensor.data_type).lower()
     if name == "string":
-        return name, sum(map(len, tensor.string_data))
-    name = {"float": "float32", "double": "float64"}.get(name, name)
-    return name, math.ceil(math.prod(tensor.dims) * _bits(name) / 8)
-
-
-def _bits(name: str) -> int:
-    found = re.search(r"\d+", name)
-    return int(found.group()) if found else 8  # bool, the only name without a number, takes a byte
+        return sum(map(len, tensor.string_data))
+    found = re.search(r"\d+", {"float": "float32", "double": "float64"}.get(name, name))
+    bits = int(found.group()) if found else 8  # bool, the only name without a number, takes a byte
+    return math.ceil(math.prod(tensor.dims) * bits / 8)

@@ -229,14 +229,14 @@ def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[
 
 
 def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> Kernels:
-    with recorded() as recording:
+    with recorded() as requests:
         try:
             candidate.run(tensors)
         except Exception as error:  # such as a shape that no descriptor can describe
             if not others:
                 raise
             return Kernels(error=_reason(error))
-    return Kernels(tuple(recording.requests))
+    return Kernels(tuple(requests))
 
 
 def kernel_requests(found: Sequence[Mapping[str, Kernels]]) -> list[Request]:
@@ -737,7 +737,7 @@ def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int)
     found = kernels_of(executor, ways)
     requests = kernel_requests(found)
     results = compile_requests(requests, torch.cuda.get_device_capability(executor.device), jobs=jobs)
-    return refusals(found, {request: result.error for request, result in zip(requests, results, strict=True)})
+    return refusals(found, dict(zip(requests, results, strict=True)))
 
 
 def time_program(program: Program, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int, runs: int) -> GpuTimes:
