@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +10,7 @@ from typing import Any
 
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.support.meters import TaskMetric
+from compress.support.text import csv_text
 from compress.support.validation import parse
 from compress.training import TrainSpec
 from compress.training.checkpoint import Contents, writing
@@ -116,14 +115,11 @@ def write_log(rows: Iterable[EpochRow], path: Path) -> Path:
     rows = list(rows)
     others = list(dict.fromkeys(f"val_{name}" for row in rows for name in row.val))
     names = [name for name in (f.name for f in fields(EpochRow)) if name != "val" and not (others and "_top" in name)]
-    text = io.StringIO()
-    table = csv.DictWriter(text, [*names, *others], lineterminator="\n", extrasaction="ignore")
-    table.writeheader()
-    for row in rows:
-        cells = asdict(row) | {f"val_{name}": value for name, value in row.val.items()}
-        table.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells.items()})
+    columns = [*names, *others]
+    cells = [asdict(row) | {f"val_{name}": value for name, value in row.val.items()} for row in rows]
+    texts = ([f"{v:.6g}" if isinstance(v, float) else v for v in map(row.get, columns)] for row in cells)
     with writing(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
+        temporary.write_text(csv_text(columns, texts), encoding="utf-8")
     return path
 
 
