@@ -20,8 +20,8 @@ from compress.graph.trace import trace as trace
 from compress.measure import BenchSpec as BenchSpec
 from compress.measure.accuracy import measure_accuracy as measure_accuracy
 from compress.measure.accuracy import measure_metric as measure_metric
-from compress.measure.file_check import check_onnx as check_onnx
 from compress.measure.latency import measure_latency as measure_latency
+from compress.measure.parity import check_onnx as check_onnx
 from compress.models import ModelSpec as ModelSpec
 from compress.models.by_name import build_model as build_model
 from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental

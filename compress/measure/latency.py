@@ -1,4 +1,4 @@
-"""Measures the latency of several engines in turn, so that other load meets all; judges whether times compare."""
+"""Measures the latency of several engines in turn, also from images to classes; judges whether times compare."""
 
 from __future__ import annotations
 

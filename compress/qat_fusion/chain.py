@@ -1,4 +1,4 @@
-"""Chains of nodes of a quantized graph that become one operation with a quantizer, and the product of their layer."""
+"""Chains of nodes of a quantized graph that become one operation; products of layers, whose weights share launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe: its file, found by path or name and over those of its base, and its typed tree."""
+"""A recipe: its file, found by path or name and over those of its base, its typed tree, and all its keys."""
 
 from __future__ import annotations
 

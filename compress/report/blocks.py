@@ -17,7 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from compress.plots.style import DARK, LIGHT
-from compress.report.headline import KeyFigure
 from compress.support.text import MISSING, plain
 
 
@@ -68,6 +67,14 @@ class Bullets:
     """A list."""
 
     items: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFigure:
+    """A large figure with what it means."""
+
+    value: str
+    label: str
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from compress.measure.latency import NOT_MEASURED, Latency, loaded, measure_late
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.quantize import quantize
 from compress.search import SearchSpec
-from compress.search.latency_model import Costs
 from compress.search.network import Scores, apply, distance, reconstruct, removed_classes
-from compress.search.space import FLOAT, Configuration, Space, Structure, formats_of, left_out, sparse_layers
+from compress.search.space import FLOAT, Configuration, Costs, Space, Structure, formats_of, left_out, sparse_layers
 from compress.sparsity import SparsityRule, SparsitySpec
 from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.sparsifier import sparsify

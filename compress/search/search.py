@@ -1,4 +1,4 @@
-"""From a trained network to a measured front; both models are kept on disk. NSGA-II in any number of processes."""
+"""From a trained network to a measured front and a choice; both models are kept on disk. NSGA-II in any processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from compress.quantization import QuantSpec
 from compress.search import SearchSpec, check_search_spec
 from compress.search.accuracy_model import Distances, predicted_distance, rate_choices
 from compress.search.lab import REFERENCE, Figures, Lab, build, engines_of, export, measure, time_engines, with_formats
-from compress.search.latency_model import Check, Sample, check, fit, rank_correlation
 from compress.search.network import apply, channel_scores
 from compress.search.space import (
     Configuration,
@@ -40,7 +39,17 @@ from compress.search.space import (
     otherwise,
     uniform,
 )
-from compress.search.timing import Timed, channel_block, time_more, time_space
+from compress.search.timing import (
+    Check,
+    Sample,
+    Timed,
+    channel_block,
+    check,
+    fit,
+    rank_correlation,
+    time_more,
+    time_space,
+)
 from compress.support.imports import any_failure
 from compress.support.meters import TaskMetric, amount_of
 from compress.support.process import is_alive

@@ -1,4 +1,4 @@
-"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900)."""
+"""Masks on a model (`sparsify`), also by the Hessian; channels removed by torch-pruning (DepGraph, arXiv 2301.12900)."""
 
 from __future__ import annotations
 

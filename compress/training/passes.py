@@ -1,4 +1,4 @@
-"""Passes of a batch, as launches or as one CUDA graph."""
+"""Passes of a batch, as launches or as one CUDA graph; evaluation of a split."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from compress.errors import DataError, EngineError, RecipeError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.measure import check_bench_spec
 from compress.measure.accuracy import compare_figures, target_ranks
-from compress.measure.file_check import model_sizes
 from compress.measure.latency import (
     RUNS_PER_TURN,
     STAGES,
@@ -41,6 +40,7 @@ from compress.measure.latency import (
     ready,
 )
 from compress.measure.metric import Metric
+from compress.measure.parity import model_sizes
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 from tests.engines.models import classifier, images, quantized_classifier

@@ -45,7 +45,7 @@ from compress.quantization.sensitivity.sensitivity import mixed_spec
 from compress.recipe.tree import parse_recipe
 from compress.records.files import SLOWER
 from compress.records.summary import rules_text, slower_sentences, summary_table
-from compress.report.headline import headline
+from compress.report.document import headline
 from compress.support.progress import NoProgress
 from tests.exact import WEIGHTS
 from tests.networks import tiny

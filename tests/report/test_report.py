@@ -22,8 +22,14 @@ from compress.plots.style import NARROW, WIDE, styled
 from compress.records.files import ENGINES, EngineRow, IntervalRow, read_run
 from compress.records.summary import shown_rows, summary_columns
 from compress.report.blocks import Code, Document, Gallery, Section, Tiles, escape, table, to_markdown
-from compress.report.document import class_names, class_table, prediction_blocks, write_comparison, write_report
-from compress.report.headline import headline
+from compress.report.document import (
+    class_names,
+    class_table,
+    headline,
+    prediction_blocks,
+    write_comparison,
+    write_report,
+)
 from compress.support.text import plain
 from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE

@@ -19,7 +19,6 @@ from compress.recipe.tree import parse_recipe
 from compress.search import timing
 from compress.search.accuracy_model import rate_choices
 from compress.search.lab import Figures, build, with_formats
-from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
 from compress.search.network import distance
 from compress.search.search import (
     NEAR,
@@ -39,8 +38,8 @@ from compress.search.search import (
     pareto,
     results,
 )
-from compress.search.space import Space, analyse, best_within, key_of, make_space, otherwise, uniform
-from compress.search.timing import Timed
+from compress.search.space import Costs, Space, analyse, best_within, key_of, make_space, otherwise, uniform
+from compress.search.timing import Sample, Timed, check, fit, rank_interval
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification
 from tests.networks import network

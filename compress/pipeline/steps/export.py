@@ -26,8 +26,8 @@ from compress.files import write_text
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure import BenchSpec
-from compress.measure.file_check import model_sizes
 from compress.measure.metric import Metric
+from compress.measure.parity import model_sizes
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.pt2e import export_executorch
