@@ -107,7 +107,10 @@ def headline(
     intervals: Sequence[IntervalRow] = (),
     untrained: bool = False,
 ) -> Headline:
-    """The gain of a run and its cost.
+    """The gain of a run and its cost, in one sentence and a few large figures.
+
+    The comparison does compression the least favour: the fastest quantized row against the fastest float row of one
+    engine at the smallest batch size (OpenVINO runs float in bf16 where it can).
 
     Args:
         metrics: of the run.

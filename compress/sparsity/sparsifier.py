@@ -1,4 +1,8 @@
-"""Masks on a model (`sparsify`), also by the Hessian; channels removed by torch-pruning (DepGraph, arXiv 2301.12900)."""
+"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900).
+
+Second-order saliency is SparseGPT's (Frantar and Alistarh, arXiv 2301.00774, section 3), after Optimal Brain Surgeon
+(Hassibi and Stork, 1993).
+"""
 
 from __future__ import annotations
 
