@@ -211,13 +211,10 @@ def measure_latency(
     return tuple(replace(row, unquiet=why[row.label]) for row in found)
 
 
-def first_quiet(measure: Callable[[], Sequence[Latency]], *, tries: int = 2) -> Sequence[Latency]:
-    """The first measurement whose times are all to be compared, or the last of `tries`."""
-    for _ in range(tries - 1):
-        timed = measure()
-        if not any(row.unquiet for row in timed):
-            return timed
-    return measure()
+def first_quiet(measure: Callable[[], Sequence[Latency]]) -> Sequence[Latency]:
+    """The first measurement if all its times are to be compared, else a second one."""
+    timed = measure()
+    return measure() if any(row.unquiet for row in timed) else timed
 
 
 @contextmanager

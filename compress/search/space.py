@@ -573,14 +573,6 @@ class LayerCost:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Channels:
-    """Share of an axis that is left, and its channels; 0 of an axis that stays whole."""
-
-    share: float
-    count: float
-
-
 class Costs:
     """Costs of a float network's layers under any configuration."""
 
@@ -604,29 +596,29 @@ class Costs:
     def _cost(self, row: Layer, widths: dict[str, int], name: str) -> LayerCost:
         weight = f"{row.path}.weight"
         kind = kind_of(row)
-        if kind == "depthwise":
-            read = written = self._channels((weight, "vector"), widths)
-        else:
-            read, written = self._channels((weight, "in"), widths), self._channels((weight, "out"), widths)
-        both = read.share if kind == "depthwise" else read.share * written.share
+        roles = ("vector", "vector") if kind == "depthwise" else ("in", "out")
+        sides = (self._channels((weight, role), widths) for role in roles)
+        (read, inputs), (written, outputs) = sides
+        both = read if kind == "depthwise" else read * written
         return LayerCost(
             path=row.path,
             kind=kind,
             format=name,
             macs=both * row.weight_macs / self._batch,
-            read=read.share * math.prod(row.input_shapes[0]) / self._batch,
-            written=written.share * math.prod(row.output_shape or ()) / self._batch,
+            read=read * math.prod(row.input_shapes[0]) / self._batch,
+            written=written * math.prod(row.output_shape or ()) / self._batch,
             weights=both * row.weight_elements,
-            inputs=read.count,
-            outputs=written.count,
+            inputs=inputs,
+            outputs=outputs,
         )
 
-    def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> _Channels:
+    def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> tuple[float, float]:
+        """Share of an axis that is left, and its channels; 0 of an axis that stays whole."""
         counts: Counter[str] = self._axes.get(axis, Counter())
         if not any(counts):
-            return _Channels(share=1.0, count=0.0)
+            return 1.0, 0.0
         left = sum(n * (widths[name] / self._sizes[name] if name else 1.0) for name, n in counts.items())
-        return _Channels(share=left / sum(counts.values()), count=left)
+        return left / sum(counts.values()), left
 
 
 def kind_of(row: Layer) -> str:

@@ -246,10 +246,7 @@ def channel_block(engine: str, *, version: str, cache: Path | None = None) -> in
     if engine.startswith(_GPUS):
         return GPU_BLOCK
     path = cache_path(engine, version, cache, what="block")
-    try:
-        known = read_json(path)["block"] if path.is_file() else None
-    except (OSError, ValueError, KeyError, TypeError):
-        known = None
+    known = _kept(path).get("block")
     if isinstance(known, int) and known > 0:
         return known
     found = block_of(_times(engine))
@@ -382,13 +379,11 @@ def signature(lab: Lab, configuration: Configuration) -> str:
 
 
 class _Store:
-    """Times on disk; a damaged or foreign file counts as empty."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.hits = path, 0
 
     def get(self, key: str) -> tuple[float, dict[str, float]] | None:
-        row = self._read().get(key)
+        row = _kept(self.path).get(key)
         if not isinstance(row, dict) or not isinstance(row.get("time"), float):
             return None
         self.hits += 1
@@ -396,14 +391,16 @@ class _Store:
 
     def put(self, rows: Mapping[str, tuple[float, Mapping[str, float]]]) -> None:
         new = {key: {"time": time, "layers": dict(layers)} for key, (time, layers) in rows.items()}
-        write_json(self.path, {**self._read(), **new})
+        write_json(self.path, {**_kept(self.path), **new})
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            tree = read_json(self.path) if self.path.is_file() else {}
-        except (OSError, ValueError):
-            return {}
-        return tree if isinstance(tree, dict) else {}
+
+def _kept(path: Path) -> dict[str, Any]:
+    """A file of the cache; a damaged or foreign one counts as empty."""
+    try:
+        tree = read_json(path) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _samples(
