@@ -30,9 +30,9 @@ from compress.report.blocks import (
     to_markdown,
 )
 from compress.report.figures import Plan, picture_of
+from compress.search.models import Check
 from compress.search.search import FLOAT_POINT, Outcome, Point
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
-from compress.search.timing import Check
 from compress.support.text import MISSING, scored
 
 _X = "time over that of the float network"

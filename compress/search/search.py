@@ -25,8 +25,21 @@ from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
 from compress.measure.latency import NOT_MEASURED
 from compress.quantization import QuantSpec
 from compress.search import SearchSpec, check_search_spec
-from compress.search.accuracy_model import Distances, predicted_distance, rate_choices
 from compress.search.lab import REFERENCE, Figures, Lab, build, engines_of, export, measure, time_engines, with_formats
+from compress.search.models import (
+    Check,
+    Distances,
+    Sample,
+    Timed,
+    channel_block,
+    check,
+    fit,
+    predicted_distance,
+    rank_correlation,
+    rate_choices,
+    time_more,
+    time_space,
+)
 from compress.search.network import apply, channel_scores
 from compress.search.space import (
     Configuration,
@@ -38,17 +51,6 @@ from compress.search.space import (
     make_space,
     otherwise,
     uniform,
-)
-from compress.search.timing import (
-    Check,
-    Sample,
-    Timed,
-    channel_block,
-    check,
-    fit,
-    rank_correlation,
-    time_more,
-    time_space,
 )
 from compress.support.imports import any_failure
 from compress.support.meters import TaskMetric, amount_of

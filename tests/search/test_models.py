@@ -16,9 +16,9 @@ from torch import nn
 import compress
 from compress.errors import SearchError
 from compress.recipe.tree import parse_recipe
-from compress.search import timing
-from compress.search.accuracy_model import rate_choices
+from compress.search import models
 from compress.search.lab import Figures, build, with_formats
+from compress.search.models import Sample, Timed, check, fit, rank_interval, rate_choices
 from compress.search.network import distance
 from compress.search.search import (
     NEAR,
@@ -39,7 +39,6 @@ from compress.search.search import (
     results,
 )
 from compress.search.space import Costs, Space, analyse, best_within, key_of, make_space, otherwise, uniform
-from compress.search.timing import Sample, Timed, check, fit, rank_interval
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification
 from tests.networks import network
@@ -118,15 +117,15 @@ def test_the_interval_of_a_rank_correlation():
 
 
 def test_the_block_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
-    monkeypatch.setattr(timing, "_times", lambda engine: pytest.fail("measured again"))
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
-    assert timing.channel_block("tensorrt", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(models, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(models, "_times", lambda engine: pytest.fail("measured again"))
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 16
+    assert models.channel_block("tensorrt", version="1", cache=tmp_path) == 16
     (file,) = tmp_path.iterdir()
     file.write_text("[]")
-    monkeypatch.setattr(timing, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 8
+    monkeypatch.setattr(models, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 8
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])

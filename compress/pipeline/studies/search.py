@@ -25,9 +25,9 @@ from compress.pipeline.steps.networks import build_float, float_step
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
 from compress.search.lab import quantization_of, sparsity_spec, time_ratio
+from compress.search.models import channel_block
 from compress.search.search import Attempt, Bound, Front, Outcome, Point, after, best, check_request, order, search
 from compress.search.space import analyse, make_space, sparse_layers
-from compress.search.timing import channel_block
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored

@@ -1,4 +1,4 @@
-"""Times networks until a model, a sum over layers, predicts unseen ones, and keeps the times in files."""
+"""The two models of a search: latency as a sum over layers, from timed networks, and the error of each choice alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import math
 import random
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,32 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 from scipy.stats import spearmanr
-from torch import nn
+from torch import fx, nn
 
 from compress.errors import CompressError, EngineError, SearchError
 from compress.export.onnx import export_onnx
 from compress.files import cache_folder, read_json, write_json
+from compress.graph.inputs import flat_tensors
 from compress.measure.latency import loaded, measure_engine_layers, measure_latency
 from compress.measure.machine import describe_machine
-from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
-from compress.search.network import apply
-from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, LayerCost, key_of
+from compress.quantization.placement.insert import float_graph, read_fx
+from compress.quantization.placement.place import place
+from compress.quantization.sensitivity.compare import run_subset, subset_of
+from compress.search.lab import (
+    REFERENCE,
+    Lab,
+    build,
+    export,
+    fresh_engines,
+    median_ratio,
+    quantization_of,
+    time_engines,
+    with_formats,
+)
+from compress.search.network import apply, distance
+from compress.search.space import BLOCK, FLOAT, FORMAT, SPARSE, Configuration, LayerCost, key_of
 from compress.support.progress import Progress
+from compress.training.optim import recalibrate_batchnorm
 
 _NETWORK, _CONVERT, _SINGLE = "network", "convert", "*"
 _RIDGE, _DEVIATION, _LAYER = 1e-3, 0.05, 0.5
@@ -486,3 +502,69 @@ def _random(lab: Lab, generator: random.Random, count: int) -> dict[str, Configu
             configuration[element] = choices[min(max(round(drawn), 0), last)]
         found[key_of(configuration)] = configuration
     return found
+
+
+_ACCURACY = "accuracy model"
+_MOST = 1e6  # error of a choice whose outputs are not finite: the integer program needs a number
+
+
+# Costs of choices by element: squared error added to outputs, over their variance.
+Distances = Mapping[str, Mapping[str, float]]
+
+
+def predicted_distance(distances: Distances, configuration: Configuration) -> float:
+    return sum(distances.get(element, {}).get(choice, 0.0) for element, choice in configuration.items())
+
+
+def rate_choices(lab: Lab, *, progress: Progress) -> Distances:
+    elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
+    again = apply(lab.structure, {})
+    recalibrate_batchnorm(again, lab.fit)
+    with torch.no_grad():
+        plain, measured_again = _outputs(lab, lab.structure.graph), _outputs(lab, again)
+    progress.start(_ACCURACY, sum(len(choices) for choices in elements.values()))
+    distances = {element: dict.fromkeys(choices, 0.0) for element, choices in elements.items()}
+    formats = [element for element in elements if element.startswith(FORMAT)]
+    for name in sorted({choice for element in formats for choice in elements[element]} - {FLOAT}):
+        for element, far in _formats_alone(lab, formats, name, plain):
+            distances[element][name] = far
+            progress.advance(_ACCURACY)
+    for element in [element for element in elements if element not in formats]:
+        for choice in elements[element]:
+            distances[element][choice] = _alone(lab, element, choice, measured_again)
+            progress.advance(_ACCURACY)
+    progress.finish(_ACCURACY)
+    return distances
+
+
+def _formats_alone(
+    lab: Lab, elements: Sequence[str], name: str, reference: list[torch.Tensor]
+) -> Iterator[tuple[str, float]]:
+    base = replace(lab.quantization, adaround=None, bias_correction=None)
+    lab = replace(lab, quantization=base)
+    network = build(lab, {}, steps=0)
+    whole = with_formats(lab, network, dict.fromkeys(elements, name), quick=True)
+    view = read_fx(float_graph(network, lab.fit[0][:2], base)[0])
+    for element in elements:
+        spec = quantization_of(lab, network, {element: name})
+        subset = subset_of(place(view, spec)) if spec is not None else None
+        if subset is None or not isinstance(whole, fx.GraphModule):
+            yield element, 0.0
+            continue
+        yield element, _bounded(distance(_outputs(lab, partial(run_subset, whole, subset)), reference))
+
+
+def _alone(lab: Lab, element: str, choice: str, reference: list[torch.Tensor]) -> float:
+    if lab.space.largest().get(element) == choice:
+        return 0.0
+    with torch.no_grad():
+        return _bounded(distance(_outputs(lab, build(lab, {element: choice}, steps=0)), reference))
+
+
+def _bounded(far: float) -> float:
+    return min(far, _MOST) if far == far else _MOST  # NaN differs from itself
+
+
+def _outputs(lab: Lab, network: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+    rows = [[x.cpu() for x in flat_tensors(network(images))] for images in lab.held]
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
