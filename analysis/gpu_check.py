@@ -40,7 +40,7 @@ from analysis.cuda_engine.networks import images, qdq_file
 from compress.data.base import DataSet
 from compress.data.memory import MemorySplit
 from compress.engines.cuda.engine import CudaEngine
-from compress.engines.cuda.tuning import differences, repeated_ms
+from compress.engines.cuda.program import differences, repeated_ms
 from compress.training.distributed import init_processes
 
 TRANSFORMERS = ("swin_t", "convnext_tiny", "convnextv2_tiny", "vit_s", "deit_small_patch16_224", "vit_b_16")

@@ -20,8 +20,8 @@ from compress.graph.trace import trace as trace
 from compress.measure import BenchSpec as BenchSpec
 from compress.measure.accuracy import measure_accuracy as measure_accuracy
 from compress.measure.accuracy import measure_metric as measure_metric
-from compress.measure.file_check import check_onnx as check_onnx
 from compress.measure.latency import measure_latency as measure_latency
+from compress.measure.parity import check_onnx as check_onnx
 from compress.models import ModelSpec as ModelSpec
 from compress.models.by_name import build_model as build_model
 from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental
@@ -63,7 +63,7 @@ from compress.recipe.tree import Recipe as Recipe
 from compress.recipe.tree import load_recipe as load_recipe
 from compress.roofline_model.model import roofline as roofline
 from compress.search import SearchSpec as SearchSpec  # experimental
-from compress.search.front import Front as Front  # experimental
+from compress.search.search import Front as Front  # experimental
 from compress.search.search import search as search  # experimental
 from compress.sparsity import SparsitySpec as SparsitySpec
 from compress.sparsity.parametrization import MaskSchedule as MaskSchedule
@@ -72,10 +72,10 @@ from compress.sparsity.sparsifier import prune_channels as prune_channels
 from compress.sparsity.sparsifier import sparsify as sparsify
 from compress.training import QATSpec as QATSpec
 from compress.training import TrainSpec as TrainSpec
-from compress.training.evaluate import evaluate as evaluate
 from compress.training.log import Callback as Callback
 from compress.training.loop import fit as fit
 from compress.training.loops.cycle import QuantizationCycle as QuantizationCycle
 from compress.training.optim import recalibrate_batchnorm as recalibrate_batchnorm
+from compress.training.passes import evaluate as evaluate
 from compress.training.passes import record_step as record_step
 from compress.version import __version__ as __version__

@@ -33,7 +33,7 @@ def test_type_checkers_see_the_same_names_as_the_interpreter():
 
 
 def test_functions_are_not_replaced_by_packages():
-    import compress.search.front
+    import compress.search.search
 
     assert all(not isinstance(getattr(compress, name), ModuleType) for name in compress.__all__)
 

@@ -9,8 +9,7 @@ import yaml
 from compress import Recipe, load_recipe
 from compress.errors import RecipeError
 from compress.quantization import ActivationCalibrator
-from compress.recipe.keys import recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import parse_recipe, recipe_names
+from compress.recipe.tree import parse_recipe, recipe_keys, recipe_keys_markdown, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())

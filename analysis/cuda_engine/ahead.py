@@ -14,7 +14,7 @@ from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.tuning import kernel_requests, kernels_of
+from compress.engines.cuda.program import kernel_requests, kernels_of
 from compress.kernels.triton.ahead import compile_requests
 
 _EXPORTS = 4
@@ -63,4 +63,4 @@ def _compile(path: Path, batch: int, jobs: int, device: torch.device, end: float
     executor = Executor(layout, [way[0].run for way in ways], device)
     requests = kernel_requests(kernels_of(executor, ways))
     results = compile_requests(requests, bindings.capability, jobs=jobs, seconds=max(0.0, end - time.monotonic()))
-    return len(requests), sum(result.error.startswith("not compiled in") for result in results)
+    return len(requests), sum(error.startswith("not compiled in") for error in results)

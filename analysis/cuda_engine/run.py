@@ -30,8 +30,7 @@ from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.report import write
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
-from compress.engines.cuda.program import Program
-from compress.engines.cuda.tuning import bare_ms, differences
+from compress.engines.cuda.program import Program, bare_ms, differences
 from compress.files import write_json
 
 Report = dict[str, Any]

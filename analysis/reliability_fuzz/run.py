@@ -24,7 +24,7 @@ from compress.audit.onnx import audit_onnx
 from compress.errors import CompressError
 from compress.files import write_json, write_text
 from compress.models.by_name import read_state_dict
-from compress.pipeline.folder import read_state_file
+from compress.pipeline.run import read_state_file
 from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records.files import METRICS
 from compress.training.checkpoint import load_model, save_model

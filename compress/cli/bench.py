@@ -14,15 +14,13 @@ from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.cli.report import show_run
 from compress.errors import EngineError, RunError, first_few
 from compress.measure import BenchSpec, check_bench_spec
-from compress.measure.end_to_end import STAGES, EndToEnd
-from compress.measure.latency import NOT_MEASURED
+from compress.measure.latency import NOT_MEASURED, STAGES, EndToEnd
 from compress.measure.metric import Metric
-from compress.pipeline.saved import bench_again
-from compress.pipeline.steps.end_to_end import bench_end_to_end
+from compress.pipeline.saved import bench_again, bench_end_to_end
 from compress.plots.results import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
-from compress.report.write import write_report
+from compress.report.document import write_report
 from compress.support.text import display, significant
 
 

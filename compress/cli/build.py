@@ -20,7 +20,7 @@ from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import PORTABLE_SMS, TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
-from compress.pipeline.folder import holds_run
+from compress.pipeline.run import holds_run
 from compress.pipeline.saved import chosen_variant, finished_run, network, networks_of
 from compress.pipeline.steps.export import PHONES
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best

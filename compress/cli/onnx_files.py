@@ -30,7 +30,7 @@ from compress.cli.options import (
 from compress.data.base import Preprocessing
 from compress.errors import RecipeError, first_few
 from compress.files import write_json, write_text
-from compress.measure.file_check import FileCheck, check_onnx
+from compress.measure.parity import FileCheck, check_onnx
 from compress.onnx_ptq.cast import cast_onnx
 from compress.onnx_ptq.dequantize import dequantize_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file

@@ -20,8 +20,16 @@ from compress.errors import RecipeError, near_misses
 from compress.files import expand_user, write_text
 from compress.measure import ENGINE_NAMES
 from compress.quantization import TARGETS
-from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
-from compress.recipe.tree import MADE_FOR, find_recipe, load_recipe, parse_recipe, recipe_names
+from compress.recipe.tree import (
+    MADE_FOR,
+    find_recipe,
+    keys_of_section,
+    load_recipe,
+    parse_recipe,
+    recipe_keys,
+    recipe_keys_markdown,
+    recipe_names,
+)
 from compress.support.imports import is_import_path
 from compress.support.limits import CLASSES, IMAGE_SIDE
 

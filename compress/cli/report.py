@@ -12,9 +12,9 @@ from rich.markup import escape
 from compress.cli.console import ERRORS, OUT, print_json, print_next, print_table
 from compress.cli.options import FolderArgument, JsonOption, VariantOption
 from compress.errors import RunError, near_misses
-from compress.pipeline.folder import read_state
 from compress.pipeline.predict import SERVERS, Prediction, write_bundle
 from compress.pipeline.predict import predict as predict_images
+from compress.pipeline.run import read_state
 from compress.pipeline.saved import export_again
 from compress.quantization import TARGETS
 from compress.records.files import read_run
@@ -29,7 +29,7 @@ from compress.records.summary import (
     summary_notes,
     unavailable_engines,
 )
-from compress.report.write import write_comparison, write_report
+from compress.report.document import write_comparison, write_report
 from compress.support.limits import BATCH
 from compress.support.text import MISSING, display
 

@@ -28,7 +28,7 @@ from compress.pipeline.studies.sensitivity import (
 )
 from compress.quantization.sensitivity.sensitivity import Sensitivity
 from compress.recipe.tree import load_recipe
-from compress.search.front import Front, Outcome, pareto
+from compress.search.search import Front, Outcome, pareto
 from compress.support.limits import COUNT
 from compress.support.meters import metric_title, score_text, shown
 from compress.support.text import MISSING, scored

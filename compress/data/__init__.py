@@ -64,7 +64,7 @@ class DataSpec:
             judged by how often a network says the class that the float network says; for segmentation `masks`; for
             detection `voc` and `coco`; for restoration `degraded`, images and the same made smaller or noisier), or a
             function of yours, `package.module:function`, that takes this section and
-            returns the training and the evaluation split; see `compress/data/own.py`. Nothing is ever downloaded.
+            returns the training and the evaluation split; see `compress/data/load.py`. Nothing is ever downloaded.
         root: folder of `folder` (holding train/ and val/), of `images` (any depth; every fourth is for evaluation), of
             `masks`, `voc` and `coco`, of the cifar files, and of `degraded` (holding train/ and val/, else every fourth
             image is for evaluation); unused by the others.

@@ -85,8 +85,7 @@ class Decoder(Dataset[Item]):
         index, seed = place
         if seed is None:
             return None
-        numbers: list[float] = uniform(seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
-        return numbers
+        return uniform(seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
 
 
 @contextmanager
@@ -183,15 +182,13 @@ def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: st
 def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     p, transforms = preprocessing, _transforms()
     if p.resize != "crop":
-        whole: Tensor = _whole(pixels, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
-        return whole
+        return _whole(pixels, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
     sides, method = (
         covering(pixels.shape[-2], pixels.shape[-1], p.height_width, p.crop_ratio),
         _METHODS[p.interpolation],
     )
     resized = transforms.resize(pixels, sides, interpolation=method, antialias=True)
-    cropped: Tensor = transforms.center_crop(resized, list(p.height_width))
-    return cropped
+    return transforms.center_crop(resized, list(p.height_width))
 
 
 def longest_side(width: int, height: int, size: tuple[int, int]) -> int:
@@ -446,7 +443,6 @@ def random_window(width: int, height: int, size: tuple[int, int], draws: list[fl
 
 
 def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: float) -> Window:
-    """Return the part that `preprocessed` takes to crop."""
     longest = longest_side(width, height, size)
     rows, columns = min(height, longest), min(width, longest)
     resized = covering(rows, columns, size, crop_ratio)

@@ -94,5 +94,4 @@ def _called(source: str) -> Iterable[Any]:
     function = getattr(found, name, None)
     if not callable(function):
         raise DataError(f"{source}: {module} has no function {name!r}{near_misses(name, dir(found))}")
-    batches: Iterable[Any] = function()
-    return batches
+    return function()

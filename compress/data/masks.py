@@ -12,7 +12,6 @@ Training images are scaled by 0.5 to 2, cropped and mirrored at random (Chen et 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,7 @@ _SCALES = (0.5, 2.0)
 _DRAWS = 4
 
 
-@dataclass(frozen=True)
-class Pair:
-    """An image and its mask."""
-
-    image: Path
-    mask: Path
+Pair = tuple[Path, Path]  # an image and its mask
 
 
 def mask_data(spec: DataSpec) -> DataSet:
@@ -71,8 +65,8 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in EXTENSIONS and f.name[0] != ".")
     if not files:
         raise DataError(f"{images} holds no images ({', '.join(EXTENSIONS)})")
-    pairs = [Pair(file, masks / f"{file.stem}.png") for file in files]
-    without = [pair.image.name for pair in pairs if not pair.mask.is_file()]
+    pairs = [(file, masks / f"{file.stem}.png") for file in files]
+    without = [image.name for image, mask in pairs if not mask.is_file()]
     if without:
         raise DataError(f"{len(without)} images of {images} have no mask NAME.png in {masks}: {first_few(without)}")
     return pairs
@@ -90,8 +84,7 @@ class MaskSplit(ItemSplit):
 
     def content(self) -> Iterator[bytes | str]:
         yield str(self.ignore_index)
-        for part in ("image", "mask"):
-            files = [getattr(pair, part) for pair in self.pairs]
+        for files in zip(*self.pairs, strict=True):
             yield from file_parts(files[0].parent, [file.name for file in files])
 
     def reader(self) -> Dataset[Item]:
@@ -110,24 +103,24 @@ class _Reader(Dataset[Item]):
 
     def __getitem__(self, place: Place) -> Item:
         index, seed = place
-        pair = self.pairs[index]
+        files = self.pairs[index]
         try:
-            image, mask = self._read(pair)
+            image, mask = self._read(*files)
         except DataError as error:
-            return None, None, str(pair.mask), str(error)
+            return None, None, str(files[1]), str(error)
         draws = None if seed is None else uniform(seed, torch.tensor([index]), _DRAWS)[0].tolist()
         pixels, classes = fitted(image, mask, self.size) if draws is None else cropped(image, mask, self.size, draws)
-        return pixels, classes, str(pair.image), ""
+        return pixels, classes, str(files[0]), ""
 
-    def _read(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        image = read_image(pair.image, max_pixels=self.max_pixels)
-        mask = np.array(read_image(pair.mask, max_pixels=self.max_pixels, convert=_single_channel))
+    def _read(self, file: Path, mask_file: Path) -> tuple[Image.Image, Image.Image]:
+        image = read_image(file, max_pixels=self.max_pixels)
+        mask = np.array(read_image(mask_file, max_pixels=self.max_pixels, convert=_single_channel))
         if mask.shape != (image.height, image.width):
             raise DataError(
-                f"{pair.mask} is {mask.shape[1]} x {mask.shape[0]} pixels and its image {image.width} x "
+                f"{mask_file} is {mask.shape[1]} x {mask.shape[0]} pixels and its image {image.width} x "
                 f"{image.height}: a mask must have the size of its image"
             )
-        return image, Image.fromarray(self._checked(mask, pair.mask))
+        return image, Image.fromarray(self._checked(mask, mask_file))
 
     def _checked(self, mask: np.ndarray, file: Path) -> np.ndarray:
         ignored = mask == self.ignore_index
@@ -137,8 +130,7 @@ class _Reader(Dataset[Item]):
                 f"{file} holds the classes {first_few(map(str, foreign.tolist()))}; data.classes names 0 to "
                 f"{len(self.labels) - 1}, and data.ignore_index is {self.ignore_index}"
             )
-        classes: np.ndarray = np.where(ignored, NO_CLASS, mask).astype(np.uint8)
-        return classes
+        return np.where(ignored, NO_CLASS, mask).astype(np.uint8)
 
 
 def _single_channel(file: Image.Image) -> Image.Image:

@@ -293,8 +293,7 @@ class DetectorNetwork(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Outputs of images (N, 3, H, W) by name, (N, anchors, ...)."""
         features = self.backbone(images)
-        found: dict[str, Tensor] = self.head([features] if isinstance(features, Tensor) else list(features.values()))
-        return found
+        return self.head([features] if isinstance(features, Tensor) else list(features.values()))
 
 
 def maps_and_outputs(
@@ -327,18 +326,26 @@ class DetectorHead:
 
     def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
         self.image_size, self.num_classes = image_size, num_classes
-        self.first_class = int(has_background(detector))
-        network = DetectorNetwork(copy.deepcopy(detector)).to("meta").eval()
+        network = self._network(copy.deepcopy(detector)).to("meta").eval()
         maps, outputs = maps_and_outputs(network, type(detector).__name__, image_size)
         self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
-        self._detector: Any = copy.deepcopy(detector)
-        self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps.values()])
-        self._detector.head.to("meta")
-        self._detector.transform = Unchanged()
-        self._sizes = self._detector.backbone.sizes
-        self._batch_loss = batch_loss(self._detector)
+        self._maps = {name: tuple(tensor.shape[2:]) for name, tensor in maps.items()}
         self._anchors: dict[torch.device, Tensor] = {}
-        self._check_classes(type(detector).__name__, self.shapes["cls_logits"][-1])
+        self._detector: Any = copy.deepcopy(detector)
+        self._detector.transform = Unchanged()
+        self.first_class, width = self._prepare(self._detector)
+        self._batch_loss = batch_loss(self._detector)
+        if width is not None:
+            self._check_classes(type(detector).__name__, width)
+
+    def _network(self, detector: nn.Module) -> nn.Module:
+        return DetectorNetwork(detector)
+
+    def _prepare(self, detector: Any) -> tuple[int, int | None]:
+        """Take out what the network computes, in place; (the number of the first class, outputs for classes)."""
+        detector.backbone = _Features(list(self._maps.values()))
+        detector.head.to("meta")
+        return int(has_background(detector)), self.shapes["cls_logits"][-1]
 
     def _check_classes(self, name: str, width: int) -> None:
         needed = self.num_classes + self.first_class
@@ -374,7 +381,7 @@ class DetectorHead:
             from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
 
             image = torch.zeros(1, device=device).expand(1, 3, *self.image_size)
-            maps = [torch.zeros(1, device=device).expand(1, 1, *size) for size in self._sizes]
+            maps = [torch.zeros(1, device=device).expand(1, 1, *size) for size in self._maps.values()]
             self._anchors[device] = self._detector.anchor_generator(ImageList(image, [self.image_size]), maps)[0]
         return self._anchors[device]
 
@@ -386,7 +393,7 @@ class DetectorHead:
                 "and SSD, so that its non-maximum suppression cannot be put into a file: set export.nms to false"
             )
         anchors, names = self.anchors(torch.device("cpu")), tuple(self.shapes)
-        places = [height * width for height, width in self._sizes]
+        places = [height * width for height, width in self._maps.values()]
         levels = [count * len(anchors) // sum(places) for count in places]
         return BoxesAndScores(self._detector, names, anchors, levels, self.image_size, self.num_classes)
 
@@ -483,22 +490,13 @@ class TwoStageHead(DetectorHead):
         detector: `is_two_stage`, with trained box head; not changed.
     """
 
-    def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
-        self.image_size, self.num_classes, self.first_class = image_size, num_classes, 1
-        self._batch_loss = None
-        network = ProposalNetwork(copy.deepcopy(detector)).to("meta").eval()
-        maps, outputs = maps_and_outputs(network, type(detector).__name__, image_size)
-        self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
-        self._maps = {name: tuple(tensor.shape[2:]) for name, tensor in maps.items()}
-        self._detector: Any = copy.deepcopy(detector)
-        self._detector.requires_grad_(False)
-        parts: Any = (self._detector, self._detector.rpn)
-        parts[0].backbone, parts[1].head = _Given(), _Given()
-        self._detector.transform = Unchanged()
-        predictor = parts[0].roi_heads.box_predictor
-        width = getattr(getattr(predictor, "cls_score", None), "out_features", None)
-        if width is not None:
-            self._check_classes(type(detector).__name__, width)
+    def _network(self, detector: nn.Module) -> nn.Module:
+        return ProposalNetwork(detector)
+
+    def _prepare(self, detector: Any) -> tuple[int, int | None]:
+        detector.requires_grad_(False)
+        detector.backbone, detector.rpn.head = _Given(), _Given()
+        return 1, getattr(getattr(detector.roi_heads.box_predictor, "cls_score", None), "out_features", None)
 
     def boxes_and_scores(self) -> BoxesAndScores:
         """Refuse: the box head is outside the file."""
@@ -526,8 +524,6 @@ class TwoStageHead(DetectorHead):
 
 
 class _Given(nn.Module):
-    """A part that returns `value`."""
-
     value: Any = None
 
     def forward(self, _: object) -> object:

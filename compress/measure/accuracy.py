@@ -172,8 +172,7 @@ def target_ranks(logits: Floats, targets: Ints) -> Ints:
     """The classes ranked before each image's target, (N,); equal logits rank in the order of their classes."""
     own = np.take_along_axis(logits, targets[:, None], axis=1)
     before = np.arange(logits.shape[1]) < targets[:, None]
-    counted: Ints = ((logits > own) | ((logits == own) & before)).sum(axis=1)
-    return counted
+    return ((logits > own) | ((logits == own) & before)).sum(axis=1)
 
 
 def _logits_output(engine: Engine) -> str:

@@ -387,8 +387,7 @@ def _onnx(spec: ModelSpec, num_classes: int) -> BuiltModel:
 
 
 def _factory(path: str) -> Callable[..., Any]:
-    maker: Callable[..., Any] = imported(path, key="model.name", error=ModelError, what="a function that makes a model")
-    return maker
+    return imported(path, key="model.name", error=ModelError, what="a function that makes a model")
 
 
 _CLASSES_ARGUMENTS = ("num_classes", "classes", "num_labels")

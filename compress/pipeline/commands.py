@@ -17,19 +17,34 @@ from compress.export.prepare import prepare
 from compress.files import write_json
 from compress.graph.modules import modes_restored
 from compress.models.by_name import BuiltModel
-from compress.pipeline.folder import COMMANDS, RECIPE_FILE, RunFolder, free_folder, latest_folder, open_run
-from compress.pipeline.run import Run, boxes_and_scores, task_of
-from compress.pipeline.steps.end_to_end import end_to_end_step
-from compress.pipeline.steps.engines import audit_step, build_step, check_required
+from compress.pipeline.run import (
+    COMMANDS,
+    RECIPE_FILE,
+    Run,
+    RunFolder,
+    boxes_and_scores,
+    free_folder,
+    latest_folder,
+    open_run,
+    task_of,
+)
+from compress.pipeline.saved import end_to_end_step
 from compress.pipeline.steps.evaluate import bench_step, evaluate_step
-from compress.pipeline.steps.export import export_step
-from compress.pipeline.steps.quantize import ptq_step, qat_step
-from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
-from compress.pipeline.steps.training import build_float, check_start, float_step
+from compress.pipeline.steps.export import audit_step, build_step, check_required, export_step
+from compress.pipeline.steps.networks import (
+    build_float,
+    check_pattern,
+    check_start,
+    float_step,
+    ptq_step,
+    qat_step,
+    sparse_step,
+    zeros_of,
+)
 from compress.quantization import QuantSpec
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.recipe.tree import Recipe
-from compress.report.write import write_card, write_report
+from compress.report.document import write_card, write_report
 from compress.sparsity import parse_pattern
 from compress.sparsity.eligibility import eligibility
 from compress.support.imports import imported, is_import_path

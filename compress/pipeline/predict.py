@@ -25,7 +25,7 @@ from compress.engines.registry import suits
 from compress.errors import DataError, RunError, near_misses
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import read_regular, replacing, write_text
-from compress.pipeline.folder import recipe_of
+from compress.pipeline.run import recipe_of
 from compress.pipeline.saved import chosen_variant, networks_of, run_without_data
 from compress.support.limits import IMAGE_PIXELS
 from compress.tasks.base import Task

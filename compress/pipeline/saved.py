@@ -1,36 +1,47 @@
-"""Networks of finished runs, and weights in files: loaded, exported or measured again."""
+"""Networks of finished runs, and weights in files: loaded, exported, or measured again, also from images to classes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from compress.data import DataSpec
 from compress.data.base import Batch, DataSet, Preprocessing, Split
+from compress.data.folder import FolderSplit
 from compress.data.load import class_count, load_data
+from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.engines.onnx_file import read_onnx
-from compress.errors import CheckpointError, RunError, first_few, near_misses
+from compress.errors import (
+    CheckpointError,
+    DataError,
+    EngineError,
+    EngineUnavailableError,
+    RunError,
+    first_few,
+    near_misses,
+)
 from compress.export.names import PREPROCESSING_KEY, RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
-from compress.files import expand_user
+from compress.files import expand_user, read_regular
 from compress.graph.trace import check_module
 from compress.measure import BenchSpec
+from compress.measure.latency import EndToEnd, Source, measure_end_to_end
 from compress.measure.metric import Metric
-from compress.pipeline.folder import read_state, read_state_file, recipe_from_anywhere, recipe_of
-from compress.pipeline.run import NetworkFiles, Run, stem
+from compress.pipeline.run import NetworkFiles, Run, read_state, read_state_file, recipe_from_anywhere, recipe_of, stem
 from compress.pipeline.steps.evaluate import TIMINGS, bench, keep_slower, slower
-from compress.pipeline.steps.quantize import ptq_step, qat_step
-from compress.pipeline.steps.sparse import sparse_step
-from compress.pipeline.steps.training import build_float, float_step
+from compress.pipeline.steps.networks import build_float, float_step, ptq_step, qat_step, sparse_step
 from compress.quantization import TARGETS, Target
 from compress.quantization.placement.decisions import Placement
-from compress.records.files import METRICS
+from compress.records.files import END_TO_END, METRICS, Breakdown
 from compress.records.summary import best_variant, family
+from compress.support.limits import IMAGE_PIXELS
 from compress.support.progress import NoProgress, Progress
 from compress.training.checkpoint import load_model, read_tensors, save_model
 from compress.variants import Variant
@@ -266,3 +277,107 @@ class BlankSplit(Split):
         count = len(indices)
         images = torch.zeros(count, *self.preprocessing.input_shape, device=device)
         return images, torch.zeros(count, dtype=torch.int64, device=device)
+
+
+_QUIET = NoProgress()
+_ENDINGS = frozenset({".jpg", ".jpeg", ".png"})
+
+
+def bench_end_to_end(
+    files: Sequence[Path],
+    spec: BenchSpec,
+    *,
+    images: Path | None = None,
+    split: Split | None = None,
+    device: str = "cpu",
+    progress: Progress = _QUIET,
+) -> Breakdown:
+    """Time files on engines at each batch size.
+
+    `files` are ONNX files, or one run folder; `images` a folder searched to any depth; None = a run's evaluation
+    images, `split` if loaded. `device` resizes and normalizes.
+    """
+    networks = networks_of(files)
+    most = max(spec.batch_sizes, default=1)
+    pictures, max_pixels = _pictures_of(files[0], images, split, most)
+    results: list[EndToEnd] = []
+    unavailable: dict[str, str] = {}
+    for batch_size in spec.batch_sizes:
+        with ExitStack() as stack:
+            engines: dict[str, Engine] = {}
+            for variant, files_of in networks.items():
+                for name in spec.engines:
+                    try:
+                        built = files_of.engine(name, batch_size=batch_size, threads=spec.threads)
+                    except EngineUnavailableError as error:
+                        unavailable[name] = str(error)
+                        continue
+                    stack.enter_context(built)
+                    engines[f"{variant}: {built.info.label}"] = built
+            if not engines:
+                raise EngineError("none of the engines can run here: " + "; ".join(unavailable.values()))
+            results += measure_end_to_end(
+                engines,
+                pictures,
+                batch_size=batch_size,
+                device=device,
+                max_pixels=max_pixels,
+                warmup=spec.warmup,
+                runs=spec.runs,
+                seconds=spec.seconds,
+                progress=progress,
+            )
+    return Breakdown(results=tuple(results), unavailable=unavailable)
+
+
+def end_to_end_step(run: Run) -> None:
+    spec = run.recipe.bench
+    if not spec.end_to_end or run.folder.done("end_to_end"):
+        return
+    try:
+        found = bench_end_to_end([run.folder.path], spec, split=run.data.val, progress=run.progress)
+    except (DataError, EngineError) as error:
+        run.notes.append(f"end to end: not measured: {error}")
+    else:
+        END_TO_END.write(run.folder.path, found)
+    run.finish("end_to_end")
+
+
+def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Source], int]:
+    if images is not None:
+        return _pictures(images, count), IMAGE_PIXELS
+    split = _evaluation_split(file) if split is None else split
+    return _evaluation_images(split, count), getattr(split, "max_pixels", IMAGE_PIXELS)
+
+
+def _pictures(images: Path, count: int) -> list[Source]:
+    if not images.is_dir():
+        raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
+    named = (path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS and not path.is_dir())
+    found = sorted(named)[:count]
+    if not found:
+        raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
+    return _contents(found)
+
+
+def _contents(files: Sequence[Path]) -> list[Source]:
+    try:
+        return [read_regular(path) for path in files]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read as an image: {error.strerror}") from None
+
+
+def _evaluation_split(run: Path) -> Split:
+    if not run.is_dir():
+        raise DataError("an ONNX file holds no images: name a folder with JPEG or PNG files with --images")
+    return finished_run(run).data.val
+
+
+def _evaluation_images(split: Split, count: int) -> list[Source]:
+    if isinstance(split, FolderSplit):
+        return _contents(split.files[:count])
+    if isinstance(split, MemorySplit):
+        rows = split.images[:count].permute(0, 2, 3, 1).numpy()
+        return [np.repeat(row, 3, axis=2) if row.shape[2] == 1 else row.copy() for row in rows]
+    images, _ = split.load(list(range(min(count, len(split)))), epoch=None, device=torch.device("cpu"))
+    return list(split.preprocessing.pixels(images).permute(0, 2, 3, 1).contiguous().numpy())

@@ -369,7 +369,6 @@ Array = NDArray[np.float64]
 
 
 def bins_of(histogram: Histogram) -> tuple[Array, Array]:
-    """(counts, edges) with every edge."""
     counts = np.asarray(histogram.counts, dtype=np.float64)
     edges = np.asarray(histogram.bin_edges, dtype=np.float64)
     return counts, edges if len(edges) == len(counts) + 1 else np.linspace(edges[0], edges[-1], len(counts) + 1)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from compress.measure.end_to_end import STAGES, EndToEnd, Stage
+from compress.measure.latency import STAGES, EndToEnd, Stage
 from compress.measure.metric import Judged
 from compress.plots.style import (
     LIGHT,

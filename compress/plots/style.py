@@ -179,7 +179,6 @@ def settle(figure: Figure) -> Figure:
 
 
 def bare(axes: Axes, *, grid: Literal["x", "y"] = "y") -> None:
-    """Grid lines of one axis."""
     axes.grid(visible=False)
     axes.grid(visible=True, axis=grid)
 

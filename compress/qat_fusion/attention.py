@@ -14,8 +14,7 @@ from compress.graph.ops import called_module, node_kind, node_module
 from compress.kernels.triton import attention as triton_attention
 from compress.kernels.triton.attention import WIDEST, packed_attention, packed_fits, window_attention, window_fits
 from compress.kernels.triton.launch import Kernels, use_triton
-from compress.qat_fusion.chain import quantizer_of
-from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
+from compress.qat_fusion.chain import fuse_nodes, grid_of, is_live, quantizer_of, weight_dtype
 
 _MATMULS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
@@ -141,14 +140,9 @@ def _fuse(
         raise _RefusalError(f"{added[0].name} is added to scores of tensors that are no parts of one")
     name = f"fused_attentions.{node.name}"
     drop = None if dropout is None else called_module(dropout)
-    graph_module.add_submodule(name, FusedAttentionModule(scaling, quantize, drop, kernels))
-    with graph_module.graph.inserting_before(product):
-        fused = graph_module.graph.call_module(name, (*factors, *added))
-    fused.meta.update(product.meta)
-    product.replace_all_uses_with(fused)
+    module = FusedAttentionModule(scaling, quantize, drop, kernels)
     after = [product] if dropout is None else [product, dropout]
-    for old in (*after, node, *before):  # from the end back: each has lost its only consumer
-        graph_module.graph.erase_node(old)
+    fused = fuse_nodes(graph_module, name, module, (*after, node, *before), ((*factors, *added),))
     return tuple(old.name for old in (*before[::-1], *after[::-1])), fused
 
 

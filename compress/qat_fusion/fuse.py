@@ -23,7 +23,17 @@ from compress.kernels.fake_quantize import (
 )
 from compress.kernels.triton.launch import HAS_TRITON, Kernels
 from compress.qat_fusion.attention import fuse_attention
-from compress.qat_fusion.chain import ACTIVATIONS, LAYERS, Chain, epilogue_of, product
+from compress.qat_fusion.chain import (
+    ACTIVATIONS,
+    LAYERS,
+    Chain,
+    epilogue_of,
+    fuse_nodes,
+    group_weights,
+    is_live,
+    is_plain,
+    product,
+)
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.norm import (
     FusedBatchNormModule,
@@ -35,7 +45,6 @@ from compress.qat_fusion.norm import (
 )
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
 from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
-from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
 
@@ -335,16 +344,9 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
         pool, window = (None, None) if len(chain.inputs) > 1 or smooth else _pool_after(node)
         kept = chain.layer is None and len(chain.inputs) == 1 and node_kind(chain.inputs[0]) in _KEEP_THEIR_INPUT
         module = FusedChainModule(layer, chain.activation, cast(Quantizer, quantizer), kernels, window, kept)
-    name = f"fused_chains.{node.name}"
-    graph_module.add_submodule(name, module)
-    with graph_module.graph.inserting_before(node):
-        fused = graph_module.graph.call_module(name, chain.inputs)
-    last = pool or node
-    fused.meta.update(last.meta)
-    last.replace_all_uses_with(fused)
     names = [old.name for old in chain.nodes[:0:-1]] + ([pool.name] if pool else [])
-    for old in [pool, *chain.nodes] if pool else chain.nodes:  # in reverse: consumers first
-        graph_module.graph.erase_node(old)
+    nodes = [pool, *chain.nodes] if pool else chain.nodes
+    fuse_nodes(graph_module, f"fused_chains.{node.name}", module, nodes, (chain.inputs,))
     return FusedChain(quantizer=path, nodes=tuple(names), reason=chain.reason)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from compress.graph.ops import node_kind
 from compress.kernels.triton.conv_int8 import Geometry, Layer, codes_of, convolve, stem_fits
 from compress.kernels.triton.launch import HAS_TRITON
-from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
+from compress.qat_fusion.chain import codes_of_weight, is_live, is_plain, weight_dtype
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import QuantConv2d, Quantizer
 
@@ -122,8 +122,6 @@ def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> 
 
 
 class _Carrier:
-    """Finds codes for one node after the other."""
-
     def __init__(self, graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> None:
         self._module, self._graph, self._chains = graph_module, graph_module.graph, chains
         self._values: dict[fx.Node, fx.Node] = {}  # a value's node -> that of the chain on codes that gives it

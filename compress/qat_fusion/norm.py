@@ -22,12 +22,15 @@ from compress.qat_fusion.chain import (
     ACTIVATIONS,
     activation_of,
     adds_alike,
+    fuse_nodes,
+    grid_of,
     has_one_consumer,
+    is_live,
     product,
     quantizer_of,
+    weight_dtype,
 )
 from compress.qat_fusion.recompute import Recipe, recomputed, uses_recipes
-from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 
 
 class FusedNormModule(nn.Module):
@@ -379,15 +382,8 @@ def _before_response(source: fx.Node) -> list[fx.Node] | None:
 def _fuse_response(
     graph_module: fx.GraphModule, node: fx.Node, norm: _Response, quantize: nn.Module, kernels: Kernels | None
 ) -> tuple[str, ...]:
-    graph, layer = graph_module.graph, norm.nodes[-1]
-    name = f"fused_responses.{node.name}"
+    layer = norm.nodes[-1]
     module = FusedResponseModule(called_module(layer).layer, norm.activation, norm.dropout, norm.eps, quantize, kernels)
-    graph_module.add_submodule(name, module)
-    with graph.inserting_before(node):
-        inputs = (layer.all_input_nodes[0], norm.scale, norm.shift)
-        fused = graph.call_module(name, inputs, dict(layer.kwargs))
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    for old in (node, *norm.nodes):
-        graph.erase_node(old)
+    call = (layer.all_input_nodes[0], norm.scale, norm.shift), dict(layer.kwargs)
+    fuse_nodes(graph_module, f"fused_responses.{node.name}", module, (node, *norm.nodes), call)
     return tuple(old.name for old in norm.nodes[::-1])

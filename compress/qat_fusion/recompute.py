@@ -31,7 +31,6 @@ class Recipe(NamedTuple):
 
 
 def uses_recipes(x: Tensor, kernels: Kernels | None) -> bool:
-    """With gradients, where Triton kernels run eagerly."""
     return torch.is_grad_enabled() and use_triton_eager(x, kernels)
 
 

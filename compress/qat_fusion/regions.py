@@ -93,8 +93,7 @@ class _Part:
 
     def function(self) -> Callable[..., Any]:
         holder = fx.GraphModule({f"m{i}": module for i, module in enumerate(self.modules)}, self.graph)
-        run: Callable[..., Any] = type(holder).forward
-        return run
+        return type(holder).forward
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:

@@ -15,9 +15,16 @@ from compress.graph.traits import AVERAGES
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze
-from compress.qat_fusion.chain import ACTIVATIONS, activation_of, has_one_consumer, product, quantizer_of
+from compress.qat_fusion.chain import (
+    ACTIVATIONS,
+    activation_of,
+    grid_of,
+    has_one_consumer,
+    is_live,
+    product,
+    quantizer_of,
+)
 from compress.qat_fusion.recompute import Recipe
-from compress.qat_fusion.weights import grid_of, is_live
 
 
 class FusedSqueezeModule(nn.Module):

@@ -138,7 +138,6 @@ def gaussian_fit(heat: Tensor) -> GaussianFit:
 
 
 def distances(shape: Sequence[int], centre: Sequence[float]) -> Tensor:
-    """The distance of each pixel from `centre`, pixels, float64."""
     rows = torch.arange(shape[0], dtype=torch.float64) - centre[0]
     columns = torch.arange(shape[1], dtype=torch.float64) - centre[1]
     return (rows[:, None] ** 2 + columns[None] ** 2).sqrt()

@@ -324,7 +324,6 @@ def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
 
 
 def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name: str) -> View:
-    """An operand's view; broadcasting a unit loses its window."""
     own = field.dims[axis]
     units = 1 if own is None else field.shape[own]
     if dim is not None and units == 1 and shape[dim] > 1:

@@ -20,7 +20,7 @@ from compress.audit.engine import EngineAudit, Finding
 from compress.audit.layers import AuditedLayer
 from compress.errors import RunError
 from compress.files import parse_json, write_json
-from compress.measure.end_to_end import EndToEnd
+from compress.measure.latency import EndToEnd
 from compress.measure.metric import Metric
 from compress.quantization.block_graph import BlockGraph
 from compress.quantization.placement.decisions import Decision

@@ -232,7 +232,6 @@ def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
 
 
 def variants_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    """Variants in order of appearance, `float` first."""
     names = dict.fromkeys(m.variant for m in metrics)
     return tuple(sorted(names, key=lambda v: v != Variant.FLOAT))
 

@@ -10,14 +10,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, singledispatch
+from functools import cache
 from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from compress.plots.style import DARK, LIGHT
-from compress.report.headline import KeyFigure
 from compress.support.text import MISSING, plain
 
 
@@ -68,6 +67,14 @@ class Bullets:
     """A list."""
 
     items: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFigure:
+    """A large figure with what it means."""
+
+    value: str
+    label: str
 
 
 @dataclass(frozen=True)
@@ -211,48 +218,33 @@ def _unlinked(match: re.Match[str]) -> str:
     return f"{match[1] or match[3]}<span></span>{match[2] or match[4]}"
 
 
-@singledispatch
 def _block(block: Block) -> str:
-    raise TypeError(f"no markdown for {type(block).__name__}")
+    match block:
+        case Text():
+            return f"_{escape(block.text)}_" if block.note else escape(block.text)
+        case Bullets():
+            return "\n".join(f"- {escape(item)}" for item in block.items)
+        case Tiles():
+            return "\n".join(f"- **{escape(tile.value)}** {escape(tile.label)}" for tile in block.items)
+        case Code():
+            longest = max((len(run) for run in re.findall(r"`+", block.text)), default=0)
+            fence = "`" * max(3, longest + 1)
+            return f"{fence}{block.language}\n{block.text.rstrip()}\n{fence}"
+        case Picture():
+            image = f"![{escape(block.alt)}]({FIGURES}/{block.name}.png)"
+            return f"### {escape(block.title)}\n\n{image}\n\n{escape(block.caption)}"
+        case Table():
+            rules = ["---:" if column.align == "right" else "---" for column in block.columns]
+            rows = ([escape(cell) for cell in row] for row in block.rows)
+            return "\n".join(map(_line, [[escape(column.title) for column in block.columns], rules, *rows]))
+        case Gallery():
+            return _gallery(block)
+        case Details():
+            inner = "\n\n".join(map(_block, block.blocks))
+            return f"<details><summary>{escape(block.summary)}</summary>\n\n{inner}\n\n</details>"
 
 
-@_block.register
-def _(block: Text) -> str:
-    return f"_{escape(block.text)}_" if block.note else escape(block.text)
-
-
-@_block.register
-def _(block: Bullets) -> str:
-    return "\n".join(f"- {escape(item)}" for item in block.items)
-
-
-@_block.register
-def _(block: Tiles) -> str:
-    return "\n".join(f"- **{escape(tile.value)}** {escape(tile.label)}" for tile in block.items)
-
-
-@_block.register
-def _(block: Code) -> str:
-    longest = max((len(run) for run in re.findall(r"`+", block.text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{block.language}\n{block.text.rstrip()}\n{fence}"
-
-
-@_block.register
-def _(block: Picture) -> str:
-    image = f"![{escape(block.alt)}]({FIGURES}/{block.name}.png)"
-    return f"### {escape(block.title)}\n\n{image}\n\n{escape(block.caption)}"
-
-
-@_block.register
-def _(block: Table) -> str:
-    head = _line([escape(column.title) for column in block.columns])
-    rule = _line([" ---: ".strip() if column.align == "right" else "---" for column in block.columns])
-    return "\n".join([head, rule, *(_line([escape(cell) for cell in row]) for row in block.rows)])
-
-
-@_block.register
-def _(block: Gallery) -> str:
+def _gallery(block: Gallery) -> str:
     lines = [_line([escape(title) for title in block.columns]), _line(["---"] * len(block.columns))]
     for row in block.rows:
         cells = [
@@ -262,12 +254,6 @@ def _(block: Gallery) -> str:
         lines.append(_line(cells))
     colours = ", ".join(f"{escape(name)} {colour}" for name, colour in block.legend)
     return "\n".join([*lines, "", f"Colours: {colours}."] if colours else lines)
-
-
-@_block.register
-def _(block: Details) -> str:
-    inner = "\n\n".join(_block(item) for item in block.blocks)
-    return f"<details><summary>{escape(block.summary)}</summary>\n\n{inner}\n\n</details>"
 
 
 def _line(cells: list[str]) -> str:

@@ -7,30 +7,47 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from compress.audit.engine import unknown_part
 from compress.errors import RunError
-from compress.measure.metric import PAIRED, Metric
+from compress.files import replacing, write_text
+from compress.measure.latency import BUSY, NOT_MEASURED
+from compress.measure.metric import PAIRED, Judged, Metric, judged_by
 from compress.quantization.placement.decisions import Decision
 from compress.recipe.tree import Recipe
-from compress.records.files import EngineRow, LayerRow, RunData, is_untrained, recipe_tree, recipe_value
+from compress.records.files import (
+    EngineRow,
+    IntervalRow,
+    LayerRow,
+    RunData,
+    is_untrained,
+    read_run,
+    recipe_tree,
+    recipe_value,
+)
 from compress.records.summary import (
     RULES_TITLE,
+    SummaryRow,
+    best_variant,
     engines_of,
+    family,
     foreign_files,
     rules_text,
     shown_rows,
     slower_sentences,
     summary_columns,
     summary_notes,
+    summary_table,
     unavailable_engines,
     variants_of,
 )
 from compress.report.blocks import (
+    FIGURES,
     Block,
     Bullets,
     Code,
@@ -38,6 +55,7 @@ from compress.report.blocks import (
     Details,
     Document,
     Gallery,
+    KeyFigure,
     Picture,
     Section,
     Shown,
@@ -47,13 +65,229 @@ from compress.report.blocks import (
     code,
     number,
     table,
+    to_html,
+    to_markdown,
 )
-from compress.report.figures import Absent, moved
-from compress.report.headline import headline, summary_text
-from compress.support.meters import metric_title
-from compress.support.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, signed, significant
+from compress.report.figures import Absent, draw_figures, moved, pictures
+from compress.support.meters import amount_of, metric_title
+from compress.support.text import (
+    MISSING,
+    display,
+    finite,
+    fixed,
+    image_size_text,
+    in_bytes,
+    plain,
+    scored,
+    signed,
+    significant,
+)
 from compress.tasks.segmentation import figure_name, palette
 from compress.variants import Variant
+from compress.version import DISTRIBUTION
+
+_EQUAL = 0.02  # a speed-up within 2 % is no difference
+_UNTRAINED = (
+    "The float network is untrained (random weights, train.epochs 0), so that no accuracy of this run says anything. "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The result in words, and its figures."""
+
+    sentence: str
+    tiles: tuple[KeyFigure, ...]
+
+
+def headline(
+    metrics: Iterable[Metric],
+    *,
+    bits: frozenset[int] = frozenset(),
+    intervals: Sequence[IntervalRow] = (),
+    untrained: bool = False,
+) -> Headline:
+    """The gain of a run and its cost, in one sentence and a few large figures.
+
+    The comparison does compression the least favour: the fastest quantized row against the fastest float row of one
+    engine at the smallest batch size (OpenVINO runs float in bf16 where it can).
+
+    Args:
+        metrics: of the run.
+        bits: widths of its quantizers; {8} lets the sentence say INT8.
+        intervals: of the metric; the sentence says where a difference is not measurable.
+        untrained: random float weights, which the sentence says in the place of accuracy.
+    """
+    metrics = tuple(metrics)
+    rows, judged = summary_table(metrics), judged_by(metrics)
+    variant, start = _variant(metrics), _UNTRAINED if untrained else ""
+    if variant is None:
+        return Headline(sentence=start + _nothing_compared(rows, judged), tiles=())
+    subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
+    before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
+    tiles, parts = [], []
+    interval = next((i for i in intervals if after and (i.variant, i.engine) == (variant, after.engine)), None)
+    accuracy = None if untrained else _accuracy(_judged_beside(rows, before, after), after, judged, interval)
+    for said in (_speed(before, after, _paired(metrics, after)), accuracy, _size(before, after)):
+        if said:
+            parts.append(said[0])
+            tiles.append(said[1])
+    agreement = next((m for m in metrics if m.name == "agreement" and m.variant == variant and _on(m, after)), None)
+    if agreement and agreement.value is not None:
+        label = f"of answers: {display(agreement.engine)} finds the class that fake quantization finds"
+        tiles.append(KeyFigure(value=f"{fixed(agreement.value, 2)} %", label=label))
+    if not parts:
+        return Headline(sentence=f"{start}{subject} has no number that can be set beside float's.", tiles=tuple(tiles))
+    return Headline(sentence=f"{start}{subject} {_joined(parts)}.", tiles=tuple(tiles))
+
+
+def _variant(metrics: Sequence[Metric]) -> str | None:
+    best = best_variant(metrics)
+    if best is not None and best[0] != Variant.FLOAT:
+        return best[0]
+    others = [v for v in variants_of(metrics) if v != Variant.FLOAT]
+    return next((v for v in reversed(others) if any(m.variant == v and m.value is not None for m in metrics)), None)
+
+
+def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:
+    for name in dict.fromkeys(family(row.engine) for row in rows):
+        timed = [row for row in rows if family(row.engine) == name and row.p50_ms is not None]
+        batches = [{row.batch_size for row in timed if row.variant == v} for v in (Variant.FLOAT, variant)]
+        common = [b for b in batches[0] & batches[1] if b is not None]
+        if common:
+            at = [row for row in timed if row.batch_size == min(common)]
+            first, second = (
+                min((r for r in at if r.variant == v), key=lambda r: r.p50_ms or 0.0) for v in (Variant.FLOAT, variant)
+            )
+            return first, second
+    return None
+
+
+def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow | None, SummaryRow | None]:
+    """Untimed: the first engine that has the metric of both."""
+    by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.score is not None}
+    engines = [
+        e for e in dict.fromkeys(r.engine for r in rows) if (e, Variant.FLOAT) in by_key and (e, variant) in by_key
+    ]
+    return (by_key[engines[0], Variant.FLOAT], by_key[engines[0], variant]) if engines else (None, None)
+
+
+def _judged_beside(
+    rows: Sequence[SummaryRow], before: SummaryRow | None, after: SummaryRow | None
+) -> SummaryRow | None:
+    """The float row in the precision of `after`, which the interval is of."""
+    same = (row for row in rows if after and row.variant == Variant.FLOAT and row.engine == after.engine)
+    return next((row for row in same if row.score is not None), before)
+
+
+def _paired(metrics: Sequence[Metric], after: SummaryRow | None) -> tuple[float, float, float] | None:
+    """Speed over float's as measured in turn, and the ends of its interval."""
+    if after is None:
+        return None
+    place = (after.variant, after.engine, after.batch_size)
+    found = {m.name: m.value for m in metrics if (m.variant, m.engine, m.batch_size) == place and m.value is not None}
+    ratio, low, high = (found.get(name) for name in PAIRED)
+    return None if ratio is None or low is None or high is None else (ratio, low, high)
+
+
+def _speed(
+    before: SummaryRow | None, after: SummaryRow | None, paired: tuple[float, float, float] | None
+) -> tuple[str, KeyFigure] | None:
+    if not before or not after or before.p50_ms is None or not after.p50_ms:
+        return None
+    if "p50_ms" in before.partial | after.partial:
+        words = f"has a speed that was {NOT_MEASURED}"
+        return words, KeyFigure(value="not measured", label=f"speed: {BUSY}; measure again with `bench`")
+    ratio, low, high = paired or (before.p50_ms / after.p50_ms, 0.0, 0.0)
+    if paired and low <= 1 <= high and abs(ratio - 1) >= _EQUAL:
+        words = "shows no measurable difference of speed from float"
+    elif abs(ratio - 1) < _EQUAL:
+        words = "is as fast as float"
+    elif ratio > 1:
+        words = f"is {ratio:.2g}× faster than float" if ratio < 10 else f"is {ratio:.0f}× faster than float"
+    else:
+        words = f"is {1 / ratio:.2g}× slower than float"
+    times = f"p50 {_change(significant(before.p50_ms), significant(after.p50_ms), 'ms')}"
+    if paired:
+        ends = f"95 % interval {fixed(low, 2)} to {fixed(high, 2, '×')}"
+        words, times = f"{words} ({ends})", f"{times}, {ends}"
+    place = f"on {display(after.engine)}"
+    if before.engine != after.engine:
+        place = f"on {display(family(after.engine))}, which runs float fastest as {_precision(before.engine)}"
+    return (
+        f"{words} at batch {after.batch_size} {place}",
+        KeyFigure(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place}, {times}"),
+    )
+
+
+def _accuracy(
+    before: SummaryRow | None, after: SummaryRow | None, judged: Judged, interval: IntervalRow | None
+) -> tuple[str, KeyFigure] | None:
+    if not before or not after or before.score is None or after.score is None:
+        return None
+    change, title, unit = after.score - before.score, judged.title, judged.unit
+    from_to = _change(scored(before.score, unit), scored(after.score, unit), unit)
+    moved, tile = scored(abs(change), unit), signed(change, unit)
+    amount = amount_of(unit)
+    if interval is not None and not interval.measurable and before.engine == after.engine:
+        ends = f"{signed(interval.difference_low)} to {signed(interval.difference_high)}"
+        label = f"no measurable change of {title} on {interval.images} images ({from_to}; 95 % interval {ends})"
+        return f"shows no measurable change of {title} ({from_to})", KeyFigure(value=tile, label=label)
+    if tile.startswith("±"):
+        words = f"keeps {title} at {judged.text(after.score)}"
+    else:
+        better = (change > 0) == (judged.direction == "higher")
+        if judged.direction == "lower":
+            verb, what = ("lowers" if better else "raises"), f"{title} by {moved} {amount}".rstrip()
+        else:
+            verb = "gains" if better else "loses"
+            what = f"{moved} {f'{amount} of ' if amount else ''}{title}"
+        words = f"{verb} {what} ({from_to})"
+    return words, KeyFigure(value=tile, label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
+
+
+def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
+    if not before or not after or before.file_bytes is None or after.file_bytes is None or not before.file_bytes:
+        return None
+    ratio = after.file_bytes / before.file_bytes
+    from_to = _change(in_bytes(before.file_bytes), in_bytes(after.file_bytes))
+    return f"takes {ratio:.2f} of the file size", KeyFigure(
+        value=fixed(ratio, 2), label=f"of the file size ({from_to})"
+    )
+
+
+def _precision(engine: str) -> str:
+    return display(engine.partition(" (")[2].rstrip(")")) or display(engine)
+
+
+def _change(before: str, after: str, unit: str = "") -> str:
+    return f"{before} → {after} {unit}".strip().replace(" ", "\u00a0")
+
+
+def _on(metric: Metric, row: SummaryRow | None) -> bool:
+    return row is None or metric.engine == row.engine
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+
+
+def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
+    known = [row for row in rows if row.score is not None]
+    if not known:
+        return "This run has measured nothing yet."
+    sign = 1 if judged.direction == "higher" else -1
+    best = max(known, key=lambda row: sign * (row.score or 0.0))
+    value = judged.text(best.score or 0.0)
+    return f"The float model reaches {value} {judged.title} on {display(best.engine)}; nothing was quantized yet."
+
+
+def summary_text(title: str, subtitle: str, sentence: str, metrics: Sequence[Metric]) -> str:
+    lines = [summary_columns(metrics), *(row.cells() for row in summary_table(metrics))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    head = f"{title} ({subtitle})" if subtitle else title
+    return "\n".join([head, sentence, "", *map(plain, rows)]) if len(rows) > 1 else f"{head}\n{sentence}"
 
 
 def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
@@ -625,3 +859,193 @@ def _changed(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, A
 
 def _absence(run: RunData, file: str, what: str, empty: str) -> Text:
     return Text(f"{what}: {run.absent.get(file) or f'{file} is there, but {empty}'}.", note=True)
+
+
+_SAME = 0.02  # latencies within 2 % are called equal, as in headlines
+
+
+def write_comparison(first: Path | str, second: Path | str) -> tuple[Path, Path]:
+    """Write `comparison-<second>.md` and `.html` into the first run's folder."""
+    runs = (read_run(first), read_run(second))
+    if runs[0].folder.resolve() == runs[1].folder.resolve():
+        raise RunError(f"{first} and {second} are the same folder: name two runs")
+    document = compare_runs(*runs)
+    stem = f"comparison-{runs[1].folder.resolve().name}"
+    return (
+        write_text(runs[0].folder / f"{stem}.md", to_markdown(document)),
+        write_text(runs[0].folder / f"{stem}.html", to_html(document)),
+    )
+
+
+def compare_runs(first: RunData, second: RunData) -> Document:
+    names = _names(first, second)
+    pairs = list(_pairs(first, second))
+    if not pairs:
+        raise RunError(
+            f"{first.folder} and {second.folder} have no variant on the same engine and batch size in common: nothing "
+            "can be compared"
+        )
+    results = table_of(pairs, names, first)
+    both = zip(names, (first, second), strict=True)
+    said = [
+        f"{name}: {headline(run.metrics, intervals=run.intervals, untrained=is_untrained(run)).sentence}"
+        for name, run in both
+    ]
+    recipes = [recipe_tree(run) for run in (first, second)]
+    machines = [{**(run.environment or {}), "load_average": None} for run in (first, second)]
+    same = "Both were measured on the same machine with the same versions."
+    sections = (
+        Section("figures", "Figures of both", (results, _note(names))),
+        Section("recipes", "Keys that differ", (_differing(code("key"), names, recipes, "The recipes are the same."),)),
+        Section("machines", "Machines", (_differing("what", names, machines, same),)),
+    )
+    return Document(
+        title=f"{names[0]} and {names[1]}",
+        subtitle="two runs compared",
+        headline=" ".join(said),
+        tiles=Tiles(()),
+        summary="\n".join([*said, "", *(" | ".join(row) for row in results.rows)]),
+        sections=sections,
+    )
+
+
+def table_of(pairs: list[tuple[SummaryRow, SummaryRow]], names: tuple[str, str], run: RunData) -> Table:
+    title = summary_columns(run.metrics)[3]
+    columns = [number(f"{title}, {name}") for name in names] + [number("difference")]
+    columns += [number(f"p50 ms, {name}") for name in names] + [number("ratio")]
+    return table("engine", number("batch"), "variant", *columns, rows=[_row(*pair) for pair in pairs])
+
+
+def _row(one: SummaryRow, other: SummaryRow) -> tuple[str, ...]:
+    change = None if one.score is None or other.score is None else other.score - one.score
+    ratio = MISSING if not one.p50_ms or other.p50_ms is None else fixed(other.p50_ms / one.p50_ms, 2, "×")
+    ratio = "not measured" if "p50_ms" in one.partial | other.partial else ratio
+    return (
+        display(one.engine),
+        "not timed" if one.batch_size is None else str(one.batch_size),
+        display(one.variant),
+        scored(one.score, one.unit),
+        scored(other.score, other.unit),
+        MISSING if change is None else signed(change, one.unit),
+        significant(one.p50_ms),
+        significant(other.p50_ms),
+        ratio,
+    )
+
+
+def _pairs(first: RunData, second: RunData) -> Iterator[tuple[SummaryRow, SummaryRow]]:
+    there = {(row.engine, row.batch_size, row.variant): row for row in summary_table(second.metrics)}
+    if judged_by(first.metrics).name != judged_by(second.metrics).name:
+        raise RunError(
+            f"{first.folder} is judged by {judged_by(first.metrics).title} and {second.folder} by "
+            f"{judged_by(second.metrics).title}: runs of one task can be compared"
+        )
+    for row in summary_table(first.metrics):
+        if (key := (row.engine, row.batch_size, row.variant)) in there:
+            yield row, there[key]
+
+
+def _names(first: RunData, second: RunData) -> tuple[str, str]:
+    paths = (first.folder.resolve(), second.folder.resolve())
+    if paths[0].name != paths[1].name:
+        return plain(paths[0].name), plain(paths[1].name)
+    return plain(f"{paths[0].parent.name}/{paths[0].name}"), plain(f"{paths[1].parent.name}/{paths[1].name}")
+
+
+def _note(names: tuple[str, str]) -> Text:
+    return Text(
+        f"Differences and ratios are {names[1]} against {names[0]}; a busy machine gives no ratio. Both were measured "
+        f"at different times: a ratio of latencies within {100 * _SAME:.0f} % says nothing, and on different machines "
+        "none does.",
+        note=True,
+    )
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, plain(str(value))
+
+
+def _differing(title: Column | str, names: tuple[str, str], trees: Sequence[Any], equal: str) -> Block:
+    facts = [dict(_leaves(tree)) for tree in trees]
+    keys = [key for key in dict.fromkeys([*facts[0], *facts[1]]) if facts[0].get(key) != facts[1].get(key)]
+    rows = [(key, *(fact.get(key, MISSING) for fact in facts)) for key in keys]
+    return table(title, *names, rows=rows) if rows else Text(equal)
+
+
+def write_report(folder: Path | str) -> tuple[Path, Path]:
+    """Write figures, report.md and report.html over earlier ones; equal input gives equal files.
+
+    The pages are written last; a figure without data any more is removed.
+
+    Returns:
+        (report.md beside figures/, report.html that holds them).
+    """
+    run = read_run(folder)
+    drawn = draw_figures(run)
+    document = build_document(run, drawn)
+    markdown, page = to_markdown(document), to_html(document)
+    for picture in pictures(drawn):
+        with replacing(run.folder / FIGURES / f"{picture.name}.png") as path:
+            path.write_bytes(picture.png)
+    for name in set(drawn) - {picture.name for picture in pictures(drawn)}:
+        (run.folder / FIGURES / f"{name}.png").unlink(missing_ok=True)
+    return write_text(run.folder / "report.md", markdown), write_text(run.folder / "report.html", page)
+
+
+CARD_FILE = "model_card.md"
+_PIPELINES = {
+    "classification": "image-classification",
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+    "restoration": "image-to-image",
+    "own": "other",
+}
+
+
+def write_card(folder: Path | str) -> Path:
+    run = read_run(folder)
+    return write_text(run.folder / CARD_FILE, card_of(run))
+
+
+def card_of(run: RunData) -> str:
+    recipe: dict[str, Any] = yaml.safe_load(run.recipe or "") or {}
+    rows = [row for row in summary_table(run.metrics) if row.score is not None]
+    once = {(row.variant, row.engine): row for row in reversed(rows)}  # the score is the same for every batch size
+    model, data = (str((recipe.get(part) or {}).get("name", "")) for part in ("model", "data"))
+    task = str(recipe.get("task", "classification"))
+    front = {
+        "library_name": "onnx",
+        "pipeline_tag": _PIPELINES.get(task, task),
+        "tags": ["compress", "onnx", "quantization", *sorted({row.variant for row in rows})],
+        "model-index": [{"name": model, "results": [_result(run, row, task, data) for row in reversed(once.values())]}],
+    }
+    titles = summary_columns(run.metrics)
+    table = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    table += [f"| {' | '.join(row.cells())} |" for row in rows]
+    machine = (run.environment or {}).get("cpu") or (run.environment or {}).get("machine") or "see environment.json"
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {model}, compressed\n\n"
+        f"Made by {DISTRIBUTION} from the recipe below. Every number is an engine's, measured on {machine}; "
+        f"`report.html` says how.\n\n"
+        + "\n".join(table)
+        + f"\n\n## Recipe\n\n```yaml\n{(run.recipe or '').strip()}\n```\n"
+    )
+
+
+def _result(run: RunData, row: SummaryRow, task: str, data: str) -> dict[str, Any]:
+    judged = judged_by(run.metrics)
+    return {
+        "task": {"type": _PIPELINES.get(task, task)},
+        "dataset": {"name": data, "type": data},
+        "metrics": [
+            {
+                "type": judged.name,
+                "name": f"{judged.title}, {display(row.variant)} on {display(row.engine)}",
+                "value": round(float(row.score or 0.0), 4),
+            }
+        ],
+    }

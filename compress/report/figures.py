@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from compress.audit.engine import unknown_part
-from compress.measure.end_to_end import EndToEnd
+from compress.measure.latency import EndToEnd
 from compress.measure.metric import Judged, judged_by
 from compress.plots.layers import (
     clipped_share,
@@ -47,7 +47,6 @@ from compress.variants import Variant
 class Absent:
     """A figure that cannot be drawn, and why."""
 
-    name: str
     title: str
     reason: str
 
@@ -67,7 +66,7 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
         for name, (title, plan) in _FIGURES.items():
             made = plan(run)
             if isinstance(made, str):
-                drawn[name] = Absent(name=name, title=title, reason=made)
+                drawn[name] = Absent(title=title, reason=made)
             else:
                 drawn[name] = picture_of(name, title, made)
         if run.block is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from compress.receptive import (
 from compress.receptive.effective import SHARES, layers_to_show
 from compress.report.blocks import render
 from compress.support.progress import Progress
+from compress.support.text import csv_text
 
 _PAGE_COLUMNS = ("layer", "units", "side, px", "σ, px", "half within, px", "theoretical, px", "share")
 
@@ -96,12 +96,7 @@ def receptive_field_report(
 
 def table_csv(table: ReceptiveFieldTable) -> str:
     """CSV; axes are joined with `x`, empty = unknown or none."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for record in table.records():
-        writer.writerow([_cell(record[column]) for column in _COLUMNS])
-    return buffer.getvalue()
+    return csv_text(_COLUMNS, ([_cell(record[column]) for column in _COLUMNS] for record in table.records()))
 
 
 def _cell(value: Any) -> str:
@@ -205,8 +200,7 @@ def _first(images: Tensor | list[Any]) -> Tensor:
         item = item[0]
     if not isinstance(item, Tensor) or item.ndim not in (3, 4) or 0 in item.shape:
         raise ReceptiveFieldError("images must be (N, C, height, width), or batches of that shape")
-    image: Tensor = item[0] if item.ndim == 4 else item
-    return image
+    return item[0] if item.ndim == 4 else item
 
 
 def numbers_of(field: EffectiveReceptiveField) -> dict[str, Any]:

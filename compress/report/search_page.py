@@ -17,6 +17,7 @@ from compress.report.blocks import (
     Bullets,
     Details,
     Document,
+    KeyFigure,
     Picture,
     Section,
     Table,
@@ -29,9 +30,8 @@ from compress.report.blocks import (
     to_markdown,
 )
 from compress.report.figures import Plan, picture_of
-from compress.report.headline import KeyFigure
-from compress.search.front import FLOAT_POINT, Outcome, Point
-from compress.search.latency_model import Check
+from compress.search.models import Check
+from compress.search.search import FLOAT_POINT, Outcome, Point
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
 from compress.support.text import MISSING, scored
 
@@ -304,7 +304,6 @@ def _finite_value(value: object) -> object:
 
 
 def _check_lines(seen: Check, what: str) -> Iterator[str]:
-    """How good predictions of latency were; none without networks."""
     if seen.measured:
         yield (
             f"Latency, {len(seen.measured)} {what}: median error {100 * seen.median_error:.1f} %, rank correlation "

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +19,8 @@ from torch import Tensor
 from compress.errors import RooflineError
 from compress.files import read_json, write_json
 from compress.roofline_model.devices import PRECISIONS, SPARSE, Device, parse_precision
-from compress.support.process import load_average, processor_name
-from compress.support.progress import NoProgress, Progress
+from compress.support.process import load_average, processor_name, restored
+from compress.support.progress import NoProgress, Progress, tracked
 
 Backend = Literal["cpu", "cuda"]
 # Suffix of the name of a ceiling that was measured with convolutions.
@@ -162,17 +161,12 @@ def measure_ceilings(
     copy_bytes = tuple(copy_bytes or (CPU_COPY_BYTES if device == "cpu" else CUDA_COPY_BYTES))
     if rounds < 1 or min(*sizes, *copy_bytes, 1) < 1:
         raise RooflineError(f"sizes and rounds must be positive, got {sizes}, {copy_bytes}, {rounds} rounds")
-    progress = progress or NoProgress()
     before = load_average()
     roofs = [_copy_roof(device), *_product_roofs(device)]
     best: dict[str, Ceiling] = {}
-    progress.start("ceilings", rounds * len(roofs))
-    for _ in range(rounds):
-        for roof in roofs:
-            measured = _measure(roof, copy_bytes if roof.name == "copy" else roof.sizes or sizes, device, budget_s)
-            best[roof.name] = _better(best.get(roof.name), measured)
-            progress.advance("ceilings")
-    progress.finish("ceilings")
+    for roof in tracked(progress or NoProgress(), "ceilings", rounds * roofs):
+        measured = _measure(roof, copy_bytes if roof.name == "copy" else roof.sizes or sizes, device, budget_s)
+        best[roof.name] = _better(best.get(roof.name), measured)
     return Ceilings(
         backend=device,
         title=torch.cuda.get_device_name() if device == "cuda" else processor_name(),
@@ -299,18 +293,9 @@ def _random(size: int, device: Backend) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor, *, tf32: bool) -> Tensor:
-    with _float32_precision("high" if tf32 else "highest"):
+    precision = "high" if tf32 else "highest"
+    with restored(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, precision):
         return torch.mm(a, b)
-
-
-@contextmanager
-def _float32_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float) -> Ceiling:

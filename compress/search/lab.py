@@ -6,7 +6,7 @@ import fnmatch
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from compress.engines.base import Engine
-from compress.engines.registry import build_engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
-from compress.measure.latency import NOT_MEASURED, Latency, measure_latency
+from compress.measure.latency import NOT_MEASURED, Latency, loaded, measure_latency
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.quantize import quantize
 from compress.search import SearchSpec
-from compress.search.latency_model import Costs
 from compress.search.network import Scores, apply, distance, reconstruct, removed_classes
-from compress.search.space import FLOAT, Configuration, Space, formats_of, left_out, sparse_layers
-from compress.search.structure import Structure
+from compress.search.space import FLOAT, Configuration, Costs, Space, Structure, formats_of, left_out, sparse_layers
 from compress.sparsity import SparsityRule, SparsitySpec
 from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.sparsifier import sparsify
@@ -170,19 +167,10 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
     )
 
 
-@contextmanager
-def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
-    built: dict[str, Engine] = {}
+def engines_of(lab: Lab, files: Mapping[str, Path]) -> AbstractContextManager[dict[str, Engine]]:
     spec = lab.spec
-    try:
-        for name, path in files.items():
-            built[name] = build_engine(
-                path, lab.engine, batch_size=spec.batch_size, threads=spec.threads, precision=spec.precision
-            )
-        yield built
-    finally:
-        for engine in built.values():
-            engine.close()
+    precisions = dict.fromkeys(files, spec.precision)
+    return loaded(files, lab.engine, precisions=precisions, batch_size=spec.batch_size, threads=spec.threads)
 
 
 def fresh_engines(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:

@@ -13,8 +13,17 @@ from compress.errors import SearchError, near_misses
 from compress.graph.inputs import flat_tensors, hooked
 from compress.models import ModelSpec
 from compress.models.by_name import build_model
-from compress.search.space import Configuration, left_out, widths_of
-from compress.search.structure import Axis, Structure, analyse, kept_positions, leave_out, remove_channels
+from compress.search.space import (
+    Axis,
+    Configuration,
+    Structure,
+    analyse,
+    kept_positions,
+    leave_out,
+    left_out,
+    remove_channels,
+    widths_of,
+)
 from compress.training.optim import recalibrate_batchnorm
 
 # For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`.
@@ -241,7 +250,6 @@ def _tensor(structure: Structure, use: Axis) -> Tensor:
 
 
 def _power(tensor: Tensor, use: Axis) -> Tensor:
-    """Sum of squares at each position of an axis."""
     return tensor.square().movedim(use.axis, 0).flatten(1).sum(1)
 
 

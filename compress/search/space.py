@@ -1,15 +1,332 @@
-"""The choices of each element; configurations to begin with: an integer program for each budget of time."""
+"""What may be taken from a network, and the choices; configurations to begin with, by an integer program."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError, SearchError
+from compress.graph.canonical import check_float_model, drop_assertions, preserve_input
+from compress.graph.compare import Reference
+from compress.graph.functional import functions_to_modules
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.layers import Layer
+from compress.graph.layers import layers as layer_table
+from compress.graph.ops import node_kind, walk
+from compress.graph.trace import propagate_shapes, trace
+from compress.graph.traits import WEIGHTED
 from compress.quantization.sensitivity.sensitivity import choose_formats
 from compress.search import SearchSpec
-from compress.search.structure import Structure
+from compress.sparsity.groups import Channels, Use, channels_of
+
+LARGEST_UNIT = 6  # weighted layers of a module that share one format at most; larger modules are whole stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A residual block: node `add` sums node `identity` and a branch that depends on it alone."""
+
+    name: str
+    add: str
+    identity: str
+    layers: tuple[str, ...]
+
+
+def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
+    """Blocks x + f(x) whose f has weights and feeds only the sum."""
+    found: list[Block] = []
+    for node in graph.nodes:
+        operands = [x for x in node.args[:2] if isinstance(x, fx.Node)] if node_kind(node) == "add" else []
+        if len(operands) != 2 or operands[0].meta.get("shape") != operands[1].meta.get("shape"):
+            continue
+        for identity, end in (operands, operands[::-1]):
+            branch = _branch(identity, end)
+            if branch is None or any(user not in branch and user is not node for x in branch for user in x.users):
+                continue
+            layers = tuple(
+                str(n.target) for n in graph.nodes if n in branch and n.op == "call_module" and node_kind(n) in WEIGHTED
+            )
+            if layers:
+                name = _common(layers) or node.name
+                taken = {block.name for block in found}
+                name = f"{name} ({node.name})" if name in taken else name
+                found.append(Block(name=name, add=node.name, identity=identity.name, layers=layers))
+                break
+    return tuple(found)
+
+
+def leave_out(module: fx.GraphModule, block: Block) -> None:
+    """Replace a block by its identity, in place; the caller removes dead code.
+
+    An operation that overwrote the sum returns a new tensor from here on.
+    """
+    nodes = {node.name: node for node in module.graph.nodes}
+    if block.add in nodes and block.identity in nodes:
+        for consumer in nodes[block.add].users:
+            preserve_input(module, consumer)
+        nodes[block.add].replace_all_uses_with(nodes[block.identity])
+
+
+def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Blocks that share a format: the deepest module with several layers that is no stage.
+
+    >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"])
+    {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'fc': ('fc',)}
+    """
+    counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
+    grouped: dict[str, list[str]] = {}
+    for layer in layers:
+        deepest = next((prefix for prefix in _prefixes(layer) if counts[prefix] > 1), "")
+        name = deepest if deepest and counts[deepest] <= LARGEST_UNIT else layer
+        grouped.setdefault(name, []).append(layer)
+    return {name: tuple(own) for name, own in grouped.items()}
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
+    """Nodes after `identity` to `end`; None if `end` depends on anything else."""
+    seen = set(walk([end], lambda node: () if node is identity else node.all_input_nodes))
+    branch = seen - {identity}
+    apart = identity not in seen or any(node.op == "placeholder" for node in branch)
+    return None if apart or end is identity else branch
+
+
+def _common(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    shared = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LAYERS = (*_CONVOLUTIONS, *_NORMS, nn.Linear, nn.PReLU)
+
+
+def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
+    for use in uses:
+        path, _, name = use.path.rpartition(".")
+        try:
+            module = graph.get_submodule(path)
+        except AttributeError:
+            module = None
+        if module is None or (name not in module._parameters and name not in module._buffers):
+            return f"meet the constant {use.path}"
+        if use.rows is not None:
+            return f"meet {path}, a grouped convolution"
+        if not isinstance(module, _LAYERS):
+            return f"meet {path}, a {type(module).__name__}"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of a tensor along channels: `role` as of `Use`, `classes` the channel at each position."""
+
+    path: str
+    axis: int
+    role: str
+    classes: Tensor
+
+
+def axes_of(channels: Channels) -> tuple[Axis, ...]:
+    return tuple(
+        Axis(path=use.path, axis=use.axis, role=use.role, classes=channels.classes(use.numbers))
+        for use in channels.uses.values()
+    )
+
+
+def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequence[int]) -> fx.GraphModule:
+    """Return a copy of a network without the classes `removed`, of groups that may shrink."""
+    small = copy.deepcopy(graph)
+    changed: dict[str, nn.Module] = {}
+    for axis in axes:
+        keep = kept_positions(axis, removed)
+        if len(keep) == len(axis.classes):
+            continue
+        path, _, name = axis.path.rpartition(".")
+        module = small.get_submodule(path)
+        value = getattr(module, name).detach()
+        _assign(module, name, value.index_select(axis.axis, keep.to(value.device)))
+        changed[path] = module
+    for module in changed.values():
+        _count_again(module)
+    return small
+
+
+def kept_positions(axis: Axis, removed: Sequence[int]) -> Tensor:
+    gone = torch.isin(axis.classes, torch.tensor(list(removed), dtype=torch.int64))
+    return (~gone).nonzero().flatten()
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    if name in module._parameters:
+        trained = module.get_parameter(name).requires_grad
+        module._parameters[name] = nn.Parameter(value.clone(), requires_grad=trained)
+    else:
+        module._buffers[name] = value.clone()
+
+
+def _count_again(module: nn.Module) -> None:
+    layer: Any = module
+    if isinstance(module, _CONVOLUTIONS):
+        depthwise = module.groups == module.in_channels == module.out_channels and module.groups > 1
+        layer.out_channels = layer.weight.shape[0]
+        if depthwise:
+            layer.groups = layer.in_channels = layer.weight.shape[0]
+        else:
+            layer.in_channels = layer.weight.shape[1] * module.groups
+    elif isinstance(module, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+    elif isinstance(module, _NORMS):
+        sized = layer.running_mean if layer.running_mean is not None else layer.weight
+        layer.num_features = len(sized)
+    elif isinstance(module, nn.PReLU):
+        layer.num_parameters = layer.weight.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthGroup:
+    """Channels that nothing distinguishes; any number of them may be removed.
+
+    Attributes:
+        name: the first layer that produces them.
+        classes: of `Structure.axes`.
+    """
+
+    name: str
+    classes: tuple[int, ...]
+    producers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """A traced float network and all that may be taken from it.
+
+    Attributes:
+        graph: in evaluation mode, not to be changed.
+        blocks: that may be left out, by name.
+        layers: weighted, with costs, in order.
+        left: why channels stay, by producing layer.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Tensor, ...]
+    axes: tuple[Axis, ...]
+    groups: Mapping[str, WidthGroup]
+    blocks: Mapping[str, Block]
+    units: Mapping[str, tuple[str, ...]]
+    layers: tuple[Layer, ...]
+    left: Mapping[str, str]
+
+
+def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
+    """Trace a copy of a float32 network and find what may be taken from it."""
+    check_float_model(model)
+    inputs = as_inputs(example_inputs)
+    graph = _modules_of(copy.deepcopy(model).eval(), inputs)
+    channels = channels_of(graph, inputs)
+    rows = tuple(row for row in layer_table(graph) if row.path and row.weight_macs)
+    axes = axes_of(channels)
+    groups, left = _groups(graph, channels, axes)
+    found = Structure(
+        graph=graph,
+        inputs=inputs,
+        axes=axes,
+        groups=groups,
+        blocks={block.name: block for block in residual_blocks(graph.graph)},
+        units=units([row.path for row in rows]),
+        layers=rows,
+        left=left,
+    )
+    return _without_failing(found)
+
+
+def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    reference = Reference.of(model, inputs)
+    graph = trace(model, inputs).eval()
+    drop_assertions(graph)
+    if functions_to_modules(graph):
+        propagate_shapes(graph, inputs)
+    reference.check(graph, "making modules of the layers of its graph")
+    return graph
+
+
+def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
+    owner = {number: name for name, group in structure.groups.items() for number in group.classes}
+    return {
+        (axis.path, axis.role): Counter(owner.get(number, "") for number in axis.classes.tolist())
+        for axis in structure.axes
+    }
+
+
+def _groups(
+    graph: fx.GraphModule, channels: Channels, axes: Sequence[Axis]
+) -> tuple[dict[str, WidthGroup], dict[str, str]]:
+    pinned = channels.pinned()
+    uses = list(channels.uses.values())
+    held: dict[int, set[int]] = {}
+    for place, axis in enumerate(axes):
+        for number in axis.classes.unique().tolist():
+            held.setdefault(number, set()).add(place)
+    groups: dict[str, WidthGroup] = {}
+    left: dict[str, str] = {}
+    for classes in channels.interchangeable():
+        own = [uses[place] for place in sorted(held.get(classes[0], ()))]  # of one class: the others have the same
+        producers = tuple(use.path.removesuffix(".weight") for use in own if use.role == "out")
+        if not producers:
+            continue
+        reason = next((pinned[number] for number in classes if number in pinned), "") or removable(graph, own)
+        if not reason and len(classes) < 2:
+            reason = "are a single channel"
+        if reason:
+            left.setdefault(producers[0], reason)
+        else:
+            name = producers[0] if producers[0] not in groups else f"{producers[0]} ({len(groups)})"
+            groups[name] = WidthGroup(name=name, classes=tuple(classes), producers=producers)
+    return groups, left
+
+
+def _without_failing(structure: Structure) -> Structure:
+    """Drop groups whose sizes the network's forward uses as constants."""
+    if not structure.groups or not _failure(structure, list(structure.groups.values())):
+        return structure
+    reasons = {name: _failure(structure, [group]) for name, group in structure.groups.items()}
+    groups = {name: group for name, group in structure.groups.items() if not reasons[name]}
+    return replace(structure, groups=groups, left={**structure.left, **{k: v for k, v in reasons.items() if v}})
+
+
+def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
+    removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
+    small = remove_channels(structure.graph, structure.axes, removed)
+    try:
+        after = _output_shapes(small, structure.inputs)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"must stay, because the network does not run without half of them: {str(error).splitlines()[0][:100]}"
+    same = after == _output_shapes(structure.graph, structure.inputs)
+    return "" if same else "must stay, because the network's outputs change their shape with them"
+
+
+def _output_shapes(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[torch.Size]:
+    with torch.no_grad():  # calling a graph module would print the line that fails
+        return [tensor.shape for tensor in flat_tensors(model.forward(*inputs))]
+
 
 # Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}.
 Configuration = Mapping[str, str]
@@ -218,3 +535,100 @@ def otherwise(
             for other in choices[max(place - 1, 0) : place] + choices[place + 1 : place + 2]
         ]
     return tuple(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Work of a layer for one image.
+
+    Attributes:
+        kind: `conv`, `pointwise`, `depthwise`, `grouped`, `linear`, ...
+        format: of the weight, such as `int8 2:4`.
+        read, written, weights: elements.
+        inputs, outputs: channels; 0 = none may go.
+    """
+
+    path: str
+    kind: str
+    format: str
+    macs: float
+    read: float
+    written: float
+    weights: float
+    inputs: float = 0.0
+    outputs: float = 0.0
+
+    def padded(self, block: int) -> LayerCost:
+        """The work of an engine that fills up blocks of so many channels."""
+        if block == 1:
+            return self
+        read, written = _padding(self.inputs, block), _padding(self.outputs, block)
+        both = read if self.kind == "depthwise" else read * written
+        return replace(
+            self,
+            macs=both * self.macs,
+            read=read * self.read,
+            written=written * self.written,
+            weights=both * self.weights,
+        )
+
+
+class Costs:
+    """Costs of a float network's layers under any configuration."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self._sizes = {name: len(group.classes) for name, group in structure.groups.items()}
+        self._axes = shares_of_axes(structure)
+        self._batch = max(1, len(structure.inputs[0]))
+
+    def of(self, configuration: Configuration) -> tuple[LayerCost, ...]:
+        widths, gone = {**self._sizes, **widths_of(configuration)}, left_out(configuration)
+        formats = formats_of(self.structure, configuration)
+        sparse = set(sparse_layers(self.structure, configuration))
+        skipped = {layer for name in gone for layer in self.structure.blocks[name].layers}
+        return tuple(
+            self._cost(row, widths, f"{formats[row.path]} {SPARSE_24}" if row.path in sparse else formats[row.path])
+            for row in self.structure.layers
+            if row.path not in skipped
+        )
+
+    def _cost(self, row: Layer, widths: dict[str, int], name: str) -> LayerCost:
+        weight = f"{row.path}.weight"
+        kind = kind_of(row)
+        roles = ("vector", "vector") if kind == "depthwise" else ("in", "out")
+        sides = (self._channels((weight, role), widths) for role in roles)
+        (read, inputs), (written, outputs) = sides
+        both = read if kind == "depthwise" else read * written
+        return LayerCost(
+            path=row.path,
+            kind=kind,
+            format=name,
+            macs=both * row.weight_macs / self._batch,
+            read=read * math.prod(row.input_shapes[0]) / self._batch,
+            written=written * math.prod(row.output_shape or ()) / self._batch,
+            weights=both * row.weight_elements,
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> tuple[float, float]:
+        """Share of an axis that is left, and its channels; 0 of an axis that stays whole."""
+        counts: Counter[str] = self._axes.get(axis, Counter())
+        if not any(counts):
+            return 1.0, 0.0
+        left = sum(n * (widths[name] / self._sizes[name] if name else 1.0) for name, n in counts.items())
+        return left / sum(counts.values()), left
+
+
+def kind_of(row: Layer) -> str:
+    if row.kind != "conv":
+        return row.kind
+    if row.groups > 1:
+        return "depthwise" if row.input_shapes[0][1] == row.groups else "grouped"
+    return "pointwise" if all(size == 1 for size in row.kernel) else "conv"
+
+
+def _padding(count: float, block: int) -> float:
+    """Channels that are computed for each one that is there."""
+    return math.ceil(count / block) * block / count if count else 1.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from compress.graph.trace import trace
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.eligibility import chosen_layers, eligibility, weight_of
 from compress.sparsity.groups import Channels, Use, channels_of, permute_index
+from compress.support.process import restored
 from compress.support.progress import NoProgress, Progress
 
 START_TEMPERATURE = 0.2  # in standard deviations of the gains; hotter starts spend the time on undoing swaps
@@ -328,14 +329,8 @@ def _search(
     return moves
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads(count: int) -> AbstractContextManager[None]:
+    return restored(torch.get_num_threads, torch.set_num_threads, count)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -375,7 +370,6 @@ def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:
 
 
 def _columns(weight: Tensor, first: int, count: int) -> Tensor:
-    """(rows, count) magnitudes of input channels over their mean."""
     rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
 

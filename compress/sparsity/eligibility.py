@@ -112,8 +112,6 @@ def _dense_rows(model: nn.Module, spec: SparsitySpec, others: dict[str, str]) ->
 
 
 class _Weights(TorchFunctionMode):
-    """Notes the parameters that functions take as weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.taken: set[int] = set()

@@ -306,14 +306,14 @@ class _Follower(fx.Interpreter):
 
     # Rules: layers.
 
-    def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int) -> bool:
-        """Note vectors along the input's channels; False if they do not fit."""
+    def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int, *, rows: bool = False) -> bool:
+        """Note vectors, or tensors with a row for each, along the input's channels; False if they do not fit."""
         module = node_module(node)
         for name in names:
             tensor = getattr(module, name, None)
             if isinstance(tensor, Tensor) and tensor.numel() > 1:
                 numbers = self._vector(node, axis)
-                if numbers is None or numbers.numel() != tensor.numel():
+                if numbers is None or numbers.numel() != (len(tensor) if rows else tensor.numel()):
                     return False
                 self.channels.use(tensor, f"{node.target}.{name}", 0, numbers.flatten(), role="vector")
         return True
@@ -353,22 +353,13 @@ class _Follower(fx.Interpreter):
         module = _layer(node)
         groups, channels = module.groups, module.in_channels
         if groups == channels == module.out_channels and groups > 1:
-            return self._vector(node, 1) if self._module_vectors_by_row(node) else None
+            return self._vector(node, 1) if self._module_vectors(node, ("weight", "bias"), 1, rows=True) else None
         return self._weighted(node, result, axis=1, groups=groups)
 
     def _conv_transpose(self, node: fx.Node, result: Tensor) -> Numbers:
         if node_module(node).groups != 1:
             return None
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
-
-    def _module_vectors_by_row(self, node: fx.Node) -> bool:
-        module, numbers = _layer(node), self._vector(node, 1)
-        if numbers is None:
-            return False
-        for name in ("weight", "bias"):
-            if getattr(module, name) is not None:
-                self.channels.use(getattr(module, name), f"{node.target}.{name}", 0, numbers.flatten(), role="vector")
-        return True
 
     def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
         """A layer with new channels: columns consume them, rows produce them."""
@@ -414,12 +405,10 @@ def _layer(node: fx.Node) -> Any:  # Any: rules ask for attributes of many class
 
 
 def _varies(numbers: Tensor) -> set[int]:
-    """Axes along which numbers vary."""
     return {axis for axis, size in enumerate(numbers.shape) if size > 1}
 
 
 def _align(numbers: Numbers, ndim: int) -> Tensor | None:
-    """Numbers with the result's axes, as in broadcasting."""
     return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
 
 

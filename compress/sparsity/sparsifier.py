@@ -1,21 +1,26 @@
-"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900)."""
+"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900).
+
+Second-order saliency is SparseGPT's (Frantar and Alistarh, arXiv 2301.00774, section 3), after Optimal Brain Surgeon
+(Hassibi and Stork, 1993).
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
 from compress.graph.compare import alone
-from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
+from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, first_inputs, flat_tensors, hooked, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.modules import modes_restored
@@ -32,10 +37,192 @@ from compress.sparsity.eligibility import (
     weight_of,
     weighted_layers,
 )
-from compress.sparsity.parametrization import apply_masks, kept_magnitude, masked_layers, pattern_mask
-from compress.sparsity.saliency import prune_layers
+from compress.sparsity.parametrization import (
+    apply_masks,
+    kept_magnitude,
+    masked_layers,
+    nm_mask,
+    pattern_mask,
+    unstructured_mask,
+)
 from compress.support.progress import NoProgress, Progress
 from compress.version import install_hint
+
+BLOCK = 128  # columns whose corrections to the right are applied together
+MEMORY_BYTES = 2 * 2**30  # memory for the Hessians that are measured in one pass
+
+
+def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, damping: float) -> tuple[Tensor, Tensor]:
+    """Mask a matrix and update the other weights, so that the output error over the calibration inputs is small.
+
+    The weight is (out, in), the Hessian (in, in) the mean of x x^T over the inputs x. Groups of n:m are m consecutive
+    columns; an unstructured share is removed from every 128 columns, as in the paper. `damping` is the share of the
+    mean diagonal that is added to it. The updated weight is zero where masked.
+    """
+    mean = hessian.diagonal().mean()
+    if not bool(torch.isfinite(hessian).all()) or not mean > 0:
+        raise SparsityError("its calibration inputs are all zero, or hold NaN or infinite values")
+    work = weight.detach().to(torch.float64, copy=True)
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    factor = _inverse_factor(hessian.double(), float(mean) * damping)
+    step = BLOCK if pattern.kind == "unstructured" else max(1, BLOCK // pattern.m) * pattern.m
+    for first in range(0, weight.shape[1], step):
+        end = min(first + step, weight.shape[1])
+        block, upper = work[:, first:end], factor[first:end, first:end]
+        errors = torch.zeros_like(block)
+        if pattern.kind == "unstructured":
+            mask[:, first:end] = unstructured_mask(block, pattern.ratio, scores=(block / upper.diagonal()) ** 2)
+        for i in range(end - first):
+            if pattern.kind == "nm" and i % pattern.m == 0:
+                group = block[:, i : i + pattern.m]
+                scores = (group / upper.diagonal()[i : i + pattern.m]) ** 2
+                mask[:, first + i : first + i + pattern.m] = nm_mask(group, pattern.n, pattern.m, scores=scores)
+            errors[:, i] = torch.where(mask[:, first + i], 0.0, block[:, i]) / upper[i, i]
+            block[:, i:] -= errors[:, i : i + 1] * upper[i, i:]
+        work[:, end:] -= errors @ factor[first:end, end:]
+    return torch.where(mask, work, 0.0).to(weight.dtype), mask
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor U of H^-1 = U^T U."""
+    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+
+
+def prune_layers(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[Any],
+    pattern: Pattern,
+    *,
+    images: int,
+    damping: float,
+    progress: Progress | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(Updated weight, mask) of layers by their Hessians over calibration images; the model is not changed.
+
+    Layers have no parametrizations; at most `images` images are used.
+    """
+    progress = progress or NoProgress()
+    inputs = calibration_inputs(model, batches, images)
+    work = copy.deepcopy(model).eval()
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    rounds = list(_rounds(layers))
+    progress.start("hessian", len(rounds) * len(inputs) + len(layers))
+    for paths in rounds:
+        copies = {path: work.get_submodule(path) for path in paths}
+        hessians = _measure(work, copies, inputs, progress)
+        missing = [path for path in paths if path not in hessians]
+        if missing:
+            raise SparsityError(
+                f"these layers never ran on the calibration images: {', '.join(missing)}; disable them with rules, or "
+                "use saliency 'magnitude'"
+            )
+        for path, layer in copies.items():
+            try:
+                weight, mask = _prune_layer(layer, hessians.pop(path), pattern, damping)
+            except SparsityError as error:
+                raise SparsityError(f"layer {path}: {error}") from error
+            with torch.no_grad():
+                weight_of(layer).copy_(weight)
+            results[path] = (weight, mask)
+            progress.advance("hessian")
+    progress.finish("hessian")
+    return results
+
+
+def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> list[tuple[Tensor, ...]]:
+    """The inputs of `model` for the first `images` images, batch by batch."""
+    inputs = list(first_inputs(model, batches, images))
+    if not inputs:
+        raise SparsityError("no calibration batch was given: saliency 'hessian' needs batches of the training split")
+    return inputs
+
+
+def unfolded(layer: Any, x: Tensor) -> Tensor:
+    """A layer's input as the vectors that the rows of its weight multiply, channels innermost as in `as_matrix`.
+
+    (groups, vectors, kernel * in channels / groups).
+    """
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2).unsqueeze(0)
+    convolution: nn.Conv2d = layer
+    x = _padded(convolution, x)
+    axes = range(2, x.ndim)
+    for axis, kernel, stride, dilation in zip(
+        axes, convolution.kernel_size, convolution.stride, convolution.dilation, strict=True
+    ):
+        x = x.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    # (N, C, out..., kernel...) -> (groups, N * out, kernel * C / groups)
+    x = x.unflatten(1, (convolution.groups, -1)).movedim(2, -1).movedim(1, 0)
+    return x.flatten(1, 1 + len(axes)).flatten(2)
+
+
+def as_matrix(weight: Tensor, groups: int) -> Tensor:
+    """(out, in, kernel...) as (groups, out / groups, kernel * in), input channels innermost."""
+    return weight.movedim(1, -1).flatten(1).unflatten(0, (groups, -1))
+
+
+def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    return matrix.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
+
+
+def _padded(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    pads: list[int] = []
+    for axis in reversed(range(len(convolution.kernel_size))):
+        if convolution.padding == "same":
+            total = convolution.dilation[axis] * (convolution.kernel_size[axis] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            pads += [0, 0] if convolution.padding == "valid" else [int(convolution.padding[axis])] * 2
+    return F.pad(x, pads, mode="constant" if convolution.padding_mode == "zeros" else convolution.padding_mode)
+
+
+def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    """Paths in order, in groups whose Hessians fit in memory together."""
+    group: list[str] = []
+    used = 0
+    for path, layer in layers.items():
+        weight = weight_of(layer)
+        size = 4 * getattr(layer, "groups", 1) * weight[0].numel() ** 2
+        if group and used + size > MEMORY_BYTES:
+            yield group
+            group, used = [], 0
+        group.append(path)
+        used += size
+    if group:
+        yield group
+
+
+def _measure(
+    model: nn.Module, layers: dict[str, nn.Module], inputs: list[tuple[Tensor, ...]], progress: Progress
+) -> dict[str, Tensor]:
+    """(groups, d, d) mean of x x^T over a layer's input vectors, by path."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def add(path: str, layer: nn.Module, args: tuple[Tensor, ...], _output: Any) -> None:
+        x = args[0]
+        for image in x.split(max(1, len(x) // 8)) if x.ndim > 2 else (x,):  # unfolding multiplies memory by the kernel
+            vectors = unfolded(layer, image.detach()).float()
+            product = vectors.transpose(1, 2) @ vectors
+            sums[path] = sums[path] + product if path in sums else product
+            counts[path] = counts.get(path, 0) + vectors.shape[1]
+
+    with hooked(layers, add), torch.no_grad():
+        for batch in inputs:
+            run_with(model, batch)
+            progress.advance("hessian")
+    return {path: total / counts[path] for path, total in sums.items()}
+
+
+def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]:
+    weight = weight_of(layer).detach()
+    blocks = as_matrix(weight, len(hessian))
+    pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
+    updated, mask = (torch.stack(parts).flatten(0, 1) for parts in zip(*pairs, strict=True))
+    return from_matrix(updated, weight.shape), from_matrix(mask, weight.shape)
+
 
 MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
 TRIALS = 8  # bisection steps; each halves the uncertainty of the ratio

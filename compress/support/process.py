@@ -1,11 +1,16 @@
-"""Facts of this machine."""
+"""Facts of this machine; settings of a process, changed for a while."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NO_VNNI = (
     "This processor has no VNNI: OpenVINO adds products of bytes in 16 bits, which saturate, so that its results are "
@@ -72,3 +77,14 @@ def is_alive(pid: int) -> bool:
         return False
     except (OSError, IndexError, OverflowError):  # another user's process, no /proc, or no such number
         return True
+
+
+@contextmanager
+def restored(get: Callable[[], T], put: Callable[[T], object], value: T) -> Iterator[None]:
+    """A setting of the process is `value` within the block."""
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from compress.variants import Variant
@@ -135,3 +137,9 @@ def image_size_text(size: int | Sequence[int]) -> str:
 
 def finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows([columns, *rows])
+    return buffer.getvalue()

@@ -192,7 +192,6 @@ def type_words(hint: Any) -> str:
 
 
 def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """A location without pydantic's names for alternatives."""
     kept: list[str | int] = []
     for part in location:
         alternatives = [m for m in members(_declared(cls, kept)) if m is not type(None)] if kept else []
@@ -203,7 +202,6 @@ def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str 
 
 
 def _declared(cls: Any, location: Sequence[str | int]) -> object:
-    """The declared type at a location, with constraints."""
     hint: Any = cls
     for part in location:
         if isinstance(part, int):

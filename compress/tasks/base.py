@@ -49,8 +49,7 @@ class Hits:
         return np.concatenate(self._hits)
 
     def values(self, weights: Weights) -> Floats:
-        shares: Floats = weights @ self.right().astype(np.float64) / weights.sum(1)
-        return shares
+        return weights @ self.right().astype(np.float64) / weights.sum(1)
 
 
 class Confusions:
@@ -77,8 +76,7 @@ class Confusions:
         hits = np.einsum("rii->ri", sums)
         union = sums.sum(1) + sums.sum(2) - hits
         occurs = union > 0
-        iou: Floats = np.where(occurs, hits / np.maximum(union, 1), 0).sum(1) / np.maximum(1, occurs.sum(1))
-        return iou
+        return np.where(occurs, hits / np.maximum(union, 1), 0).sum(1) / np.maximum(1, occurs.sum(1))
 
 
 def everything(evidence: Sequence[Any] | Evidence) -> Weights:

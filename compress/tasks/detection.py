@@ -177,13 +177,11 @@ def _overlaps(found: NDArray[Any], truth: NDArray[Any], crowd: NDArray[np.bool_]
     inner = (high - low).clip(0).prod(2)
     own, other = _areas(found)[:, None], _areas(truth)[None]
     union = np.where(crowd[None], own, own + other - inner)
-    shared: NDArray[np.float64] = inner / np.maximum(union, 1e-12)
-    return shared
+    return inner / np.maximum(union, 1e-12)
 
 
 def _areas(boxes: NDArray[Any]) -> NDArray[np.float64]:
-    areas: NDArray[np.float64] = (boxes[:, 2:] - boxes[:, :2]).clip(0).prod(1)
-    return areas
+    return (boxes[:, 2:] - boxes[:, :2]).clip(0).prod(1)
 
 
 def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

@@ -57,7 +57,6 @@ class Restored:
         self._figures: dict[str, list[Tensor]] = {}
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Outputs and targets (N, C, H, W)."""
         found = {"psnr": psnr(outputs, targets)}
         if targets.shape[1] == len(_LUMINANCE):
             found["psnr_luminance"] = luminance_psnr(outputs, targets)
@@ -75,8 +74,7 @@ class Restored:
 
     def values(self, weights: Weights) -> Floats:
         """Mean PSNR in dB; see `Evidence.values`."""
-        means: Floats = weights @ torch.cat(self._figures["psnr"]).numpy() / weights.sum(1)
-        return means
+        return weights @ torch.cat(self._figures["psnr"]).numpy() / weights.sum(1)
 
     def merge_state(self, other: Restored) -> None:
         for name, values in other._figures.items():

@@ -97,8 +97,7 @@ def _each(transform: Any) -> Augment:
 def _one_of(transforms: Sequence[Any]) -> Augment:
     def augment(images: Tensor, targets: Tensor) -> tuple[Any, Any]:
         chosen = transforms[int(torch.randint(len(transforms), ())) if len(transforms) > 1 else 0]
-        mixed: tuple[Any, Any] = chosen(images, targets)
-        return mixed
+        return chosen(images, targets)
 
     return augment
 

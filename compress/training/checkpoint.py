@@ -310,8 +310,7 @@ def restore_checkpoint(
             raise CheckpointError(
                 f"{contents.path} holds no state of the gradient scaler that fp16 needs ({error}). Start a new training"
             ) from error
-    position: dict[str, Any] = contents.data["position"]
-    return position
+    return contents.data["position"]
 
 
 def _named(contents: Contents, prefix: str) -> dict[str, Tensor]:

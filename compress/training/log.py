@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,10 +10,11 @@ from typing import Any
 
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.support.meters import TaskMetric
+from compress.support.text import csv_text
 from compress.support.validation import parse
 from compress.training import TrainSpec
 from compress.training.checkpoint import Contents, writing
-from compress.training.evaluate import Evaluation
+from compress.training.passes import Evaluation
 from compress.version import install_hint
 
 # Share of the time in which training waits for images, from which on a line says so.
@@ -47,8 +46,7 @@ class EpochRow:
     val: Mapping[str, float] = field(default_factory=dict)
 
     def figure(self, name: str) -> float | None:
-        value: float | None = self.val.get(name, getattr(self, f"val_{name}", None))
-        return value
+        return self.val.get(name, getattr(self, f"val_{name}", None))
 
     def sentence(self, epochs: int, metric: TaskMetric) -> str:
         value = self.figure(metric.name)
@@ -117,14 +115,11 @@ def write_log(rows: Iterable[EpochRow], path: Path) -> Path:
     rows = list(rows)
     others = list(dict.fromkeys(f"val_{name}" for row in rows for name in row.val))
     names = [name for name in (f.name for f in fields(EpochRow)) if name != "val" and not (others and "_top" in name)]
-    text = io.StringIO()
-    table = csv.DictWriter(text, [*names, *others], lineterminator="\n", extrasaction="ignore")
-    table.writeheader()
-    for row in rows:
-        cells = asdict(row) | {f"val_{name}": value for name, value in row.val.items()}
-        table.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells.items()})
+    columns = [*names, *others]
+    cells = [asdict(row) | {f"val_{name}": value for name, value in row.val.items()} for row in rows]
+    texts = ([f"{v:.6g}" if isinstance(v, float) else v for v in map(row.get, columns)] for row in cells)
     with writing(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
+        temporary.write_text(csv_text(columns, texts), encoding="utf-8")
     return path
 
 
@@ -236,29 +231,6 @@ class Callback:
 
     def end(self, name: str, report: TrainReport) -> None:
         """The training has ended."""
-
-
-class Callbacks(Callback):
-    """Several callbacks, called in turn."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.each = tuple(callbacks)
-
-    def begin(self, name: str, spec: TrainSpec, *, done: int) -> None:
-        for callback in self.each:
-            callback.begin(name, spec, done=done)
-
-    def step(self, name: str, step: int, figures: Mapping[str, float]) -> None:
-        for callback in self.each:
-            callback.step(name, step, figures)
-
-    def epoch(self, name: str, row: EpochRow) -> None:
-        for callback in self.each:
-            callback.epoch(name, row)
-
-    def end(self, name: str, report: TrainReport) -> None:
-        for callback in self.each:
-            callback.end(name, report)
 
 
 class Logger(Callback):

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
-from compress.data.own import loader_data
+from compress.data.load import loader_data
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.files import cache_folder
 from compress.graph.inputs import flat_tensors
@@ -44,10 +44,8 @@ from compress.training.checkpoint import (
     save_checkpoint,
 )
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state, synchronized
-from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate, outputs_of
 from compress.training.log import (
     Callback,
-    Callbacks,
     Position,
     TrainReport,
     best_row,
@@ -65,7 +63,17 @@ from compress.training.optim import (
     learning_rate,
     make_optimizer,
 )
-from compress.training.passes import FeaturePairs, Passes, RecordedPasses
+from compress.training.passes import (
+    QUIET,
+    Evaluation,
+    FeaturePairs,
+    OutputsOf,
+    Passes,
+    RecordedPasses,
+    autocast,
+    evaluate,
+    outputs_of,
+)
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
 _NO_BUFFER_BROADCAST: dict[str, Any] = {
@@ -298,7 +306,7 @@ def train(
     with surroundings(model, teacher, device), frozen(model, spec.frozen), synchronized(model, spec, processes):
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
-        training.callbacks = Callbacks(callbacks if processes.is_main else ())
+        training.callbacks = tuple(callbacks) if processes.is_main else ()
         return training.run(resume)
 
 
@@ -318,7 +326,7 @@ class _Training:
     after_step: AfterStep | None = None
     first_epoch: int = 0
     reference: float | None = None
-    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
+    callbacks: tuple[Callback, ...] = ()
 
     def __post_init__(self, batch_size: int, teacher: nn.Module | None) -> None:
         data, spec, task, device, processes = self.data, self.spec, self.task, self.device, self.processes
@@ -378,7 +386,7 @@ class _Training:
     def _run(self, resume: bool) -> TrainReport:
         resumed_from = self._begin(resume)
         self.progress.start(self.name, self.spec.epochs * self.steps_per_epoch, done=self.step)
-        self.callbacks.begin(self.name, self.spec, done=self.step)
+        self._tell("begin", self.spec, done=self.step)
         with nullcontext() if self.features is None else self.features.watched():
             while self.position.epoch < self.spec.epochs and not self._stopped():
                 self._epoch()
@@ -387,8 +395,12 @@ class _Training:
                 weights.install()
         history, why = tuple(self.position.history), self._stopped()
         report = summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from, stopped=why)
-        self.callbacks.end(self.name, report)
+        self._tell("end", report)
         return report
+
+    def _tell(self, event: str, *about: Any, **more: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.name, *about, **more)
 
     def _stopped(self) -> str | None:
         return stop_reason(self.position.history, self.spec, self.task.metric, self.reference)
@@ -425,7 +437,7 @@ class _Training:
                 self._read()
             figures = {**self.position.figures(self.task.correct), "lr": lr}
             self.progress.advance(self.name, 1, **figures)
-            self.callbacks.step(self.name, self.step, figures)
+            self._tell("step", self.step, figures)
             every = self.spec.checkpoint_steps
             if every and self.step % every == 0 and self.position.step < self.steps_per_epoch:
                 self._save()
@@ -506,7 +518,7 @@ class _Training:
         if done % spec.checkpoint_every == 0 or done == spec.epochs or self._stopped():
             self._save()
         self._write_log()
-        self.callbacks.epoch(self.name, row)
+        self._tell("epoch", row)
 
     def _evaluate(self) -> Evaluation:
         return evaluate(

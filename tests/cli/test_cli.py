@@ -31,7 +31,7 @@ from compress.cli.app import app
 from compress.cli.console import VERBOSITY, LineProgress, progress
 from compress.cli.recipes import init
 from compress.errors import ModelError, RecipeError
-from compress.pipeline.folder import open_run
+from compress.pipeline.run import open_run
 from compress.plots.results import Point, draw_tradeoff
 from compress.plots.style import WIDE, settle, styled
 from compress.version import DISTRIBUTION

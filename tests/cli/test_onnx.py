@@ -22,9 +22,9 @@ from compress.cli.options import form_of
 from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
-from compress.measure.end_to_end import STAGES, EndToEnd
-from compress.pipeline.folder import open_run
-from compress.pipeline.steps.end_to_end import _evaluation_images
+from compress.measure.latency import STAGES, EndToEnd
+from compress.pipeline.run import open_run
+from compress.pipeline.saved import _evaluation_images
 from compress.plots.results import draw_end_to_end
 from compress.plots.style import NARROW, WIDE, styled, to_png
 from compress.recipe.tree import parse_recipe

@@ -25,7 +25,7 @@ from compress.data.decode import open_image, preprocessed, random_box, random_cr
 from compress.data.files import read_input
 from compress.data.load import class_count
 from compress.errors import DataError
-from compress.measure.end_to_end import decode
+from compress.measure.latency import decode
 from compress.pipeline.predict import read_picture
 from tests.data import test_boxes
 from tests.images import write_images

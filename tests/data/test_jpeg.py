@@ -15,8 +15,7 @@ from compress.data.base import BatchPlan
 from compress.data.decode import check_decoder, decode_jpegs, nvjpeg
 from compress.data.workers import ahead
 from compress.errors import DataError
-from compress.pipeline.folder import open_run
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, open_run
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from compress.errors import CalibrationError, CheckpointError, DataError, ModelE
 from compress.graph.canonical import canonical_graph, follow_changes
 from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
-from compress.sparsity.saliency import calibration_inputs
-from compress.training.evaluate import OutputsOf, outputs_of
+from compress.sparsity.sparsifier import calibration_inputs
+from compress.training.passes import OutputsOf, outputs_of
 from tests.networks import Net, Opaque, TinyResNet
 
 

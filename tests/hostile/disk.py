@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.pipeline.folder import open_run
+from compress.pipeline.run import open_run
 from compress.recipe.tree import parse_recipe
 
 NOBODY = 65534

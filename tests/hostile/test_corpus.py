@@ -27,7 +27,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
 from compress.errors import AuditError, CheckpointError, DataError, EngineError, RecipeError, RunError
 from compress.models.by_name import read_state_dict
-from compress.pipeline.folder import open_run, recipe_of
+from compress.pipeline.run import open_run, recipe_of
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
 from compress.training.distributed import SINGLE, init_processes

@@ -18,7 +18,7 @@ from compress.errors import RunError
 from compress.files import write_json, write_text
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.write import save_model
-from compress.pipeline.folder import open_run
+from compress.pipeline.run import open_run
 from compress.plots.style import save_figure
 from compress.quantization.ptq.rounding import Rounder
 from compress.quantization.ptq.walk import walk

@@ -17,7 +17,7 @@ from compress.kernels.memory_format import pack
 from compress.kernels.triton import fake_quantize as triton_fake_quantize
 from compress.kernels.triton import pool as triton_pool
 from compress.kernels.triton import weights as triton_weights
-from compress.qat_fusion.weights import grid_of
+from compress.qat_fusion.chain import grid_of
 from compress.quantization.numerics import QuantFormat
 from tests.qat_fusion.common import assert_same, gradients, quantized
 

@@ -28,7 +28,8 @@ from compress.errors import DataError, EngineError, RecipeError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.measure import check_bench_spec
 from compress.measure.accuracy import compare_figures, target_ranks
-from compress.measure.end_to_end import (
+from compress.measure.latency import (
+    RUNS_PER_TURN,
     STAGES,
     classes,
     decode,
@@ -38,9 +39,8 @@ from compress.measure.end_to_end import (
     preprocess,
     ready,
 )
-from compress.measure.file_check import model_sizes
-from compress.measure.latency import RUNS_PER_TURN
 from compress.measure.metric import Metric
+from compress.measure.parity import model_sizes
 from compress.support.meters import task_metric
 from compress.tasks.segmentation import segmentation
 from tests.engines.models import classifier, images, quantized_classifier
@@ -450,13 +450,11 @@ def test_refusals_of_a_metric(batches, message):
 # Bytes of files whose contents are known, and numpy's or ONNX's own count of each tensor.
 
 
-def test_weights_by_type(tmp_path):
+def test_weights_and_files(tmp_path):
     path = quantized_classifier(tmp_path / "q.onnx")
     sizes = model_sizes(path)
     int8 = 4 * 27 + 4 + 1  # weight, its zero points, the input's
     float32 = 4 * (4 + 4 + 20 + 5 + 2)  # bias, weight scales, head, its bias, two activation scales
-    assert sizes.by_type == {"float32": float32, "int8": int8, "uint8": 1}
-    assert next(iter(sizes.by_type)) == "float32"
     assert sizes.weight_bytes == float32 + int8 + 1
     assert sizes.file_bytes == len(path.read_bytes())
 
@@ -490,7 +488,7 @@ def test_constants_and_subgraphs_count(tmp_path):
         [helper.make_tensor_value_info("out", TensorProto.FLOAT, [3])],
     )
     onnx.save(helper.make_model(graph), str(tmp_path / "m.onnx"))
-    assert model_sizes(tmp_path / "m.onnx").by_type == {"float32": 4 * (3 + 3 + 5), "int64": 16}
+    assert model_sizes(tmp_path / "m.onnx").weight_bytes == 4 * (3 + 3 + 5) + 16
 
 
 def test_external_data_counts(tmp_path):
@@ -498,7 +496,7 @@ def test_external_data_counts(tmp_path):
     model = onnx.load(str(inside))
     onnx.save(model, str(tmp_path / "out.onnx"), save_as_external_data=True, location="out.bin", size_threshold=0)
     sizes, expected = model_sizes(tmp_path / "out.onnx"), model_sizes(inside)
-    assert (sizes.weight_bytes, sizes.by_type) == (expected.weight_bytes, expected.by_type)
+    assert sizes.weight_bytes == expected.weight_bytes
     assert sizes.file_bytes == sum((tmp_path / name).stat().st_size for name in ("out.onnx", "out.bin"))
     (tmp_path / "out.bin").unlink()
     with pytest.raises(EngineError, match=r"out\.bin: no such file"):

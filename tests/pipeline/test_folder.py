@@ -19,11 +19,11 @@ from torch import nn
 
 from compress import CompressError, DataSpec, load_data, run
 from compress.errors import ExportError, RunError
-from compress.pipeline.folder import lock_folder, open_run, read_state, recipe_of
+from compress.pipeline.run import lock_folder, open_run, read_state, recipe_of
 from compress.pipeline.saved import export_again, finished_run, network, variants_in
 from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
-from compress.report.write import write_report
+from compress.report.document import write_report
 from compress.variants import Variant
 from tests.images import write_images
 from tests.networks import Net, tiny

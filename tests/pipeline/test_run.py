@@ -16,7 +16,7 @@ from compress.cli import main
 from compress.errors import DataError, ModelError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
 from compress.pipeline import default_folder
-from compress.pipeline.folder import open_run, recipe_of
+from compress.pipeline.run import open_run, recipe_of
 from compress.pipeline.saved import bench_again, export_again, networks_of, variants_in
 from compress.recipe.tree import parse_recipe
 from tests.exact import WEIGHTS

@@ -26,14 +26,11 @@ from compress import (
 from compress.cli.app import app
 from compress.data.base import Preprocessing
 from compress.errors import QuantizationError, RecipeError, RunError
-from compress.measure.end_to_end import measure_end_to_end
-from compress.measure.latency import CpuTime, Latency
+from compress.measure.latency import CpuTime, Latency, measure_end_to_end
 from compress.measure.metric import PAIRED, Metric
-from compress.pipeline.folder import open_run
-from compress.pipeline.run import NetworkFiles, Run
+from compress.pipeline.run import NetworkFiles, Run, open_run
 from compress.pipeline.steps.evaluate import bench, keep_slower, layers_of, paired_speeds, slower
-from compress.pipeline.steps.quantize import ptq_step
-from compress.pipeline.steps.training import build_float
+from compress.pipeline.steps.networks import build_float, ptq_step
 from compress.pipeline.studies.parity import measure_prices, parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import (
     MixedPoint,
@@ -48,7 +45,7 @@ from compress.quantization.sensitivity.sensitivity import mixed_spec
 from compress.recipe.tree import parse_recipe
 from compress.records.files import SLOWER
 from compress.records.summary import rules_text, slower_sentences, summary_table
-from compress.report.headline import headline
+from compress.report.document import headline
 from compress.support.progress import NoProgress
 from tests.exact import WEIGHTS
 from tests.networks import tiny

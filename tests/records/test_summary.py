@@ -32,7 +32,7 @@ from compress.records.summary import (
     summary_table,
     unavailable_engines,
 )
-from compress.report.headline import headline
+from compress.report.document import headline
 from compress.support.text import in_bytes, significant
 from tests.report.sample import metric, sample_epochs, sample_layers, sample_metrics, sample_placement
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.report.write import write_report
+from compress.report.document import write_report
 from tests.report.sample import metric, write_sample
 
 HOSTILE = '</svg><script>alert("x")</script>|`a`*b*_c_[d](http://evil.example/)$x^2$&amp;\\<!-- ${{y}} \u202e'

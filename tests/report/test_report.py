@@ -22,9 +22,14 @@ from compress.plots.style import NARROW, WIDE, styled
 from compress.records.files import ENGINES, EngineRow, IntervalRow, read_run
 from compress.records.summary import shown_rows, summary_columns
 from compress.report.blocks import Code, Document, Gallery, Section, Tiles, escape, table, to_markdown
-from compress.report.document import class_names, class_table, prediction_blocks
-from compress.report.headline import headline
-from compress.report.write import write_comparison, write_report
+from compress.report.document import (
+    class_names,
+    class_table,
+    headline,
+    prediction_blocks,
+    write_comparison,
+    write_report,
+)
 from compress.support.text import plain
 from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE
@@ -353,7 +358,7 @@ def test_equal_input_gives_equal_files(tmp_path):
         if name == "here":
             write_report(folder)
         else:
-            line = f"from compress.report.write import write_report; write_report({str(folder)!r})"
+            line = f"from compress.report.document import write_report; write_report({str(folder)!r})"
             subprocess.run([sys.executable, "-c", line], env=os.environ | {"PYTHONHASHSEED": "3"}, check=True)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         contents.append({path.relative_to(folder): path.read_bytes() for path in files})

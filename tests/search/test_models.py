@@ -16,16 +16,29 @@ from torch import nn
 import compress
 from compress.errors import SearchError
 from compress.recipe.tree import parse_recipe
-from compress.search import timing
-from compress.search.accuracy_model import rate_choices
-from compress.search.front import Attempt, Bound, Outcome, Point, after, best, choose, order, pareto
+from compress.search import models
 from compress.search.lab import Figures, build, with_formats
-from compress.search.latency_model import Costs, Sample, check, fit, rank_interval
+from compress.search.models import Sample, Timed, check, fit, rank_interval, rate_choices
 from compress.search.network import distance
-from compress.search.search import NEAR, _lab, check_request, corrected, go_on, open_study, results
-from compress.search.space import Space, best_within, key_of, make_space, otherwise, uniform
-from compress.search.structure import analyse
-from compress.search.timing import Timed
+from compress.search.search import (
+    NEAR,
+    Attempt,
+    Bound,
+    Outcome,
+    Point,
+    _lab,
+    after,
+    best,
+    check_request,
+    choose,
+    corrected,
+    go_on,
+    open_study,
+    order,
+    pareto,
+    results,
+)
+from compress.search.space import Costs, Space, analyse, best_within, key_of, make_space, otherwise, uniform
 from compress.support.progress import NoProgress
 from compress.tasks.classification import classification
 from tests.networks import network
@@ -104,15 +117,15 @@ def test_the_interval_of_a_rank_correlation():
 
 
 def test_the_block_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
-    monkeypatch.setattr(timing, "_times", lambda engine: pytest.fail("measured again"))
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 16
-    assert timing.channel_block("tensorrt", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(models, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(models, "_times", lambda engine: pytest.fail("measured again"))
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 16
+    assert models.channel_block("tensorrt", version="1", cache=tmp_path) == 16
     (file,) = tmp_path.iterdir()
     file.write_text("[]")
-    monkeypatch.setattr(timing, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
-    assert timing.channel_block("openvino", version="1", cache=tmp_path) == 8
+    monkeypatch.setattr(models, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
+    assert models.channel_block("openvino", version="1", cache=tmp_path) == 8
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
@@ -129,8 +142,8 @@ def test_the_error_of_a_format_in_a_block_is_that_of_a_network_quantized_there_a
             chosen = {element: "int8"}
             alone = with_formats(lab, build(lab, chosen, steps=0), chosen, quick=True)
             got = [torch.cat([alone(images) for images in lab.held])]
-            assert model.distance[element]["int8"] == pytest.approx(distance(got, plain), rel=1e-3)
-            assert model.distance[element]["float"] == 0.0
+            assert model[element]["int8"] == pytest.approx(distance(got, plain), rel=1e-3)
+            assert model[element]["float"] == 0.0
 
 
 def test_times_of_layers_are_used_where_the_engine_has_them():

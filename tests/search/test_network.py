@@ -13,8 +13,7 @@ from torch.nn import functional
 from compress import ModelSpec, SearchSpec, build_model
 from compress.errors import SearchError
 from compress.search.network import CRITERIA, apply, channel_scores, distance, reconstruct, removed_classes
-from compress.search.space import make_space
-from compress.search.structure import analyse
+from compress.search.space import analyse, make_space
 from tests.networks import Net, network
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))

@@ -29,7 +29,7 @@ from compress.quantization.learned import freeze_scales
 from compress.sparsity.parametrization import NMMask, apply_masks, masked_layers, masks_of, nm_mask, verify_nm
 from compress.training import FinetuneSpec
 from compress.training.checkpoint import load_model, save_model
-from compress.training.evaluate import QUIET
+from compress.training.passes import QUIET
 from tests.fresh import finish, start
 from tests.networks import Net, unchanged
 from tests.sparsity.nets import batch, small, sparse

@@ -14,9 +14,9 @@ from torchvision import models
 
 import compress
 from compress.errors import DataError, SparsityError
-from compress.sparsity import SparsityRule, parse_pattern, saliency
+from compress.sparsity import SparsityRule, parse_pattern, sparsifier
 from compress.sparsity.parametrization import nm_mask, pattern_mask, verify_nm
-from compress.sparsity.saliency import (
+from compress.sparsity.sparsifier import (
     as_matrix,
     calibration_inputs,
     from_matrix,
@@ -124,7 +124,7 @@ def test_layers_are_measured_in_order_and_the_model_is_not_changed(monkeypatch):
     layers = {"first": model.first, "second": model.second}
     with unchanged(model):
         together = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
-    monkeypatch.setattr(saliency, "MEMORY_BYTES", 1)  # one layer a pass: the second sees the pruned first
+    monkeypatch.setattr(sparsifier, "MEMORY_BYTES", 1)  # one layer a pass: the second sees the pruned first
     apart = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
     torch.testing.assert_close(apart["first"][0], together["first"][0])
     assert not torch.allclose(apart["second"][0], together["second"][0])

@@ -28,7 +28,7 @@ from compress.data.base import BatchPlan
 from compress.errors import CheckpointError
 from compress.training.checkpoint import save_model
 from compress.training.distributed import GradientExchange, init_processes
-from compress.training.evaluate import QUIET
+from compress.training.passes import QUIET
 from tests.fresh import two_places
 from tests.training.toy import CLASSES, Stop, WithAuxiliary, convnet, interrupted_data, smooth, toy_data
 

@@ -25,7 +25,7 @@ from compress.training.checkpoint import (
     save_model,
     write_tensors,
 )
-from compress.training.evaluate import QUIET
+from compress.training.passes import QUIET
 from tests.fresh import finish, start
 from tests.networks import unchanged
 from tests.training.processes import run_tasks

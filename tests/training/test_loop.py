@@ -27,8 +27,8 @@ from compress.tasks.base import first_tensor
 from compress.tasks.classification import classification
 from compress.tasks.segmentation import segmentation
 from compress.training.distributed import Processes
-from compress.training.evaluate import OutputsOf, outputs_of
 from compress.training.log import Logger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from compress.training.passes import OutputsOf, outputs_of
 from tests.networks import Net, unchanged
 from tests.training.toy import Stop, ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 

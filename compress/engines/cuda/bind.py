@@ -24,6 +24,7 @@ from compress.engines.cuda.plan.steps import (
     NO_PADDING,
     Attention,
     AveragePool,
+    Computed,
     Convolution,
     Elementwise,
     FloatOperation,
@@ -117,8 +118,7 @@ class Bindings:
     def keep(self, key: tuple[object, ...], make: Callable[[], Kept]) -> Kept:
         if key not in self.kept:
             self.kept[key] = make()
-        kept: Kept = self.kept[key]
-        return kept
+        return self.kept[key]
 
     def finish(self, step: Step, **arguments: Any) -> Finish:
         return self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device))
@@ -260,14 +260,11 @@ def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Can
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
 
     def candidate(each: int) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(step.out, "", tensors, 1)
-            out, pitch = results.outputs.codes, results.outputs.codes_pitch
-            x = channels_last(tensors[step.x.name])
-            max_pool(x, out, pitch, step.kernel, geometry, (height, width), each=each)
-            results.finish()
+        def launch(x: Tensor, out: Outputs) -> None:
+            size = (height, width)
+            max_pool(channels_last(x), out.codes, out.codes_pitch, step.kernel, geometry, size, each=each)
 
-        return Candidate(f"triton max pool {each}", run)
+        return _candidate(step, f"max pool {each}", launch)
 
     return [candidate(each) for each in (16, 8, 4, 32)]
 
@@ -284,29 +281,25 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
 
     whole_image = step.kernel == tuple(layout.plan.tensors[step.x.name].shape[2:]) and step.padding == ((0, 0), (0, 0))
 
-    def window(tensors: Tensors) -> None:
-        results = Results(step.out, "", tensors, 1)
+    def pooled(x: Tensor, outputs: Outputs) -> None:
         average_pool(
-            channels_last(tensors[step.x.name]),
+            channels_last(x),
             finish,
-            results.outputs,
+            outputs,
             step.kernel,
             geometry,
             (height, width),
             zero=grid.zero,
             counts_padding=step.counts_padding or step.padding == ((0, 0), (0, 0)),
         )
-        results.finish()
 
     def mean(columns: int) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(step.out, "", tensors, 1)
-            image_mean(channels_last(tensors[step.x.name]), finish, results.outputs, columns, zero=grid.zero)
-            results.finish()
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            image_mean(channels_last(x), finish, outputs, columns, zero=grid.zero)
 
-        return Candidate(f"triton image mean {columns}", run)
+        return _candidate(step, f"image mean {columns}", launch)
 
-    return [Candidate("triton average pool", window), *(mean(n) for n in (32, 128) if whole_image)]
+    return [_candidate(step, "average pool", pooled), *(mean(n) for n in (32, 128) if whole_image)]
 
 
 def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> list[Candidate]:
@@ -355,24 +348,20 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
     grid = step.x.grid or Grid((1.0,))
 
     def candidate(elements: int, warps: int) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            x = tensors[step.x.name]
+        def launch(x: Tensor, outputs: Outputs) -> None:
             rows = pixel_rows(x, -1)
-            rows = x.reshape(-1, channels).contiguous() if rows is None else rows
-            results = Results(step.out, "", tensors, -1)
             layer_norm(
-                rows,
+                x.reshape(-1, channels).contiguous() if rows is None else rows,
                 finish,
                 step.epsilon,
-                results.outputs,
+                outputs,
                 scale=grid.scale[0],
                 zero=grid.zero,
                 elements=elements,
                 warps=warps,
             )
-            results.finish()
 
-        return Candidate(f"triton layer norm {elements} w{warps}", run)
+        return _candidate(step, f"layer norm {elements} w{warps}", launch, -1)
 
     sizes = ((2048, 4), (512, 1), (1024, 1), (2048, 8)) if channels <= 4096 else ((2048, 8),)
     return [candidate(*size) for size in sizes]
@@ -505,11 +494,16 @@ def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, 
     return [candidate(tile) for tile in depthwise_tiles(shape, _taps(step), step.stride)]
 
 
-def _candidate(step: Product, text: str, launch: Callable[[Tensor, Outputs], None], axis: int = 1) -> Candidate:
-    e = step.epilogue
+def _candidate(
+    step: Product | Computed, text: str, launch: Callable[[Tensor, Outputs], None], axis: int = 1
+) -> Candidate:
+    if isinstance(step, Product):
+        out, residual = step.epilogue.out, step.epilogue.residual.name
+    else:
+        out, residual = step.out, ""
 
     def run(tensors: Tensors) -> None:
-        results = Results(e.out, e.residual.name, tensors, axis)
+        results = Results(out, residual, tensors, axis)
         launch(tensors[step.x.name], results.outputs)
         results.finish()
 
@@ -628,7 +622,6 @@ def _window(
     shape: tuple[int, int, int, int],
     geometry: Geometry,
 ) -> list[Candidate]:
-    """Candidates that load boxes of the image by descriptors."""
     e, zero, finish = step.epilogue, _zero(step), product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]

@@ -9,13 +9,11 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,40 +44,23 @@ class Request:
     options: tuple[tuple[str, Any], ...]
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The outcome of a request: an error or "", registers and spilled bytes of a thread, shared of a program."""
-
-    error: str = ""
-    registers: int = 0
-    spilled: int = 0
-    shared: int = 0
-
-
-@dataclass
-class Recording:
-    """Launches that were noted."""
-
-    requests: dict[Request, None] = field(default_factory=dict)
-
-
 @contextmanager
-def recorded() -> Iterator[Recording]:
+def recorded() -> Iterator[dict[Request, None]]:
     """Within, launches of Triton kernels are noted and not made."""
     from triton.runtime.jit import JITFunction  # optional: Triton is not installed everywhere
 
-    recording = Recording()
+    requests: dict[Request, None] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         arguments = tuple(map(_seen, args, self.params))
         kept = {key: value for key, value in options.items() if value is not None}
         request = Request(self.fn.__module__, self.fn.__name__, arguments, tuple(sorted(kept.items())))
-        recording.requests[request] = None
+        requests[request] = None
 
     before = JITFunction.run
     JITFunction.run = run
     try:
-        yield recording
+        yield requests
     finally:
         JITFunction.run = before
 
@@ -109,19 +90,13 @@ def compile_requests(
     capability: tuple[int, int],
     *,
     jobs: int,
-    resources: bool = False,
     seconds: float | None = None,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[Compiled]:
-    """Compile kernels in processes of their own; one that fails is no error here.
-
-    `resources`: find registers and spills too, which costs a call of a tool for each. `seconds`: limit of the whole.
-    """
-    late = Compiled(error="" if seconds is None else f"not compiled in {seconds:.0f} s")
-    results = [late] * len(requests)
+) -> list[str]:
+    """Compile kernels in processes of their own, in `seconds` for all; return what failed of each, or ""."""
+    results = ["" if seconds is None else f"not compiled in {seconds:.0f} s"] * len(requests)
     if not requests or (seconds is not None and seconds <= 0):
         return results
-    order = _Order(tuple(requests), capability, jobs, resources, None if seconds is None else time.time() + seconds)
+    order = _Order(tuple(requests), capability, jobs, None if seconds is None else time.time() + seconds)
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         orders, answers = server.stdin, server.stdout
         assert orders is not None and answers is not None
@@ -129,9 +104,8 @@ def compile_requests(
         with suppress(BrokenPipeError, EOFError):
             orders.write(pickle.dumps(sys.path) + pickle.dumps(order))
             orders.close()
-            for done in range(1, len(requests) + 1):
+            for _ in requests:
                 index, results[index] = pickle.load(answers)
-                progress(done)
     return results
 
 
@@ -149,7 +123,6 @@ class _Order(NamedTuple):
     requests: tuple[Request, ...]
     capability: tuple[int, int]
     jobs: int
-    resources: bool
     end: float | None
 
 
@@ -165,7 +138,7 @@ def serve() -> None:
     running: dict[Connection, tuple[int, Any]] = {}
     while waiting or running:
         while waiting and len(running) < order.jobs:
-            connection, child = _child(order.resources)
+            connection, child = _child()
             running[connection] = _next(waiting, connection), child
         ready = wait(list(running), None if order.end is None else max(0.0, order.end - time.time()))
         if not ready:
@@ -173,13 +146,13 @@ def serve() -> None:
         for connection in [one for one in running if one in ready]:
             index, child = running.pop(connection)
             try:
-                compiled = connection.recv()
+                error = connection.recv()
                 if waiting:
                     running[connection] = _next(waiting, connection), child
             except EOFError:
                 child.join()
-                compiled = Compiled(error=f"the compiler ended with status {child.exitcode}")
-            pickle.dump((index, compiled), output)
+                error = f"the compiler ended with status {child.exitcode}"
+            pickle.dump((index, error), output)
             output.flush()
     for _, child in running.values():
         child.kill()
@@ -191,23 +164,21 @@ def _next(waiting: list[tuple[int, Request]], connection: Connection) -> int:
     return index
 
 
-def _child(resources: bool) -> tuple[Connection, Any]:
+def _child() -> tuple[Connection, Any]:
     context = multiprocessing.get_context("fork")
     connection, end = context.Pipe()
-    child = context.Process(target=_compile_all, args=(end, resources), daemon=True)
+    child = context.Process(target=_compile_all, args=(end,), daemon=True)
     child.start()
     end.close()
     return connection, child
 
 
-def _compile_all(requests: Connection, resources: bool) -> None:
+def _compile_all(requests: Connection) -> None:
     while True:
-        requests.send(_compile(requests.recv(), resources))
+        requests.send(_compile(requests.recv()))
 
 
 class _Target:
-    """Triton's driver of a GPU that is not there."""
-
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget  # optional: Triton is not installed everywhere
 
@@ -250,30 +221,11 @@ def _stand_in(argument: Any) -> object:
     return argument
 
 
-def _compile(request: Request, resources: bool) -> Compiled:
+def _compile(request: Request) -> str:
     try:
         kernel = getattr(importlib.import_module(request.module), request.name)
         arguments = [_stand_in(argument) for argument in request.arguments]
-        compiled = kernel.warmup(*arguments, grid=(1,), **dict(request.options))
-        shared = int(compiled.metadata.shared)
-        registers, spilled = _resources(compiled.asm["cubin"]) if resources else (0, 0)
+        kernel.warmup(*arguments, grid=(1,), **dict(request.options))
     except Exception as error:  # a compiler may raise anything
-        return Compiled(error=f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}")
-    return Compiled(registers=registers, spilled=spilled, shared=shared)
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread."""
-    from triton.backends import nvidia  # optional: Triton is not installed everywhere
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    numbers: Mapping[str, int] = {
-        key: int(value)
-        for key, _, value in (part.partition(":") for part in text.split())
-        if key in {"REG", "STACK", "LOCAL"} and value.isdigit()
-    }
-    return numbers.get("REG", 0), numbers.get("STACK", 0) + numbers.get("LOCAL", 0)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"
+    return ""

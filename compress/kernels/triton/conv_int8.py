@@ -451,19 +451,19 @@ def conv_codes(
     types = tuple(t if t is None else t.dtype for t in (bias, added, x.amax, weight.amax, added_amax, amax))
     kind = ((x.high, weight.high, added_high), epilogue, geometry, isinstance(residual, Codes), tile)
     compiling = torch.compiler.is_compiling()
-    plan: _Plan | None = None
+    plan: tuple[_Call, Launch] | None = None
     if not compiling:
         key = (q.shape, q.stride(), w.shape, q.get_device(), types, kind, codes, bits, dtype)
         plan = _PLANS.get(key)
         if plan is None:
-            plan = _PLANS[key] = _Plan(_call_of(q, w, *kind), q.get_device())
-    call = plan.call if plan is not None else _call_of(q, w, *kind)
+            plan = _PLANS[key] = _planned(_call_of(q, w, *kind))
+    call = plan[0] if plan is not None else _call_of(q, w, *kind)
     packed = torch.empty(call.bytes, dtype=torch.uint8, device=q.device) if bits else None
     to_codes, written = empty_channels_last(call.shape, torch.int8, q.device) if codes else (None, None)
     to_value, value = empty_channels_last(call.shape, dtype, q.device) if dtype else (None, None)
     tensors = (q, w, bias, added, x.amax, weight.amax, added_amax, amax, to_codes, packed, to_value)
     if plan is not None:
-        plan.launch(plan.device, *tensors)
+        plan[1](q.get_device(), *tensors)
     else:  # launched by torch's compiled code, which cannot set a limit of registers
         t = call.tile
         conv_kernel[call.grid](*tensors, *call.constants, num_warps=t.warps, num_stages=t.stages)
@@ -534,13 +534,9 @@ def _call_of(
     return _Call(shape, rows * outputs // 8, grid, constants, t)
 
 
-class _Plan:
-    def __init__(self, call: _Call, device: int) -> None:
-        t = call.tile
-        self.call, self.device = call, device
-        self.launch = Launch(
-            conv_kernel, call.grid, *call.constants, num_stages=t.stages, num_warps=t.warps, maxnreg=t.registers
-        )
+def _planned(call: _Call) -> tuple[_Call, Launch]:
+    options = {"num_stages": call.tile.stages, "num_warps": call.tile.warps, "maxnreg": call.tile.registers}
+    return call, Launch(conv_kernel, call.grid, *call.constants, **options)
 
 
 _PLANS = BoundedCache()

@@ -362,8 +362,6 @@ class _Both:
 
 
 class _Evaluation:
-    """The evaluation split in batches, iterable repeatedly."""
-
     def __init__(self, run: Run, limit: int | None) -> None:
         self.split = run.data.val
         self.plan = BatchPlan(batch_size=evaluation_batch(run), limit=limit)

@@ -202,12 +202,9 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return parse_recipe(yaml.safe_load(recipe.to_yaml()), overrides, source="explore")
 
 
-def best(
-    results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT, int8: bool = False
-) -> Mapping[int, FormResult]:
+def best(results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT) -> Mapping[int, FormResult]:
     """Return, for each compute capability, the near enough form that moves the fewest bytes."""
     fit = [r for r in results if not r.error and r.agreement is not None and r.agreement >= least_agreement]
-    fit = [r for r in fit if not int8 or r.int8_share >= 0.5]
     if not fit:
         raise AuditError(
             f"no form that was built agrees with the float network on {least_agreement:.0%} of the images; give more "

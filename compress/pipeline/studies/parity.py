@@ -23,8 +23,7 @@ from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.run import task_of
 from compress.pipeline.saved import finished_run, network, variants_in
-from compress.pipeline.steps.quantize import CalibrationImages
-from compress.pipeline.steps.training import build_float
+from compress.pipeline.steps.networks import CalibrationImages, build_float
 from compress.quantization import QuantSpec
 from compress.quantization.ptq.quantize import quantize, quantize_targets
 from compress.quantization.sensitivity.mend import Goal, Mended, mend

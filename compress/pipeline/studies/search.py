@@ -19,18 +19,15 @@ from compress.measure.latency import time_files
 from compress.measure.machine import describe_machine
 from compress.models import ModelSpec
 from compress.pipeline.commands import run as run_recipe
-from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_from_anywhere
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, RunFolder, open_run, read_state, recipe_from_anywhere
 from compress.pipeline.steps.evaluate import judge
-from compress.pipeline.steps.training import build_float, float_step
+from compress.pipeline.steps.networks import build_float, float_step
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
-from compress.search.front import Attempt, Bound, Front, Outcome, Point, after, best, order
 from compress.search.lab import quantization_of, sparsity_spec, time_ratio
-from compress.search.search import check_request, search
-from compress.search.space import make_space, sparse_layers
-from compress.search.structure import analyse
-from compress.search.timing import channel_block
+from compress.search.models import channel_block
+from compress.search.search import Attempt, Bound, Front, Outcome, Point, after, best, check_request, order, search
+from compress.search.space import analyse, make_space, sparse_layers
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import csv
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -30,11 +28,9 @@ from compress.export.onnx import export_onnx
 from compress.files import read_json, write_json, write_text
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
-from compress.pipeline.folder import SENSITIVITY, open_run
-from compress.pipeline.run import Run
+from compress.pipeline.run import SENSITIVITY, Run, open_run
 from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
-from compress.pipeline.steps.quantize import calibration_images
-from compress.pipeline.steps.training import build_float, check_start, float_step
+from compress.pipeline.steps.networks import build_float, calibration_images, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.insert import float_graph
@@ -54,7 +50,7 @@ from compress.recipe.tree import Recipe
 from compress.roofline_model.model import find_device, roofline
 from compress.support.meters import TaskMetric, metric_title, score_text
 from compress.support.progress import NoProgress, Progress, tracked
-from compress.support.text import shorten
+from compress.support.text import csv_text, shorten
 from compress.tasks.classification import TOP1
 
 STEP = SENSITIVITY
@@ -205,13 +201,10 @@ _EFFECT = ("sqnr_db", "agreement")
 
 def sensitivity_csv(reports: Mapping[str, Sensitivity]) -> str:
     """Shares are from 0 to 1; an empty field is no number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     metric = next(iter(reports.values())).metric if reports else "top1"
-    writer.writerow([*_COLUMNS, *(f"{part}_{name}" for part in ("alone", "left_out") for name in (*_EFFECT, metric))])
-    for name, report in reports.items():
-        writer.writerows(_cells(name, row) for row in report.rows)
-    return text.getvalue()
+    effects = (f"{part}_{name}" for part in ("alone", "left_out") for name in (*_EFFECT, metric))
+    rows = (_cells(name, row) for name, report in reports.items() for row in report.rows)
+    return csv_text([*_COLUMNS, *effects], rows)
 
 
 def _cells(name: str, row: LayerSensitivity) -> list[object]:

@@ -236,7 +236,6 @@ class _Work:
         return time_files(files, self.engine, batch_size=batch, inputs=self.feed, runs=_RUNS, seconds=_SECONDS)
 
     def tried(self, rules: QuantizedFile, *, noisy: bool) -> list[Group]:
-        """Leave each group float once, while there is time."""
         names = {x for row in rules.placement.decisions if row.decision == "quantize" for x in row.layer.split()}
         groups, few, cache = alike(rules.view, names), self.data[:_FEW], cached()
         key = f"{self.engine} {self.precision} {self.spec.only_target}, {processor_name()}, {core_count()} cores"

@@ -63,7 +63,6 @@ class QuantizationCycle:
         freeze_batchnorm(self._model(), self.qat, epoch)
 
     def before_step(self, epoch: int) -> None:
-        """Leave frozen ranges out of the next step."""
         drop_frozen_gradients(self._model(), self.qat, epoch)
 
     def after_step(self, step: int) -> None:

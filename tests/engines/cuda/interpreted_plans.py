@@ -17,7 +17,7 @@ from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.tuning import differences
+from compress.engines.cuda.program import differences
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_depthwise import RowsTile, depthwise_rows, pack_dots
 from compress.kernels.triton.int8_descriptors import PointwiseTile, WindowTile, deep, pointwise, window

@@ -11,12 +11,18 @@ import torch
 from compress import build_engine
 from compress.engines.cuda import engine as cuda_engine
 from compress.engines.cuda import program as program_module
-from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.program import Machine, Program, default_path, faster_program, plan_beside, read_plan
-from compress.engines.cuda.tuning import signature
+from compress.engines.cuda.program import (
+    Machine,
+    Program,
+    default_path,
+    faster_program,
+    plan_beside,
+    read_plan,
+    signature,
+)
 from compress.errors import EngineError, EngineUnavailableError
 from tests.engines.cuda.qdq import Builder
 from tests.engines.models import classifier
@@ -215,7 +221,7 @@ def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, mo
         run()
         return float(len(work) - before)
 
-    monkeypatch.setattr(tuning, "launch_ms", counted)
+    monkeypatch.setattr("compress.engines.cuda.program.launch_ms", counted)
     path, _ = network(tmp_path / "m.onnx")
     layout = lay_out(make_plan(path, batch_size=2, dtype=torch.float32))
     plan = read_plan(tmp_path / "m.plan.json", MACHINE)
@@ -328,7 +334,7 @@ def test_kernels_that_raise_or_compute_something_else_are_left_out_with_the_reas
         run()
         return -float(names.index(run.func.__name__))
 
-    monkeypatch.setattr(tuning, "launch_ms", clock)
+    monkeypatch.setattr("compress.engines.cuda.program.launch_ms", clock)
     layout = lay_out(make_plan(network(tmp_path / "m.onnx")[0], batch_size=2, dtype=torch.float32))
     plan = read_plan(tmp_path / "m.plan.json", MACHINE)
     program = Program(layout, torch.device("cpu"), candidates=other_ways(*names), plan=plan)

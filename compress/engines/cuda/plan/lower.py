@@ -3,33 +3,445 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import axes_of
-from compress.engines.cuda.plan.activation import NONE, recognize_activations
+from compress.engines.cuda.plan.activation import NONE, Activation, recognize_activations
 from compress.engines.cuda.plan.graph import Graph, Node, read_graph
-from compress.engines.cuda.plan.products import View, match_attention, match_product
-from compress.engines.cuda.plan.quantizers import MOVES, TAKES, move_quantizers, resolve_quantizers
+from compress.engines.cuda.plan.quantizers import (
+    MOVES,
+    TAKES,
+    Grid,
+    QuantizedConstant,
+    QuantizedGraph,
+    move_quantizers,
+    padding_of,
+    real_weight,
+    resolve_quantizers,
+)
 from compress.engines.cuda.plan.steps import (
+    NOTHING,
+    Attention,
     AveragePool,
     Combination,
+    Convolution,
     Elementwise,
+    Epilogue,
     FloatOperation,
     LayerNorm,
+    Linear,
     MaxPool,
     Move,
     Output,
     Padding,
     Plan,
     PlanTensor,
+    Product,
     Source,
     Step,
 )
 from compress.onnx_graph import read_window
+
+
+@dataclass
+class View:
+    """A quantized graph, and the names of its nodes that are part of a step already."""
+
+    graph: Graph
+    weights: Mapping[str, QuantizedConstant]
+    producers: Mapping[str, Node]
+    consumers: Mapping[str, list[Node]]
+    index: Mapping[str, int]
+    absorbed: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(quantized: QuantizedGraph) -> View:
+        graph = quantized.graph
+        return View(
+            graph,
+            quantized.weights,
+            graph.producers(),
+            graph.consumers(),
+            {node.name: i for i, node in enumerate(graph.nodes)},
+        )
+
+    def source(self, name: str) -> Source:
+        node = self.producers.get(name)
+        if node is not None and node.op == "Dequantize":
+            return Source(node.inputs[0], node.attributes["grid"])
+        return Source(name)
+
+    def codes(self, name: str) -> Source | None:
+        """The codes of a tensor, on one grid; None if there are none."""
+        found = self.source(name)
+        return found if found.grid is not None and len(found.grid.scale) == 1 else None
+
+    def only_consumer(self, name: str) -> Node | None:
+        """None where several read it, or the network returns it."""
+        found = self.consumers.get(name, [])
+        return found[0] if len(found) == 1 and name not in self.graph.outputs else None
+
+    def constant(self, name: str) -> Tensor | None:
+        if name in self.graph.constants:
+            return self.graph.constants[name]
+        return real_weight(self.weights[name]) if name in self.weights else None
+
+    def is_constant(self, name: str) -> bool:
+        return name in self.graph.constants or name in self.weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.graph.shapes[name]
+
+    def channel_vector(self, name: str, shape: tuple[int, ...], axis: int) -> Tensor | None:
+        """A constant as one float64 number for each index along `axis` of `shape`; None for others."""
+        constant = self.graph.constants.get(name)
+        if constant is None or not constant.is_floating_point() or constant.dim() > len(shape):
+            return None
+        sizes = [1] * (len(shape) - constant.dim()) + list(constant.shape)
+        if any(n != 1 and (i != axis or n != shape[axis]) for i, n in enumerate(sizes)):
+            return None
+        return constant.double().reshape(-1).expand(shape[axis]).clone()
+
+    def output(self, name: str, *, channels: bool = False) -> Output:
+        """The outputs of a step whose consumers want codes, values, or both; absorbs a Quantize."""
+        readers = self.consumers.get(name, [])
+        fitting = [r for r in readers if r.op == "Quantize" and (channels or len(r.attributes["grid"].scale) == 1)]
+        value = name if name in self.graph.outputs or not readers or len(fitting) < len(readers) else ""
+        if not fitting:
+            return Output(value=name)
+        first = fitting[0]
+        self.absorbed.add(first.name)
+        rest = any(r is not first for r in fitting)  # another grid: quantized from the values, by a step of its own
+        return Output(codes=first.outputs[0], grid=first.attributes["grid"], value=name if rest else value)
+
+
+def number_of(tensor: Tensor | None) -> float | None:
+    return float(tensor.reshape(-1)[0]) if tensor is not None and tensor.numel() == 1 else None
+
+
+_ALONE = frozenset({"Quantize", "Dequantize", "Activation"})
+
+
+def match_product(view: View, node: Node) -> tuple[Product, int] | None:
+    """The step of a convolution or product whose inputs are integers, and the place of its last node; else None."""
+    if node.op not in {"Conv", "MatMul", "Gemm"}:
+        return None
+    x = view.codes(node.inputs[0])
+    weight = view.weights.get(node.inputs[1])
+    if x is None or x.grid is None or weight is None:
+        return None
+    bias = _bias(view, node, weight)
+    if bias is None:
+        return None
+    base = _convolution(view, node, x, weight) if node.op == "Conv" else _linear(node, x, weight)
+    if base is None:
+        return None
+    outputs = base.weight.shape[0]
+    factor = x.grid.scale[0] * (weight.scale if weight.axis is not None else weight.scale.expand(outputs))
+    chain = _follow(view, node, _Chain(node.outputs[0], 1 if node.op == "Conv" else -1, factor.clone(), bias))
+    epilogue = Epilogue(
+        factor=chain.factor,
+        bias=chain.bias,
+        first=chain.first,
+        middle=chain.middle,
+        residual=chain.residual,
+        second=chain.second,
+        out=view.output(chain.name, channels=True),
+    )
+    nodes = [node, *chain.nodes]
+    origins = tuple(o for n in nodes for o in n.origins)
+    if isinstance(base, Linear):
+        base = replace(base, axis=chain.axis)
+    return replace(base, epilogue=epilogue, origins=origins), max(view.index[n.name] for n in nodes)
+
+
+def _bias(view: View, node: Node, weight: QuantizedConstant) -> Tensor | None:
+    """The constant bias, float64; zeros where there is none, None where it does not fit."""
+    outputs = weight.codes.shape[0]
+    if node.op == "MatMul" or (node.op == "Gemm" and not node.attributes.get("transB", 0)):
+        outputs = weight.codes.shape[-1]
+    name = node.given(2)
+    if not name:
+        return torch.zeros(outputs, dtype=torch.float64)
+    constant = view.constant(name)
+    if constant is None or constant.numel() not in (1, outputs):
+        return None
+    return constant.double().reshape(-1).expand(outputs).clone() * float(node.attributes.get("beta", 1.0))
+
+
+_EMPTY = Epilogue(factor=torch.empty(0), bias=torch.empty(0))
+
+
+def _convolution(view: View, node: Node, x: Source, weight: QuantizedConstant) -> Convolution | None:
+    a = node.attributes
+    if weight.codes.dim() != 4 or weight.axis not in (None, 0):
+        return None
+    window = read_window(a, view.shape(node.inputs[0])[2:], weight.codes.shape[2:])
+    padding: Padding = (window.pads[0], window.pads[1])
+    x, padding = _without_pad(view, node, x, padding)
+    return Convolution(
+        name=node.name,
+        x=x,
+        weight=weight.codes,
+        stride=(window.strides[0], window.strides[1]),
+        dilation=(window.dilations[0], window.dilations[1]),
+        padding=padding,
+        groups=int(a.get("group", 1)),
+        epilogue=_EMPTY,
+    )
+
+
+def _without_pad(view: View, node: Node, x: Source, padding: Padding) -> tuple[Source, Padding]:
+    pad = view.producers.get(x.name)
+    before = view.producers[node.inputs[0]]
+    alone = view.only_consumer(x.name) is before and view.only_consumer(node.inputs[0]) is node
+    if pad is None or pad.op != "Pad" or not alone:
+        return x, padding
+    amounts = padding_of(view.graph, pad)
+    if any(n < 0 for pair in amounts for n in pair) or amounts[0] != (0, 0) or amounts[1] != (0, 0):
+        return x, padding
+    view.absorbed.add(pad.name)
+    rows, columns = ((old[0] + new[0], old[1] + new[1]) for old, new in zip(padding, amounts[2:], strict=True))
+    return Source(pad.inputs[0], x.grid), (rows, columns)
+
+
+def _linear(node: Node, x: Source, weight: QuantizedConstant) -> Linear | None:
+    a, codes = node.attributes, weight.codes
+    if codes.dim() != 2 or a.get("transA", 0) or a.get("alpha", 1.0) != 1.0:
+        return None
+    turned = bool(a.get("transB", 0))  # (O, K) already
+    if weight.axis not in (None, 0 if turned else 1):
+        return None
+    codes = codes if turned else codes.t().contiguous()
+    return Linear(name=node.name, x=x, weight=codes, epilogue=_EMPTY)
+
+
+# What follows a product ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The extent of an epilogue: the tensor that it has computed, and its operations (see `Epilogue`)."""
+
+    name: str
+    axis: int
+    factor: Tensor
+    bias: Tensor
+    first: Activation = NONE
+    middle: Grid | None = None
+    residual: Source = NOTHING
+    second: Activation = NONE
+    nodes: tuple[Node, ...] = ()
+
+    def past(self, *nodes: Node, **changes: Any) -> _Chain:
+        return replace(self, name=nodes[-1].outputs[0], nodes=(*self.nodes, *nodes), **changes)
+
+
+def _follow(view: View, product: Node, chain: _Chain) -> _Chain:
+    """Take along what only reads the product's result, as long as an epilogue can compute it."""
+    while True:
+        reader = view.only_consumer(chain.name)
+        if reader is None or reader.name in view.absorbed:
+            return chain
+        longer = (
+            _affine(view, chain, reader)
+            or _activated(chain, reader)
+            or _turned(view, product, chain, reader)
+            or _added(view, product, chain, reader)
+            or _rounded(view, product, chain, reader)
+        )
+        if longer is None:
+            return chain
+        view.absorbed.update(node.name for node in longer.nodes)
+        chain = longer
+
+
+def _affine(view: View, chain: _Chain, reader: Node) -> _Chain | None:
+    if reader.op not in {"Add", "Sub", "Mul", "Div"} or chain.first != NONE or chain.residual.name:
+        return None
+    shape = view.shape(reader.outputs[0])
+    if shape != view.shape(chain.name):
+        return None
+    place = reader.inputs.index(chain.name)
+    vector = view.channel_vector(reader.inputs[1 - place], shape, chain.axis % len(shape))
+    if vector is None or (reader.op == "Div" and (place == 1 or bool((vector == 0).any()))):
+        return None
+    if reader.op in {"Mul", "Div"}:
+        vector = vector if reader.op == "Mul" else 1 / vector
+        return chain.past(reader, factor=chain.factor * vector, bias=chain.bias * vector)
+    if reader.op == "Add":
+        return chain.past(reader, bias=chain.bias + vector)
+    sign = 1 if place == 0 else -1
+    return chain.past(reader, factor=chain.factor * sign, bias=sign * (chain.bias - vector))
+
+
+def _activated(chain: _Chain, reader: Node) -> _Chain | None:
+    if reader.op != "Activation":
+        return None
+    activation = reader.attributes["activation"]
+    if not chain.residual.name and chain.middle is None and chain.first == NONE:
+        return chain.past(reader, first=activation)
+    return chain.past(reader, second=activation) if chain.second == NONE else None
+
+
+def _turned(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
+    """A Transpose from (N, H, W, C) to (N, C, H, W) after a matrix product."""
+    image = len(view.shape(chain.name)) == 4 and tuple(reader.attributes.get("perm", ())) == (0, 3, 1, 2)
+    if reader.op != "Transpose" or product.op == "Conv" or chain.axis != -1 or chain.residual.name or not image:
+        return None
+    return chain.past(reader, axis=1)
+
+
+def _added(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
+    other = _other(view, chain, reader)
+    if other is None:
+        return None
+    if view.source(other).grid is None and _root(view, other) > view.index[product.name]:
+        return None
+    return chain.past(reader, residual=view.source(other))
+
+
+def _rounded(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
+    if reader.op != "Quantize" or chain.middle is not None or len(reader.attributes["grid"].scale) != 1:
+        return None
+    back = view.only_consumer(reader.outputs[0])
+    added = view.only_consumer(back.outputs[0]) if back is not None and back.op == "Dequantize" else None
+    if back is None or added is None or back.attributes["grid"].scale != reader.attributes["grid"].scale:
+        return None
+    rounded = replace(chain, name=back.outputs[0])
+    other = _other(view, rounded, added)
+    if other is None or view.codes(other) is None or _root(view, other) > view.index[product.name]:
+        return None
+    return chain.past(reader, back, added, middle=reader.attributes["grid"], residual=view.source(other))
+
+
+def _other(view: View, chain: _Chain, reader: Node) -> str | None:
+    if reader.op != "Add" or chain.residual.name or chain.second != NONE or reader.inputs[0] == reader.inputs[1]:
+        return None
+    other = reader.inputs[1 - reader.inputs.index(chain.name)]
+    source = view.source(other)
+    per_tensor = source.grid is None or len(source.grid.scale) == 1
+    alike = view.shape(other) == view.shape(chain.name) == view.shape(reader.outputs[0])
+    floats = view.graph.dtypes[other].is_floating_point
+    return other if alike and per_tensor and floats and not view.is_constant(other) else None
+
+
+def _root(view: View, name: str) -> int:
+    node = view.producers.get(name)
+    while node is not None and node.op in _ALONE and node.inputs[0] in view.producers:
+        node = view.producers[node.inputs[0]]
+    products = node is not None and node.op in {"Conv", "MatMul", "Gemm"}
+    return view.index[node.name] if node is not None and products else -1
+
+
+def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
+    """The step that begins with the product of queries and keys, and the place of its last node; else None."""
+    if node.op != "MatMul":
+        return None
+    q, k = _symmetric(view, node.inputs[0]), _symmetric(view, node.inputs[1])
+    scores = _Scores([node], 1.0, None) if q is not None and k is not None else None
+    while scores is not None:
+        reader = view.only_consumer(scores.nodes[-1].outputs[0])
+        if reader is not None and reader.op == "Softmax":
+            same = view.shape(reader.outputs[0]) == view.shape(node.outputs[0])
+            nodes = [*scores.nodes, reader]
+            return _from_softmax(view, q, k, nodes, scores.scale, scores.mask) if q and k and same else None
+        scores = None if reader is None else _followed(view, scores, reader)
+    return None
+
+
+class _Scores(NamedTuple):
+    nodes: list[Node]
+    scale: float
+    mask: Tensor | None
+
+
+def _followed(view: View, scores: _Scores, node: Node) -> _Scores | None:
+    """The scores after one more node: a factor, a constant that is added, windows apart from images, or joined."""
+    current, nodes, mask = scores.nodes[-1].outputs[0], [*scores.nodes, node], scores.mask
+    before, after = view.shape(current), view.shape(node.outputs[0])
+    if node.op == "Reshape" and node.inputs[0] == current:
+        if mask is None:
+            return scores._replace(nodes=nodes) if before[-2:] == after[-2:] else None
+        mask = _regrouped(mask, before, after)
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if node.op not in {"Mul", "Div", "Add"} or before != after:
+        return None
+    constant = view.graph.constants.get(node.inputs[1 - node.inputs.index(current)])
+    number = number_of(constant)
+    if node.op == "Add":
+        mask = None if constant is None else _mask_sum(mask, constant.float(), len(before))
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if number is None or mask is not None or (node.op == "Div" and node.inputs[1] == current):
+        return None
+    return scores._replace(nodes=nodes, scale=scores.scale * (number if node.op == "Mul" else 1 / number))
+
+
+def _mask_sum(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
+    constant = constant.reshape([1] * (rank - constant.dim()) + list(constant.shape))
+    if mask is None:
+        return constant
+    return mask + constant if len({len(mask), len(constant)} - {1}) < 2 else None
+
+
+def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
+    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these."""
+    if len(after) == len(before) + 1 and after[2:] == before[1:]:
+        return mask[None] if len(mask) in (1, after[1]) else None
+    if len(after) == len(before) - 1 == 4 and before[2:] == after[1:]:
+        return mask[0] if len(mask) == 1 else None
+    return None
+
+
+def _from_softmax(
+    view: View, q: Source, k: Source, nodes: list[Node], scale: float, mask: Tensor | None
+) -> tuple[Attention, int] | None:
+    softmax = nodes[-1]
+    rank = len(view.shape(softmax.outputs[0]))
+    quantize = view.only_consumer(softmax.outputs[0])
+    back = view.only_consumer(quantize.outputs[0]) if quantize is not None and quantize.op == "Quantize" else None
+    product = view.only_consumer(back.outputs[0]) if back is not None and back.op == "Dequantize" else None
+    if quantize is None or back is None or product is None or product.op != "MatMul":
+        return None
+    v = _symmetric(view, product.inputs[1])
+    grid = quantize.attributes["grid"]
+    over_keys = int(softmax.attributes.get("axis", -1)) % rank == rank - 1
+    if (
+        v is None
+        or product.inputs[0] != back.outputs[0]
+        or not over_keys
+        or grid.scale != back.attributes["grid"].scale
+    ):
+        return None
+    shapes = [view.shape(source.name) for source in (q, k, v)]
+    if any(len(shape) != rank or shape[:-2] != shapes[0][:-2] for shape in shapes) or grid.zero != 0:
+        return None
+    nodes = [*nodes, quantize, back, product]
+    view.absorbed.update(n.name for n in nodes[1:])
+    step = Attention(
+        name=product.name,
+        origins=tuple(o for n in nodes for o in n.origins),
+        x=q,
+        k=k,
+        v=v,
+        scale=scale,
+        mask=mask,
+        probabilities=grid,
+        out=view.output(product.outputs[0]),
+    )
+    return step, view.index[product.name]
+
+
+def _symmetric(view: View, name: str) -> Source | None:
+    """The codes of a tensor, on a grid around 0."""
+    found = view.codes(name)
+    return found if found is not None and found.grid is not None and found.grid.zero == 0 else None
+
 
 Found = tuple[Step, int]
 
