@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from compress.audit.engine import EngineAudit, audit_listing
-from compress.audit.layers import EngineLayer, EngineListing, EngineTensor, type_name
+from compress.audit.engine import EngineAudit, EngineLayer, EngineListing, EngineTensor, audit_listing, type_name
 from compress.audit.onnx import sparse_nodes
 from compress.engines import executorch, litert
 from compress.engines.base import BuildOptions, TensorInfo

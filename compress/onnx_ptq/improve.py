@@ -25,8 +25,7 @@ from compress.export.names import added_tensor
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import inputs_of_file
-from compress.onnx_ptq.to_torch.builder import Place
-from compress.onnx_ptq.to_torch.network import Converted, compare_network, converted
+from compress.onnx_ptq.to_torch import Converted, Place, compare_network, converted
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.insert import float_graph

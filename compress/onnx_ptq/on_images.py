@@ -28,7 +28,7 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
-from compress.onnx_ptq.to_torch.builder import Place
+from compress.onnx_ptq.to_torch import Place
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.numerics import fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite

@@ -26,7 +26,7 @@ from compress.engines.base import import_library, library_errors
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
-from compress.export.prepare import NOT_HALF, half_or_more, half_scale, held_by_half
+from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
 from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
 from compress.onnx_ptq.index import Index, Types

@@ -20,8 +20,7 @@ from compress.graph.report import Leaf, attach_report, leaves_of, report_of
 from compress.graph.traits import WEIGHTED
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
-from compress.quantization.placement.place import place
-from compress.quantization.placement.requests import scaled_layers
+from compress.quantization.placement.place import place, scaled_layers
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 from compress.quantization.ptq.rescaling import (
     batchnorm_moments,

@@ -23,8 +23,15 @@ from compress.quantization import QuantSpec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import Effect, Probe, Sides, Subset, probed, subset_of
-from compress.quantization.sensitivity.sensitivity import subsets_by_layer
+from compress.quantization.sensitivity.sensitivity import (
+    Effect,
+    Probe,
+    Sides,
+    Subset,
+    probed,
+    subset_of,
+    subsets_by_layer,
+)
 from compress.support.progress import NoProgress, Progress, tracked
 
 LEAST_DB = 20.0

@@ -22,9 +22,18 @@ from compress.graph.layers import layers
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.compare import Effect, Judged, Probe, probed
 from compress.quantization.sensitivity.diagnose import Diagnosis, diagnosed, noise_by_layer
-from compress.quantization.sensitivity.sensitivity import FLOAT, everywhere, format_rule, layer_settings, lowered
+from compress.quantization.sensitivity.sensitivity import (
+    FLOAT,
+    Effect,
+    Judged,
+    Probe,
+    everywhere,
+    format_rule,
+    layer_settings,
+    lowered,
+    probed,
+)
 from compress.support.progress import NoProgress, Progress
 
 TASK = "mend"
