@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.export.names import added_constant, added_tensor, shifted_tensor
-from compress.graph.ops import ONNX_KINDS
-from compress.graph.traits import TRAITS
+from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
     OnnxGraph,
     attribute,

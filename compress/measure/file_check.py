@@ -18,9 +18,8 @@ from compress.engines.registry import ENGINES, build_engine
 from compress.errors import CompressError
 from compress.export.casting import widened
 from compress.measure.parity import sqnr_db
-from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import images_of, open_batch
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
+from compress.onnx_ptq.source import FloatSession, feeds, inputs_of_file, known_results, load_source, unknown_to_runtime
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 # Largest number of images that are compared.

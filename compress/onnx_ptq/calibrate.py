@@ -19,8 +19,6 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.onnx_ptq.index import elements
-from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import (
     BLOCKS,
     Blocked,
@@ -37,7 +35,7 @@ from compress.onnx_ptq.passes import (
     with_block,
 )
 from compress.onnx_ptq.read import Reading
-from compress.onnx_ptq.run import FloatSession, known_results
+from compress.onnx_ptq.source import FloatSession, SourceFile, elements, known_results
 from compress.quantization import WeightSpec
 from compress.quantization.calibration.calibrate import check_closed, raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator, calibrator_for

@@ -42,10 +42,8 @@ from compress.onnx_graph import (
     opset_of,
     without_weights,
 )
-from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.passes import one_image
-from compress.onnx_ptq.run import FloatSession, known_results
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, tensors_of
 from compress.support.process import core_count
 
 _DOMAIN = "com.microsoft"

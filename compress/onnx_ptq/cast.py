@@ -16,10 +16,19 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
 from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, raised, shape_outputs
-from compress.onnx_ptq.index import elements, inferred
-from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import images_of
-from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, known_results, unknown_to_runtime
+from compress.onnx_ptq.source import (
+    FloatSession,
+    SourceFile,
+    check_bounds,
+    elements,
+    feeds,
+    inferred,
+    inputs_of_file,
+    known_results,
+    load_source,
+    unknown_to_runtime,
+)
 from compress.onnx_ptq.write import save_model
 from compress.support.meters import decibel
 

@@ -22,8 +22,7 @@ from compress.export.names import TARGET_KEY, added_tensor
 from compress.graph.ops import onnx_operators
 from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of
 from compress.onnx_ptq.canonical import copied, name_nodes
-from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import QUANTIZED, SourceFile, check_float, load_source
+from compress.onnx_ptq.source import QUANTIZED, Index, SourceFile, check_float, load_source
 from compress.onnx_ptq.write import save_model
 
 _READS_INTEGERS = (PASSES - {"Cast"}) | QUANTIZED | {"ArgMax", "ArgMin", "Shape", "Size", "Resize", "Upsample"}

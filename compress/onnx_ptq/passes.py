@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays, import_library
 from compress.onnx_graph import attribute, replace_nodes
-from compress.onnx_ptq.load import SourceFile
-from compress.onnx_ptq.run import FloatSession, results_of, session_options
+from compress.onnx_ptq.source import FloatSession, SourceFile, results_of, session_options
 from compress.quantization.calibration.histogram import LOOK, Sample, drawn_places, is_sampled, largest_magnitude
 from compress.support.process import core_count
 

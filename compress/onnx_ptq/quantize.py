@@ -29,12 +29,33 @@ from compress.onnx_graph import drop_unread
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
-from compress.onnx_ptq.improve import Improved, file_names, for_network, improve_file, write_trained
-from compress.onnx_ptq.index import Index, Types, infer, inferred
-from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
-from compress.onnx_ptq.on_images import correct_biases, on_images, place_on_images, smooth_file
+from compress.onnx_ptq.improve import (
+    Improved,
+    correct_biases,
+    file_names,
+    for_network,
+    improve_file,
+    on_images,
+    place_on_images,
+    smooth_file,
+    write_trained,
+)
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import FloatSession, as_tensors, check_bounds, feeds, inputs_of_file, unknown_to_runtime
+from compress.onnx_ptq.source import (
+    FloatSession,
+    Index,
+    SourceFile,
+    Types,
+    as_tensors,
+    check_bounds,
+    feeds,
+    infer,
+    inferred,
+    inputs_of_file,
+    load_source,
+    tensors_of,
+    unknown_to_runtime,
+)
 from compress.onnx_ptq.to_torch import OPSET, Converted, converted
 from compress.onnx_ptq.write import insert_pairs, save_model
 from compress.quantization import MOST_BITS, QuantSpec, Rule, check_quant_spec

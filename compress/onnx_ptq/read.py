@@ -26,11 +26,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
-from compress.graph.ops import ONNX_KINDS
+from compress.graph.ops import MANY, ONNX_KINDS, TRAITS, WEIGHTED
 from compress.graph.spelled import AT, spelled_activation
-from compress.graph.traits import MANY, TRAITS, WEIGHTED
 from compress.onnx_graph import attribute, inputs_of, subgraphs
-from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
+from compress.onnx_ptq.source import FLOATS, Index, Shapes, Types, elements
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 
 
@@ -39,7 +38,7 @@ class Compound:
     """One operation that is several nodes.
 
     Attributes:
-        kind: row of `graph.traits`.
+        kind: row of `graph.ops`.
         nodes: in graph order; the last one writes the result.
         input: the activation that it reads.
     """

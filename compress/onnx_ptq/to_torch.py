@@ -38,11 +38,20 @@ from compress.onnx_graph import (
     read_window,
 )
 from compress.onnx_ptq.canonical import canonical, change_of
-from compress.onnx_ptq.index import Index, Shapes, Types, inferred
-from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.read import Compound, Span, find_compounds, find_parts
-from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file
+from compress.onnx_ptq.source import (
+    FloatSession,
+    Index,
+    Shapes,
+    SourceFile,
+    Types,
+    check_bounds,
+    feeds,
+    inferred,
+    inputs_of_file,
+    load_source,
+)
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
 """What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""

@@ -29,10 +29,8 @@ from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
 from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
-from compress.onnx_ptq.index import Index, Types
-from compress.onnx_ptq.load import SourceFile, tensors_of
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
-from compress.onnx_ptq.run import unknown_to_runtime
+from compress.onnx_ptq.source import Index, SourceFile, Types, tensors_of, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 

@@ -17,9 +17,8 @@ from compress.graph.functional import functions_to_modules
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
-from compress.graph.ops import node_kind, walk
+from compress.graph.ops import WEIGHTED, node_kind, walk
 from compress.graph.trace import propagate_shapes, trace
-from compress.graph.traits import WEIGHTED
 from compress.sparsity.groups import Channels, Use, channels_of
 
 LARGEST_UNIT = 6  # weighted layers of a module that share one format at most; larger modules are whole stages

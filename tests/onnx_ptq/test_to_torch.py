@@ -11,9 +11,9 @@ from torch import nn
 import compress
 from compress.errors import ModelError, QuantizationError
 from compress.onnx_ptq import calibrate, passes
-from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.passes import BLOCKS, Blocked, BlockedSamples, blocked_session, with_block
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.onnx_ptq.source import load_source
 from compress.quantization import TARGETS
 from compress.quantization.calibration.histogram import drawn_from
 from compress.quantization.report import placement_of

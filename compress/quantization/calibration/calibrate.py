@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from compress.errors import CalibrationError, DeadTensorError
 from compress.graph.compare import alone
 from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
-from compress.graph.ops import Watching, tensor_of
+from compress.graph.ops import AVERAGES, Watching, tensor_of
 from compress.graph.report import attach_report
-from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrators import (
     Calibrator,
     HistogramCalibrator,

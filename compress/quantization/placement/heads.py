@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from compress.graph.traits import PASSING, kinds
+from compress.graph.ops import PASSING, kinds
 from compress.quantization import Head
 from compress.quantization.placement.view import GraphView, Node, of_inputs
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from compress.errors import QuantizationError, near_misses
-from compress.graph.traits import PASSING, WEIGHTED, kinds
+from compress.graph.ops import PASSING, WEIGHTED, kinds
 from compress.quantization import MOST_BITS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite

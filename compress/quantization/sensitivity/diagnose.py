@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 
 from compress.graph.compare import Noise
 from compress.graph.inputs import Batches, Inputs
-from compress.graph.ops import layer_name, node_kind, node_module, walk
-from compress.graph.traits import PASSING
+from compress.graph.ops import PASSING, layer_name, node_kind, node_module, walk
 from compress.quantization import QuantSpec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.quantizer import Quantizer

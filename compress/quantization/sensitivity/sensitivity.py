@@ -31,8 +31,7 @@ from compress.errors import QuantizationError
 from compress.graph.compare import Noise, module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, Batches, Inputs, flat_tensors, model_inputs
 from compress.graph.layers import Layer, layers
-from compress.graph.ops import node_kind, tensor_of
-from compress.graph.traits import WEIGHTED
+from compress.graph.ops import WEIGHTED, node_kind, tensor_of
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.insert import float_graph, read_fx
