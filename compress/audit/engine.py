@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import onnx
 
-from compress.engines.base import RuntimeLayer
-from compress.engines.onnx_file import load_onnx
+from compress.engines.base import RuntimeLayer, load_onnx
 from compress.export.names import is_node
 from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph
 

@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 
 from compress.errors import ExportError
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph import OnnxGraph, Window, attributes_of, each_node, free_name, read_window, replacing_model
+from compress.onnx_graph import (
+    OnnxGraph,
+    Window,
+    attributes_of,
+    each_node,
+    free_name,
+    opset_of,
+    read_window,
+    replacing_model,
+)
 from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
@@ -113,7 +122,7 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     """Return a copy with fixed shapes, in which everything that follows from shapes is a constant."""
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
-    opset = max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+    opset = opset_of(model)
     if opset < _OPSET:
         with any_failure(lambda error: ExportError(f"the file has opset {opset}, which cannot be raised: {error}")):
             fixed = onnx.version_converter.convert_version(fixed, _OPSET)

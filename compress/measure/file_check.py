@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from compress.engines.base import Arrays
-from compress.engines.onnx_file import existing_file, load_onnx, read_onnx
+from compress.engines.base import Arrays, existing_file, load_onnx, read_onnx
 from compress.engines.registry import ENGINES, build_engine
 from compress.errors import CompressError
 from compress.export.casting import widened
 from compress.measure.parity import sqnr_db
-from compress.onnx_ptq.passes import images_of, open_batch
-from compress.onnx_ptq.source import FloatSession, feeds, inputs_of_file, known_results, load_source, unknown_to_runtime
+from compress.onnx_ptq.source import (
+    FloatSession,
+    feeds,
+    images_of,
+    inputs_of_file,
+    known_results,
+    load_source,
+    open_batch,
+    unknown_to_runtime,
+)
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 # Largest number of images that are compared.

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.engines import build_engine
-from compress.engines.base import Engine, TensorInfo, shape_text
-from compress.engines.onnx_file import load_onnx
+from compress.engines.base import Engine, TensorInfo, load_onnx, shape_text
 from compress.errors import EngineError
 from compress.export.names import find_module
 from compress.support.process import core_count

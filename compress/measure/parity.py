@@ -17,8 +17,7 @@ from onnx.utils import Extractor
 from torch import Tensor, fx
 
 from compress.engines import Engine, build_engine
-from compress.engines.base import Arrays
-from compress.engines.onnx_file import existing_file, load_onnx
+from compress.engines.base import Arrays, existing_file, load_onnx
 from compress.errors import EngineError
 from compress.export.names import quantized_tensor, shifted_tensor
 from compress.graph.compare import Noise

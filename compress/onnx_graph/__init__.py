@@ -278,6 +278,34 @@ def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+def unsigned(view: OnnxGraph, name: str, made: dict[str, str]) -> str:
+    """The name of the unsigned form of an int8 constant, which is added to the graph where it is not in `made`."""
+    if name not in made:
+        shifted = np.asarray(view.array(name), np.int16) + 128
+        made[name] = view.add_constant(f"{name}_unsigned", shifted.astype(np.uint8))
+    return made[name]
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes, with those of the graphs inside them."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs([node]):
+            yield from all_nodes(graph.node)
+
+
+def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers and constants of a graph and of the graphs in its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for own in node.attribute:
+            if own.HasField("t"):
+                yield own.t
+            yield from own.tensors
+    for inner in subgraphs(graph.node):
+        yield from tensors_of(inner)
+
+
 MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE_POOLS: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 INTERPOLATIONS: dict[str, dict[int, str]] = {

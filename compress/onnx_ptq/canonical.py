@@ -24,10 +24,10 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import external_data_helper, helper, inliner, version_converter
+from onnx import external_data_helper, helper, inliner
 from onnx.shape_inference import InferenceError
 
-from compress.engines.base import Arrays, library_errors
+from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
@@ -40,10 +40,10 @@ from compress.onnx_graph import (
     drop_unread,
     free_name,
     opset_of,
+    tensors_of,
     without_weights,
 )
-from compress.onnx_ptq.passes import one_image
-from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, tensors_of
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, one_image, raised
 from compress.support.process import core_count
 
 _DOMAIN = "com.microsoft"
@@ -197,7 +197,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
         notes.append("the functions of the file are inlined")
     if opset_of(copy) < opset:
         notes.append(f"the opset is raised from {opset_of(copy)} to {opset}, which Q/DQ needs")
-        copy = raised(source, copy, opset)
+        copy = raised(source.path, copy, opset)
     name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
@@ -240,20 +240,6 @@ def _read_small(source: SourceFile) -> None:
             continue
         name, value = tensor.name, source.array(tensor)
         tensor.CopyFrom(constant_tensor(name, value))
-
-
-def raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    with library_errors(
-        QuantizationError,
-        f"{source.path} has opset {opset_of(proto)}, and what is asked for needs {opset}; it cannot be raised: ",
-        f". Export it again with opset {opset} or later",
-    ):
-        newer = version_converter.convert_version(proto, opset)
-    for entry in proto.opset_import:
-        if entry.domain not in {e.domain for e in newer.opset_import}:
-            newer.opset_import.append(entry)
-    newer.ir_version = max(newer.ir_version, helper.find_min_ir_version_for(list(newer.opset_import), True))
-    return newer
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:

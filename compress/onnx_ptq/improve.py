@@ -30,9 +30,8 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.export.names import added_tensor
 from compress.onnx_graph import attribute
-from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading
-from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_file
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_file, one_image
 from compress.onnx_ptq.to_torch import Converted, Place, compare_network, converted
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.numerics import fake_quantize, scale_from_amax

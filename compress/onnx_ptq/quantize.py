@@ -25,7 +25,7 @@ from compress.export.casting import HALVES, Casting, types_of
 from compress.export.names import TARGET_KEY
 from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
-from compress.onnx_graph import drop_unread
+from compress.onnx_graph import drop_unread, tensors_of
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
@@ -53,11 +53,10 @@ from compress.onnx_ptq.source import (
     inferred,
     inputs_of_file,
     load_source,
-    tensors_of,
     unknown_to_runtime,
 )
 from compress.onnx_ptq.to_torch import OPSET, Converted, converted
-from compress.onnx_ptq.write import insert_pairs, save_model
+from compress.onnx_ptq.write import insert_pairs, other_file, save_model
 from compress.quantization import MOST_BITS, QuantSpec, Rule, check_quant_spec
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import (
@@ -175,7 +174,7 @@ def _quantized(
     _check_methods(spec, trained)
     check_batches(batches)
     original = load_source(path, ops=ops)
-    target = _target(original.path, out)
+    target = other_file(original.path, out, "int8")
     pieces = feeds(batches, inputs_of_file(original))
     first = first_batch(pieces)
     check_bounds(original, first)
@@ -287,13 +286,6 @@ def _check_methods(spec: QuantSpec, trained: nn.Module | None) -> None:
             "quantization.bias_correction: analytic takes the statistics of BatchNorm, which a file holds no longer; "
             "set bias_correction: empirical"
         )
-
-
-def _target(path: Path, out: Path | str | None) -> Path:
-    target = path.with_name(f"{path.stem}.int8.onnx") if out is None else Path(out)
-    if target.resolve() == path.resolve():
-        raise QuantizationError(f"{target} is the float file itself; give another name for the quantized one")
-    return target
 
 
 def _opset_for(spec: QuantSpec, source: SourceFile) -> int:

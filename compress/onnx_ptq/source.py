@@ -27,18 +27,27 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
-from compress.engines.base import Arrays, TensorInfo, import_library, library_errors, shape_text
-from compress.engines.onnx_file import load_onnx, read_interface
+from compress.engines.base import (
+    Arrays,
+    TensorInfo,
+    import_library,
+    library_errors,
+    load_onnx,
+    read_interface,
+    shape_text,
+)
 from compress.errors import AuditError, CalibrationError, DataError, EngineError, QuantizationError, near_misses
 from compress.graph.inputs import batch_inputs
 from compress.onnx_graph import (
     SMALL_CONSTANT,
     OnnxGraph,
+    all_nodes,
     attribute,
     constant_tensor,
     inputs_of,
     opset_of,
     subgraphs,
+    tensors_of,
     without_weights,
 )
 
@@ -178,7 +187,7 @@ def _sort(graph: onnx.GraphProto) -> bool:
     """Put nodes after those that they read; False if they are already, or read each other in a circle."""
     made = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
     before = [
-        {made[name] for name in _reads(node) if name in made and made[name] != place}
+        {made[name] for name in inputs_of(node) if name in made and made[name] != place}
         for place, node in enumerate(graph.node)
     ]
     if all(max(places, default=-1) < place for place, places in enumerate(before)):
@@ -192,13 +201,6 @@ def _sort(graph: onnx.GraphProto) -> bool:
     del graph.node[:]
     graph.node.extend(copies)
     return True
-
-
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    yield from node.input
-    for graph in subgraphs([node]):
-        for inner in graph.node:
-            yield from _reads(inner)
 
 
 def _newer_operators(proto: onnx.ModelProto) -> dict[str, int]:
@@ -224,45 +226,36 @@ def _raise_around(path: Path, proto: onnx.ModelProto, newer: dict[str, int]) -> 
     for node in moved:
         node.domain = _ASIDE
     proto.opset_import.add(domain=_ASIDE, version=1)
-    with library_errors(
-        QuantizationError,
-        f"{path} has opset {opset_of(proto)}, and {', '.join(newer)} need {max(newer.values())}, to which it cannot be "
-        "raised: ",
-        ". Export it again with that opset, or optimize it after quantization",
-    ):
-        raised = version_converter.convert_version(proto, max(newer.values()))
-    for node in raised.graph.node:
+    opset, needed = max(newer.values()), f"{', '.join(newer)} need"
+    above = raised(path, proto, opset, needed, f"Export it again with opset {opset}, or optimize it after quantization")
+    for node in above.graph.node:
         if node.domain == _ASIDE:
             node.domain = ""
-    imports = [entry for entry in raised.opset_import if entry.domain != _ASIDE]
-    known = {entry.domain for entry in imports}
-    imports += [entry for entry in proto.opset_import if entry.domain not in known | {_ASIDE}]
-    raised.ir_version = max(raised.ir_version, helper.find_min_ir_version_for(imports, True))
-    del raised.opset_import[:]
-    raised.opset_import.extend(imports)
-    proto.CopyFrom(raised)
+    imports = [entry for entry in above.opset_import if entry.domain != _ASIDE]
+    del above.opset_import[:]
+    above.opset_import.extend(imports)
+    proto.CopyFrom(above)
 
 
-def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Yield the initializers and constants of a graph and of the graphs in its nodes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for own in node.attribute:
-            if own.HasField("t"):
-                yield own.t
-            yield from own.tensors
-    for inner in subgraphs(graph.node):
-        yield from tensors_of(inner)
+def raised(
+    path: Path, proto: onnx.ModelProto, opset: int, needed: str = "what is asked for needs", advice: str = ""
+) -> onnx.ModelProto:
+    """Return a model whose standard operators are those of a later opset."""
+    with library_errors(
+        QuantizationError,
+        f"{path} has opset {opset_of(proto)}, and {needed} {opset}; it cannot be raised: ",
+        f". {advice or f'Export it again with opset {opset} or later'}",
+    ):
+        newer = version_converter.convert_version(proto, opset)
+    known = {entry.domain for entry in newer.opset_import}
+    newer.opset_import.extend(entry for entry in proto.opset_import if entry.domain not in known)
+    newer.ir_version = max(newer.ir_version, helper.find_min_ir_version_for(list(newer.opset_import), True))
+    return newer
 
 
 def check_float(path: Path, proto: onnx.ModelProto) -> None:
     """Refuse a file that holds operators of quantized ones, also inside functions and other graphs."""
-    functions = [node for function in proto.functions for node in function.node]
-    graphs, found = [proto.graph], list(functions)
-    while graphs:
-        graph = graphs.pop()
-        found += graph.node
-        graphs += subgraphs(graph.node)
+    found = [node for function in proto.functions for node in function.node] + list(all_nodes(proto.graph.node))
     quantized = next((node for node in found if node.op_type in QUANTIZED), None)
     if quantized is not None:
         raise QuantizationError(
@@ -301,23 +294,17 @@ def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: 
 
 def _check_functions(path: Path, proto: onnx.ModelProto) -> None:
     """Refuse functions that call each other so often that no memory holds them all; cycles are refused before."""
-    bodies = {(function.domain, function.name): list(_all_nodes(function.node)) for function in proto.functions}
+    bodies = {(function.domain, function.name): list(all_nodes(function.node)) for function in proto.functions}
     calls = {key: {(n.domain, n.op_type) for n in nodes} & bodies.keys() for key, nodes in bodies.items()}
     sizes: dict[tuple[str, str], int] = {}
     for key in TopologicalSorter(calls).static_order():
         sizes[key] = sum(sizes.get((node.domain, node.op_type), 1) for node in bodies[key])
-    total = sum(sizes.get((node.domain, node.op_type), 1) for node in _all_nodes(proto.graph.node))
+    total = sum(sizes.get((node.domain, node.op_type), 1) for node in all_nodes(proto.graph.node))
     if total > MOST_OPERATIONS:
         raise QuantizationError(
             f"{path}: its functions call each other so often that they stand for {total} operations; at most "
             f"{MOST_OPERATIONS} are read. Export the file without functions"
         )
-
-
-def _all_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
-    yield from nodes
-    for graph in subgraphs(nodes):
-        yield from _all_nodes(graph.node)
 
 
 _ERRORS_ONLY = 3
@@ -350,10 +337,7 @@ def known_results(source: SourceFile) -> list[str]:
 
 
 def _known(node: onnx.NodeProto) -> bool:
-    inner = [part for graph in subgraphs([node]) for part in graph.node]
-    return all(_known(part) for part in inner) and (
-        node.domain in _RUNTIMES or onnx.defs.has(node.op_type, node.domain)
-    )
+    return all(part.domain in _RUNTIMES or onnx.defs.has(part.op_type, part.domain) for part in all_nodes([node]))
 
 
 def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any:
@@ -491,6 +475,29 @@ def feeds(batches: Iterable[Any], inputs: Sequence[TensorInfo]) -> Iterator[Arra
             yield {k: (v[start : start + step] if v.ndim and images != step else v) for k, v in arrays.items()}
 
 
+def images_of(feed: Arrays) -> int:
+    return next((len(value) for value in feed.values() if value.ndim), 1)
+
+
+def open_batch(value: onnx.ValueInfoProto) -> bool:
+    dims = value.type.tensor_type.shape.dim
+    return bool(dims) and not dims[0].HasField("dim_value")
+
+
+def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
+    """Return one image of a batch; None if the file has a fixed batch, or inputs whose first dimensions differ.
+
+    It is the second, if there are two.
+    """
+    given = [value for value in proto.graph.input if value.name in feed]
+    names = {value.type.tensor_type.shape.dim[0].dim_param for value in given if value.type.tensor_type.shape.dim}
+    if not all(open_batch(value) for value in given) or len({value.shape[:1] for value in feed.values()}) > 1:
+        return None
+    if len(names) > 1:
+        return None
+    return {name: value[:2][-1:] for name, value in feed.items()}
+
+
 def _arrays(batch: Any, inputs: Sequence[TensorInfo]) -> Arrays:
     names = [tensor.name for tensor in inputs]
     if isinstance(batch, Mapping):
@@ -619,13 +626,9 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
 def _unbounded(proto: onnx.ModelProto) -> bool:
     """Whether a graph has loops, or sizes that follow from anything but constants and other sizes."""
     functions = [node for function in proto.functions for node in function.node]
-    if any(node.op_type in _LOOPS for node in functions) or any(_holds_loop(node) for node in proto.graph.node):
+    if any(node.op_type in _LOOPS for node in (*functions, *all_nodes(proto.graph.node))):
         return True
     return any(_sized_by_values(graph) for graph in _graphs(proto.graph)) or any(n.op_type in _SIZES for n in functions)
-
-
-def _holds_loop(node: onnx.NodeProto) -> bool:
-    return node.op_type in _LOOPS or any(_holds_loop(inner) for graph in subgraphs([node]) for inner in graph.node)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

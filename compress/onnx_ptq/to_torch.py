@@ -38,7 +38,6 @@ from compress.onnx_graph import (
     read_window,
 )
 from compress.onnx_ptq.canonical import canonical, change_of
-from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.read import Compound, Span, find_compounds, find_parts
 from compress.onnx_ptq.source import (
     FloatSession,
@@ -51,6 +50,7 @@ from compress.onnx_ptq.source import (
     inferred,
     inputs_of_file,
     load_source,
+    open_batch,
 )
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"

@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper
 from torch import Tensor
 
-from compress.engines.base import import_library, library_errors
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import import_library, library_errors, read_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
+from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model, tensors_of
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
-from compress.onnx_ptq.source import Index, SourceFile, Types, tensors_of, unknown_to_runtime
+from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 
@@ -203,6 +202,14 @@ _INSIDE = 1024
 _ALIGNED = 4096
 
 
+def other_file(path: Path, out: Path | str | None, ending: str, kind: str = "float") -> Path:
+    """Return the file to write, by default `<name>.<ending>.onnx` beside one that is not changed, of a `kind`."""
+    target = path.with_name(f"{path.stem}.{ending}.onnx") if out is None else Path(out)
+    if target.resolve() == path.resolve():
+        raise QuantizationError(f"{target} is the {kind} file itself; give another name for the new one")
+    return target
+
+
 def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     """Write a model; it has external data if it is too large without, or if the file that it comes from had them.
 
@@ -289,9 +296,7 @@ def _check(model: bytes, path: Path, target: str, source: SourceFile) -> None:
         onnx.checker.check_model(model, full_check=True)
         if target == "onnxruntime" and not unknown_to_runtime(source):
             onnxruntime = import_library("onnxruntime", "pip install onnxruntime")
-            options = onnxruntime.SessionOptions()
+            options = session_options(path.parent, 0, source.ops)
             options.log_severity_level = 4
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            for library in source.ops:
-                options.register_custom_ops_library(str(library.absolute()))
             onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

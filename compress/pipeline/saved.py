@@ -13,7 +13,7 @@ from compress.data import DataSpec
 from compress.data.base import Batch, DataSet, Preprocessing, Split
 from compress.data.load import class_count, load_data
 from compress.engines import Engine
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.errors import CheckpointError, RunError, first_few, near_misses
 from compress.export.names import PREPROCESSING_KEY, RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx

@@ -24,6 +24,7 @@ from compress.engines.base import (
     check_inputs,
     check_shape,
     import_library,
+    read_onnx,
     reason,
     with_batch,
 )
@@ -44,7 +45,6 @@ from compress.engines.cuda.program import (
     time_program,
 )
 from compress.engines.gpu import array_of, check_tensors
-from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "cuda"

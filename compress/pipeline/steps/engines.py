@@ -9,7 +9,7 @@ from compress.audit.engine import EngineAudit, audit_listing, folded_names, unme
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx, sparse_nodes
 from compress.engines import build_engine
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, commands_markdown
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions

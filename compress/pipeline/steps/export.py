@@ -20,10 +20,9 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.file_check import model_sizes
 from compress.measure.metric import Metric
-from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.pt2e import export_executorch
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.onnx_ptq.source import load_source
+from compress.onnx_ptq.source import load_source, open_batch
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization import QuantSpec, Target
 from compress.quantization.report import placement_of

@@ -26,9 +26,8 @@ from compress.export.onnx import export_onnx
 from compress.files import cache_folder, read_json, write_json
 from compress.graph.inputs import model_inputs
 from compress.measure.latency import Latency, latency_ratio, paired_interval, time_files
-from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
-from compress.onnx_ptq.source import feeds, inputs_of_file, load_source
+from compress.onnx_ptq.source import feeds, inputs_of_file, load_source, one_image
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.view import GraphView
 from compress.quantization.sensitivity.mend import Goal
