@@ -53,10 +53,10 @@ from compress.quantization.pytorch_quantization import from_pytorch_quantization
 from compress.quantization.quantizer import Quantizer as Quantizer
 from compress.quantization.report import CalibrationReport as CalibrationReport
 from compress.quantization.report import QuantizedModule as QuantizedModule
-from compress.quantization.sensitivity.diagnose import diagnose as diagnose
-from compress.quantization.sensitivity.mend import mend as mend
-from compress.quantization.sensitivity.sensitivity import Sensitivity as Sensitivity
-from compress.quantization.sensitivity.sensitivity import sensitivity as sensitivity
+from compress.quantization.sensitivity import Sensitivity as Sensitivity
+from compress.quantization.sensitivity import diagnose as diagnose
+from compress.quantization.sensitivity import mend as mend
+from compress.quantization.sensitivity import sensitivity as sensitivity
 from compress.receptive import effective_receptive_field as effective_receptive_field
 from compress.receptive import receptive_field as receptive_field
 from compress.recipe.tree import Recipe as Recipe

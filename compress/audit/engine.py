@@ -617,12 +617,13 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
         two, three = (_inferred(model, batch) for batch in (_TWO, _THREE))
     except Exception:  # protobuf and shape inference have many classes of errors; rows are then unknown
         return {}
-    consumers = OnnxGraph(model.graph).consumers
-    results = {value.name for value in model.graph.output}
+    view = OnnxGraph(model.graph)
     found: dict[str, tuple[NodeOutput, ...]] = {}
     for node in model.graph.node:
         found[node.name] = tuple(
-            NodeOutput(dims=dims, users=frozenset(n.name for n in consumers.get(name, ())), result=name in results)
+            NodeOutput(
+                dims=dims, users=frozenset(n.name for n in view.consumers.get(name, ())), result=name in view.outputs
+            )
             for name in node.output
             if (dims := _per_image(two.get(name), three.get(name))) is not None
         )
@@ -884,7 +885,7 @@ def lost_in_runtime(
 def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
     """The names that an engine may give a product or convolution of a file instead of its own."""
     view = OnnxGraph(load_onnx(path).graph)
-    results, fixed = {value.name for value in view.graph.output}, _fixed(view)
+    fixed = _fixed(view)
     found: dict[str, tuple[str, ...]] = {}
     for first in (node for node in view.graph.node if node.op_type in WEIGHTED_OPS):
         names, tensor = [], first.output[0]
@@ -893,7 +894,7 @@ def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
             names.append(after[0].name)
             tensor = after[0].output[0]
             after = view.consumers.get(tensor, [])
-        found[first.name] = (*names, tensor) if tensor in results else tuple(names)
+        found[first.name] = (*names, tensor) if tensor in view.outputs else tuple(names)
     return found
 
 

@@ -1,6 +1,6 @@
 """The interface of an engine, which imports its library on first use, and the ONNX files that engines read.
 
-Checks of arrays, and the import of a library, are the same for all.
+Checks of arrays, the import of a library, and times by a GPU's clock are the same for all.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx
+import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from torch import Tensor
 
 from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
 from compress.onnx_graph import OnnxGraph, opset_of, tensors_of
 from compress.support.imports import any_failure
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -491,3 +490,61 @@ def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
     points = [node.input[2] for node in graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
     kinds = [constants[name].data_type for name in points if name in constants]
     return (_QUANTIZED[kind] for kind in kinds if kind in _QUANTIZED)
+
+
+def check_tensors(
+    inputs: Mapping[str, Tensor], expected: Sequence[TensorInfo], device: torch.device, *, label: str
+) -> None:
+    """Refuse other names, types and devices than an engine takes."""
+    names = [tensor.name for tensor in expected]
+    if set(inputs) != set(names):
+        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
+    for tensor in expected:
+        given = inputs[tensor.name]
+        dtype = str(given.dtype).removeprefix("torch.")
+        if dtype != tensor.dtype:
+            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
+        if given.device != device:
+            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
+
+
+def array_of(tensor: Tensor) -> NDArray[np.generic]:
+    """A tensor on the CPU, bfloat16 as float32, which numpy has."""
+    tensor = tensor.detach().cpu()
+    array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def time_batch(
+    copy_in: Callable[[], None],
+    compute: Callable[[], None],
+    copy_out: Callable[[], None],
+    stream: torch.cuda.Stream,
+    *,
+    batch_size: int,
+    warmup: int,
+    runs: int,
+) -> GpuTimes:
+    """Time a batch whose three parts are queued on `stream`."""
+    if runs < 1 or warmup < 0:
+        raise EngineError(f"gpu_times: runs is {runs} and warmup {warmup}; they must be 1 or more, and 0 or more")
+    for _ in range(warmup):
+        compute()
+    marks = []
+    for _ in range(runs):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        events[0].record(stream)
+        for step, event in zip((copy_in, compute, copy_out), events[1:], strict=True):
+            step()
+            event.record(stream)
+        marks.append(events)
+    stream.synchronize()
+    columns = [[a.elapsed_time(b) for a, b in pairwise(row)] for row in marks]
+    moved_in, computed, moved_out = (tuple(column) for column in zip(*columns, strict=True))
+    return GpuTimes(
+        batch_size=batch_size,
+        copy_in_ms=moved_in,
+        compute_ms=computed,
+        copy_out_ms=moved_out,
+        total_ms=tuple(row[0].elapsed_time(row[-1]) for row in marks),
+    )

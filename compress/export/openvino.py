@@ -40,12 +40,11 @@ def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
     smallest number.
     """
     view = OnnxGraph(proto.graph)
-    results = {value.name for value in proto.graph.output}
     changed = 0
     for node in proto.graph.node:
         output = node.output[0]
         weight = view.dequantizer(node.input[1]) if node.op_type == "Conv" and len(node.input) == 2 else None
-        if weight is None or len(view.consumers.get(output, ())) + (output in results) < 2:
+        if weight is None or len(view.consumers.get(output, ())) + (output in view.outputs) < 2:
             continue
         channels, scale = view.constants[weight.input[0]].dims[0], view.array(weight.input[1])
         dtype = scale.dtype if scale is not None else np.dtype(np.float32)
@@ -424,7 +423,6 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
     the only change.
     """
     view = OnnxGraph(proto.graph)
-    results = {value.name for value in proto.graph.output}
     nodes: list[onnx.NodeProto] = []
     changed = 0
     for node in proto.graph.node:
@@ -435,7 +433,7 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
         ]
         if len(biases) < len(read):  # OpenVINO (2026.4) moves the stride of a 1x1 up, and then computes it in float
             biases = [(conv, bias) for conv, bias in biases if not moves_its_stride(conv, view)]
-        if len(biases) < len(read) or not biases or node.output[0] in results:
+        if len(biases) < len(read) or not biases or node.output[0] in view.outputs:
             nodes.append(node)
         if not biases:
             continue
@@ -508,7 +506,6 @@ def to_unsigned(model: onnx.ModelProto) -> None:
 
 def _signed(view: OnnxGraph) -> list[tuple[onnx.NodeProto, list[onnx.NodeProto]]]:
     signed = {name for name, tensor in view.constants.items() if tensor.data_type == TensorProto.INT8}
-    outputs = {output.name for output in view.graph.output}
 
     def by(node: onnx.NodeProto, kind: str) -> bool:
         return node.op_type == kind and len(node.input) == 3 and node.input[2] in signed
@@ -516,7 +513,7 @@ def _signed(view: OnnxGraph) -> list[tuple[onnx.NodeProto, list[onnx.NodeProto]]
     found = []
     for node in view.graph.node:
         read = view.consumers.get(node.output[0], []) if by(node, "QuantizeLinear") else []
-        if read and node.output[0] not in outputs and all(by(one, "DequantizeLinear") for one in read):
+        if read and node.output[0] not in view.outputs and all(by(one, "DequantizeLinear") for one in read):
             weighted = _weighted(read, view)
             if "Conv" in weighted and not weighted.intersection(_SYMMETRIC):
                 found.append((node, read))

@@ -119,12 +119,11 @@ def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) 
     returns a constant by name; None reads initializers and Constant nodes.
     """
     view = OnnxGraph(proto.graph)
-    results = {tensor.name for tensor in proto.graph.output}
 
     def removed(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         consumers = view.consumers.get(node.output[0], []) if node.op_type == "Pad" else []
         amounts = _amounts(node, value or view.array) if consumers else None
-        fits = amounts is not None and node.output[0] not in results
+        fits = amounts is not None and node.output[0] not in view.outputs
         if amounts is None or not fits or not all(_pads_itself(c, node.output[0], len(amounts)) for c in consumers):
             return None
         for conv in consumers:

@@ -30,7 +30,7 @@ from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_
 from compress.onnx_ptq.to_torch import OPSET, Place, network_of, random_feed
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import quantized_layer
-from compress.quantization.sensitivity.sensitivity import sqnr
+from compress.quantization.sensitivity import sqnr
 
 _QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"

@@ -72,7 +72,7 @@ from compress.quantization.ptq.improve import methods
 from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.report import CalibrationReport
-from compress.quantization.sensitivity.mend import Mended, mend
+from compress.quantization.sensitivity import Mended, mend
 from compress.support.progress import Progress
 
 

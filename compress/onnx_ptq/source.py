@@ -693,7 +693,6 @@ class Index(OnnxGraph):
         super().__init__(source.proto.graph)
         self.source = source
         self.opset = {entry.domain: entry.version for entry in source.proto.opset_import}
-        self.outputs = {value.name for value in self.graph.output}
         self.consumers = {}
         self.unchanging = {tensor.name for tensor in self.graph.initializer} | {""}
         self.fixed = set(self.unchanging)
@@ -724,14 +723,7 @@ class Index(OnnxGraph):
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         name = super().add_constant(name, value)
         self.unchanging.add(name)
-        self.fixed.add(name)
         return name
-
-    def number(self, name: str) -> float | None:
-        if name not in self.fixed or not name:
-            return None
-        value = self.value(name)
-        return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def deciding(self) -> dict[str, NDArray[Any]]:
         """Return the computed values, all integers, that decide about the shapes of results."""
@@ -743,11 +735,6 @@ class Index(OnnxGraph):
                     if value is not None and value.dtype.kind == "i" and value.size < SMALL_CONSTANT:
                         found[name] = value
         return found
-
-    def alone(self, name: str) -> onnx.NodeProto | None:
-        """Return the only node that reads a tensor; None if there are several, or the graph returns it."""
-        found = self.consumers.get(name, [])
-        return found[0] if len(found) == 1 and name not in self.outputs else None
 
     def _compute(self, name: str) -> NDArray[Any] | None:
         if name in self.constants:

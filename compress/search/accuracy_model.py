@@ -12,7 +12,7 @@ from torch import fx
 from compress.graph.inputs import flat_tensors
 from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.sensitivity.sensitivity import run_subset, subset_of
+from compress.quantization.sensitivity import run_subset, subset_of
 from compress.search.lab import Lab, build, quantization_of, with_formats
 from compress.search.network import apply, distance
 from compress.search.space import FLOAT, FORMAT, Configuration

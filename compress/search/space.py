@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from compress.errors import QuantizationError, SearchError
-from compress.quantization.sensitivity.sensitivity import choose_formats
+from compress.quantization.sensitivity import choose_formats
 from compress.search import SearchSpec
 from compress.search.structure import Structure
 

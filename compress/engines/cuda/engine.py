@@ -21,8 +21,10 @@ from compress.engines.base import (
     EngineInfo,
     GpuTimes,
     RuntimeLayer,
+    array_of,
     check_inputs,
     check_shape,
+    check_tensors,
     import_library,
     read_onnx,
     reason,
@@ -44,7 +46,6 @@ from compress.engines.cuda.program import (
     read_plan,
     time_program,
 )
-from compress.engines.gpu import array_of, check_tensors
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "cuda"

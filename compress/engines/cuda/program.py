@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.engines.base import GpuTimes
+from compress.engines.base import GpuTimes, time_batch
 from compress.engines.cuda.executor import FLOAT_KERNEL, Candidate, Executor, Tensors, bind_reference, dtype_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
 from compress.engines.cuda.plan.activation import Activation, recognize_activations
@@ -37,7 +37,6 @@ from compress.engines.cuda.tuning import (
     repeated_ms,
     signature,
 )
-from compress.engines.gpu import time_batch
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import compile_requests

@@ -20,12 +20,13 @@ from compress.engines.base import (
     EngineInfo,
     GpuTimes,
     TensorInfo,
+    array_of,
     check_inputs,
     existing_file,
     reason,
+    time_batch,
 )
-from compress.engines.gpu import array_of, time_batch
-from compress.engines.gpu import check_tensors as check_given
+from compress.engines.base import check_tensors as check_given
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.library import (
     FLAVOURS,

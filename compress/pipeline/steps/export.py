@@ -26,7 +26,7 @@ from compress.onnx_ptq.source import load_source, open_batch
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization import QuantSpec, Target
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.sensitivity import output_sqnr, weight_sqnr
+from compress.quantization.sensitivity import output_sqnr, weight_sqnr
 from compress.records.files import LAYERS, OPERATIONS, LayerRow, OperationRow
 from compress.support.text import in_bytes
 from compress.variants import Variant

@@ -26,7 +26,7 @@ from compress.pipeline.steps.quantize import CalibrationImages
 from compress.pipeline.steps.training import build_float
 from compress.quantization import QuantSpec
 from compress.quantization.ptq.quantize import quantize, quantize_targets
-from compress.quantization.sensitivity.mend import Goal, Mended, mend
+from compress.quantization.sensitivity import Goal, Mended, mend
 from compress.recipe.tree import Recipe
 from compress.support.progress import NoProgress, Progress
 from compress.tasks.classification import TOP1

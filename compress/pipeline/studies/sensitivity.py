@@ -40,7 +40,7 @@ from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.place import LayerSettings
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.sensitivity import (
+from compress.quantization.sensitivity import (
     FLOAT,
     LayerSensitivity,
     Sensitivity,

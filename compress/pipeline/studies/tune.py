@@ -30,8 +30,7 @@ from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.onnx_ptq.source import feeds, inputs_of_file, load_source, one_image
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.view import GraphView
-from compress.quantization.sensitivity.mend import Goal
-from compress.quantization.sensitivity.sensitivity import FLOAT, Effect, Judged, lowered, metric_for, targets_of
+from compress.quantization.sensitivity import FLOAT, Effect, Goal, Judged, lowered, metric_for, targets_of
 from compress.support.process import core_count, processor_name
 from compress.support.progress import NoProgress, Progress
 

@@ -16,7 +16,7 @@ from compress.errors import QuantizationError
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.sensitivity import (
+from compress.quantization.sensitivity import (
     choose_formats,
     everywhere,
     front,
