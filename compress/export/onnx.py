@@ -49,7 +49,7 @@ from compress.graph.trace import check_module, trace
 from compress.onnx_graph import AVERAGE_POOLS, MAX_POOLS, drop_unread, free_name, replacing_model
 from compress.quantization import MOST_BITS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
-from compress.quantization.quantizer import Quantizer, can_quantize, quantizers, weight_axis
+from compress.quantization.quantizer import Quantizer, can_quantize, quantize_channels, quantizers, weight_axis
 from compress.quantization.report import QuantizationReport
 from compress.support.validation import validate
 
@@ -404,7 +404,7 @@ def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:
     The negative of the lowest integer of a range that is not symmetric is beyond its end. Then the weight is rounded
     here, and a quantizer of one more bit and the same scale holds it and its negative.
     """
-    old, axis = cast(Quantizer, layer.weight_quantizer), weight_axis(layer)
+    old = cast(Quantizer, layer.weight_quantizer)
     quant_format, amax = old.format, old.scale.detach() * old.format.high
     if flips and not quant_format.narrow and quant_format.num_bits < MOST_BITS:
         if parametrize.is_parametrized(layer):
@@ -412,11 +412,7 @@ def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:
         layer.weight.data = layer.quantized_weight.detach()
         quant_format = dataclasses.replace(quant_format, num_bits=quant_format.num_bits + 1, narrow=True)
         amax = old.scale.detach() * quant_format.high
-    channels = layer.weight.shape[axis]
-    new = Quantizer(dataclasses.replace(quant_format, axis=axis), channels=channels, name=old.name).to(amax.device)
-    new.set_amax(amax.expand(channels))
-    layer.weight_quantizer = new
-    return new
+    return quantize_channels(layer, amax, quant_format)
 
 
 _LARGEST = 2**31 - 1
