@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -98,9 +98,13 @@ _MAX_POOLS: dict[int, type[nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d]] = {
 _AVERAGES = (F.avg_pool2d, F.avg_pool3d)
 
 
-class _LogSigmoid(nn.Module):
+class _Call(nn.Module):
+    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+        super().__init__()
+        self.function = functools.partial(function, **options)
+
     def forward(self, x: Tensor) -> Tensor:
-        return log_sigmoid(x)
+        return self.function(x)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
@@ -145,16 +149,6 @@ def uneven_pool(x: Tensor, sizes: tuple[int, ...], maximum: bool) -> Tensor:
     return x
 
 
-class _AvgPool(nn.Module):
-    def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d) -> None:
-        super().__init__()
-        self.window, self.stride, self.padding = layer.kernel_size, layer.stride, layer.padding
-        self.ceil_mode, self.divisor = layer.ceil_mode, layer.divisor_override
-
-    def forward(self, x: Tensor) -> Tensor:
-        return avg_pool(x, self.window, self.stride, self.padding, self.ceil_mode, divisor_override=self.divisor)
-
-
 def spell_plainly(model: nn.Module) -> None:
     """Replace what an exporter does not know or an engine computes wrongly, in place.
 
@@ -164,11 +158,12 @@ def spell_plainly(model: nn.Module) -> None:
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.LogSigmoid):
-            model.set_submodule(name, _LogSigmoid())
+            model.set_submodule(name, _Call(log_sigmoid))
         if isinstance(module, nn.RReLU):
             model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
         if isinstance(module, (nn.AvgPool2d, nn.AvgPool3d)) and module.divisor_override is not None:
-            model.set_submodule(name, _AvgPool(module))
+            keys = ("kernel_size", "stride", "padding", "ceil_mode", "divisor_override")
+            model.set_submodule(name, _Call(avg_pool, **{key: getattr(module, key) for key in keys}))
     if isinstance(model, fx.GraphModule):
         for node in list(model.graph.nodes):
             if node_kind(node) in {"adaptive_max_pool", "adaptive_avg_pool"}:

@@ -50,17 +50,9 @@ _BOXES = "decoding of boxes and scores: exp, sigmoid, anchors and strides have r
 _NMS = "non-maximum suppression sorts and compares boxes, which no engine does in 8 bits"
 
 
-@dataclass(frozen=True)
-class FloatPart:
-    """Why an operation of a head stays float."""
-
-    rule: str
-    reason: str
-
-
-def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
-    """The operations of a detection head that stay float; see the head of this file and `QuantSpec.head`."""
-    found = {node: FloatPart("NMS stays float", _NMS) for node in view.nodes if node.kind == "nms"}
+def head_parts(view: GraphView, head: Head) -> Mapping[Node, tuple[str, str]]:
+    """(Rule, reason) of the operations of a detection head that stay float; see `QuantSpec.head`."""
+    found = {node: ("NMS stays float", _NMS) for node in view.nodes if node.kind == "nms"}
     if head == "quantize":
         return found
     means = {node for node in view.nodes if _is_expectation(node)}
@@ -68,12 +60,12 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
     finals = [node for node in view.nodes if node.kind in _CONVOLUTIONS and node in tail and node not in means]
     inner = {node.path for node in view.nodes if node.path and node not in tail}
     finals = [node for node in finals if node.path and node.path not in inner]  # others are called before layers too
-    found |= {node: FloatPart("expectation stays float", _EXPECTATION) for node in means}
+    found |= dict.fromkeys(means, ("expectation stays float", _EXPECTATION))
     sources = _sources(view, finals, tail)
     detects = bool(means) or _leads_apart(finals, sources) or _uses_anchors(view, finals, sources)
     if detects:
         decoding = [node for node in sources if node.kind in _DECODING and node.floating and node not in means]
-        found |= {node: FloatPart("box decoding stays float", _BOXES) for node in decoding}
+        found |= dict.fromkeys(decoding, ("box decoding stays float", _BOXES))
     price = sum(map(_macs, finals)) / (sum(map(_macs, view.nodes)) or 1)
     levels = {(node.shape or ())[2:] for node in finals}
     small = price < _MOST_OF_A_HEAD or len(levels) > 1
@@ -82,7 +74,7 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
             f"a last convolution of a head, whose errors no layer makes up for; all {len({n.path for n in finals})} "
             f"together have {price:.1%} of the network's multiply-accumulates (head: quantize takes them in)"
         )
-        found |= {node: FloatPart("last convolution of a head", reason) for node in finals}
+        found |= dict.fromkeys(finals, ("last convolution of a head", reason))
     return found
 
 
@@ -554,7 +546,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     floats += [(order[node], float_row(node, "concat", settings[node].reason or _APART)) for node in apart]
     for node in view.nodes:
         if node in heads and not settings[node].rule:
-            floats.append((order[node], float_row(node, heads[node].rule, heads[node].reason)))
+            floats.append((order[node], float_row(node, *heads[node])))
             continue
         if node.kind in _PRODUCTS and node not in computed:
             floats.append((order[node], float_row(node, "constant", _OF_CONSTANTS)))
