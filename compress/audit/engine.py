@@ -885,25 +885,15 @@ def lost_in_runtime(
 def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
     """The names that an engine may give a product or convolution of a file instead of its own."""
     view = OnnxGraph(load_onnx(path).graph)
-    fixed = _fixed(view)
     found: dict[str, tuple[str, ...]] = {}
     for first in (node for node in view.graph.node if node.op_type in WEIGHTED_OPS):
         names, tensor = [], first.output[0]
         after = view.consumers.get(tensor, [])
-        while len(after) == 1 and after[0].op_type in _FOLDED and fixed.issuperset({*after[0].input} - {tensor}):
+        while len(after) == 1 and after[0].op_type in _FOLDED and view.fixed.issuperset({*after[0].input} - {tensor}):
             names.append(after[0].name)
             tensor = after[0].output[0]
             after = view.consumers.get(tensor, [])
         found[first.name] = (*names, tensor) if tensor in view.outputs else tuple(names)
-    return found
-
-
-def _fixed(view: OnnxGraph) -> set[str]:
-    """Return the tensors that the file gives, or computes from those and from sizes."""
-    found = set(view.constants)
-    for node in view.graph.node:
-        if node.op_type == "Shape" or found.issuperset(name for name in node.input if name):
-            found.update(node.output)
     return found
 
 

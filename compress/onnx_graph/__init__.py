@@ -37,6 +37,11 @@ PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
 _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """Standard operators that have graphs as attributes."""
 
+RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+"""Operators whose results are not fixed, although they read nothing."""
+
 SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
 WRITTEN_KEY = "compress.written"
@@ -74,7 +79,7 @@ class OnnxGraph:
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
         consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
             not.
-        fixed: names of constants.
+        fixed: tensors that follow from constants, or from the shapes of tensors.
     """
 
     def __init__(self, graph: onnx.GraphProto, outer: OnnxGraph | None = None) -> None:
@@ -84,6 +89,8 @@ class OnnxGraph:
         self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
         self.taken = tensor_names(graph)
+        self.outputs = {value.name for value in graph.output}
+        self.fixed = {*self.constants, ""}
         for node in graph.node:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
@@ -91,8 +98,9 @@ class OnnxGraph:
                 self.producers[name] = node
             if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
                 self.constants[node.output[0]] = node.attribute[0].t
-        self.outputs = {value.name for value in graph.output}
-        self.fixed = {*self.constants, ""}
+            read = inputs_of(node)
+            if node.op_type == "Shape" or (node.op_type not in RANDOM and self.fixed.issuperset(read)):
+                self.fixed.update(node.output)
 
     def array(self, name: str) -> NDArray[Any] | None:
         """Return a constant's value, also through Identity; None if `name` is computed."""

@@ -39,6 +39,7 @@ from compress.engines.base import (
 from compress.errors import AuditError, CalibrationError, DataError, EngineError, QuantizationError, near_misses
 from compress.graph.inputs import batch_inputs
 from compress.onnx_graph import (
+    RANDOM,
     SMALL_CONSTANT,
     OnnxGraph,
     all_nodes,
@@ -670,9 +671,6 @@ FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 Shapes = dict[str, tuple[int, ...]]
 Types = dict[str, int]
 
-_RANDOM = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
-)
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Pad", "OneHot", "EyeLike"})
 """Operators whose result may be of any size that the file states; they are run to learn small constants only."""
 
@@ -686,7 +684,6 @@ class Index(OnnxGraph):
     Attributes:
         consumers: the nodes that read each tensor, each once, in order, with those whose graphs read it.
         unchanging: tensors that follow from constants alone.
-        fixed: the same and those that follow from the shapes of tensors.
     """
 
     def __init__(self, source: SourceFile, shapes: Shapes | None = None) -> None:
@@ -695,17 +692,12 @@ class Index(OnnxGraph):
         self.opset = {entry.domain: entry.version for entry in source.proto.opset_import}
         self.consumers = {}
         self.unchanging = {tensor.name for tensor in self.graph.initializer} | {""}
-        self.fixed = set(self.unchanging)
         for node in self.graph.node:
             read = [name for name in dict.fromkeys(inputs_of(node)) if name]
             for name in read:
                 self.consumers.setdefault(name, []).append(node)
-            if node.op_type in _RANDOM:
-                continue
-            if self.unchanging.issuperset(read):
+            if node.op_type not in RANDOM and self.unchanging.issuperset(read):
                 self.unchanging.update(node.output)
-            if node.op_type == "Shape" or self.fixed.issuperset(read):
-                self.fixed.update(node.output)
         self._shapes = shapes or {}
         self._values: dict[str, NDArray[Any] | None] = {}
 
