@@ -147,34 +147,30 @@ def quantize_onnx_file(
     check_precision(precision, ("fp32", *HALVES))
     if precision == "bf16" and spec.only_target == "onnxruntime":
         raise QuantizationError("precision is bf16, which ONNX Runtime does not compute on CPUs: choose fp16 or fp32")
-    options: dict[str, Any] = {
-        "out": out,
-        "precision": precision,
-        "trained": trained,
-        "metadata": metadata,
-        "ops": ops,
-        "progress": progress,
-    }
-    return around_closed(lambda chosen: _quantized(path, batches, chosen, **options), spec, batches)
-
-
-def _quantized(
-    path: Path | str,
-    batches: Iterable[Any],
-    spec: QuantSpec,
-    *,
-    out: Path | str | None,
-    precision: str,
-    trained: nn.Module | None,
-    metadata: Mapping[str, str] | None,
-    ops: Sequence[Path | str],
-    progress: Progress | None,
-) -> QuantizedFile:
-    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     _check_methods(spec, trained)
     check_batches(batches)
     original = load_source(path, ops=ops)
     target = other_file(original.path, out, "int8")
+    entries = {entry.key: entry.value for entry in original.proto.metadata_props}
+    helper.set_model_props(original.proto, entries | dict(metadata or {}))
+
+    def quantized(chosen: QuantSpec) -> QuantizedFile:
+        return _quantized(original, target, batches, chosen, precision=precision, trained=trained, progress=progress)
+
+    return around_closed(quantized, spec, batches)
+
+
+def _quantized(
+    original: SourceFile,
+    target: Path,
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    precision: str,
+    trained: nn.Module | None,
+    progress: Progress | None,
+) -> QuantizedFile:
+    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     pieces = feeds(batches, inputs_of_file(original))
     first = first_batch(pieces)
     check_bounds(original, first)
@@ -210,7 +206,7 @@ def _quantized(
         notes += on_images(partial(correct_biases, source, index, reading, placement, calibration.amax), source, seen)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
-    _finish(source, types, spec.only_target, metadata or {})
+    _finish(source, types, spec.only_target)
     notes += [*improved.notes, *(casting.notes() if casting else ())]
     path = save_model(source, target, spec.only_target)
     return QuantizedFile(
@@ -303,10 +299,10 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
 
 
-def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str, str]) -> None:
-    """Add metadata, and apply the passes that exported torch models get; they look types and shapes up in the graph."""
+def _finish(source: SourceFile, types: Types, target: str) -> None:
+    """Name the target, and apply the passes that exported torch models get, which look types and shapes up."""
     proto = source.proto
-    entries = {entry.key: entry.value for entry in proto.metadata_props} | dict(metadata) | {TARGET_KEY: target}
+    entries = {entry.key: entry.value for entry in proto.metadata_props} | {TARGET_KEY: target}
     helper.set_model_props(proto, entries)
     own = list(proto.graph.value_info)
     shapes, _ = infer(source, {})

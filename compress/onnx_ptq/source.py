@@ -125,12 +125,15 @@ class SourceFile:
             f"{self.path}: the data of {tensor.name!r} cannot be read (",
             "); weights in other files must be whole and in the model's folder",
         ):
-            if not external_data_helper.uses_external_data(tensor):
-                return numpy_helper.to_array(tensor)
-            whole = onnx.TensorProto()
-            whole.CopyFrom(tensor)
-            external_data_helper.load_external_data_for_tensor(whole, str(self.folder))
-            return numpy_helper.to_array(whole)
+            return numpy_helper.to_array(self.whole(tensor))
+
+    def whole(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
+        if not external_data_helper.uses_external_data(tensor):
+            return tensor
+        whole = onnx.TensorProto()
+        whole.CopyFrom(tensor)
+        external_data_helper.load_external_data_for_tensor(whole, str(self.folder))
+        return whole
 
 
 def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path | str] = ()) -> SourceFile:

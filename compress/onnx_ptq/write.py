@@ -270,7 +270,9 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
                 outside = external_data_helper.uses_external_data(tensor)
                 if not outside and len(tensor.raw_data) <= _INSIDE:
                     continue
-                raw = _raw(source, tensor)
+                if outside:
+                    source.array(tensor)  # refuses data that are missing
+                raw = source.whole(tensor).raw_data
                 file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
                 offset = file.tell()
                 file.write(raw)
@@ -278,16 +280,6 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
                 external_data_helper.set_external_data(tensor, data.name, offset=offset, length=len(raw))
                 tensor.ClearField("raw_data")
         yield proto
-
-
-def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
-    if not external_data_helper.uses_external_data(tensor):
-        return tensor.raw_data
-    source.array(tensor)  # refuses data that are missing
-    whole = onnx.TensorProto()
-    whole.CopyFrom(tensor)
-    external_data_helper.load_external_data_for_tensor(whole, str(source.folder))
-    return whole.raw_data
 
 
 def _check(model: bytes, path: Path, target: str, source: SourceFile) -> None:

@@ -568,7 +568,11 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
             scales.merge(traced[first].tensor, item.tensor)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
     lowest = _lowest_values(view, positive, seen or {}) if table.zero_points else {}
-    sites, rows = _sites(view, traced, scales, table, positive, lowest, settings, smoothed=spec.smooth == "auto")
+    groups: dict[Node, list[Request]] = {}
+    for item in traced:
+        groups.setdefault(scales[item.tensor], []).append(item)
+    smoothed = spec.smooth == "auto"
+    sites, rows = _sites(order, [*groups.values()], table, positive, lowest, settings, smoothed=smoothed)
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
@@ -699,9 +703,8 @@ def _share_scale(
 
 
 def _sites(
-    view: GraphView,
-    traced: list[Request],
-    scales: DisjointSet,
+    order: Mapping[Node, int],
+    groups: list[list[Request]],
     table: TargetTable,
     positive: set[Node],
     lowest: Mapping[Node, float],
@@ -710,12 +713,8 @@ def _sites(
     smoothed: bool,
 ) -> tuple[list[ActivationSite], list[tuple[int, Decision]]]:
     """One site for the tensors that share a scale, and a row for each tensor."""
-    order = {node: i for i, node in enumerate(view.nodes)}
-    groups: dict[Node, list[Request]] = {}
-    for item in traced:
-        groups.setdefault(scales[item.tensor], []).append(item)
     sites, rows = [], []
-    for members in groups.values():
+    for members in groups:
         members.sort(key=lambda item: order[item.tensor])
         name = quantizer_path(members[0].tensor.name)
         products = smoothed and all(item.layer.kind in _MATRIX_PRODUCTS for item in members)
