@@ -39,7 +39,7 @@ from compress.export.openvino import (
     strides_kept,
     zero_points_into_biases,
 )
-from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, replace_attributes
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -83,9 +83,7 @@ def _rename_nodes(graph: onnx.GraphProto) -> None:
         for i, output in enumerate(node.output):
             if output and output not in fixed:
                 renamed[output] = tensor_name(node.name, i)
-    for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
+    rename(graph.node, renamed)
 
 
 def _module_path(node: onnx.NodeProto) -> str:

@@ -244,6 +244,13 @@ class OnnxForm:
         return torch.from_numpy(np.asarray(result))
 
 
+def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Give the tensors that nodes read and write other names, in place."""
+    for node in nodes:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+
+
 def free_name(name: str, taken: set[str]) -> str:
     """Return a name that is not taken, the one given if it is free, and take it."""
     made = next(made for i in itertools.count() if (made := f"{name}_{i}" if i else name) not in taken)

@@ -379,6 +379,8 @@ def calibrate_graph(
             images += whole
             progress.advance(_TASK, 1, images=images)
         progress.finish(_TASK)
+        if images == 0:
+            raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
         dead = _dead(watching, reading, placement)
         check_closed(watching, dead)
         live = [name for name in watching if name not in dead]

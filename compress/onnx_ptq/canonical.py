@@ -200,24 +200,23 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     source = replace(source, proto=copy)
     _read_small(source)
     notes += opened_fused(source)
-    opened = open_einsums(source)
-    if opened:
-        notes.append(f"{opened} Einsum operations that are products of two matrices are written as MatMul")
-    opened = open_attention(source)
-    if opened:
-        notes.append(f"{opened} Attention operations are written as products and a Softmax")
-    index = Index(source)
-    padded = pads_into_convolutions(copy, index.value)
-    if padded:
-        drop_unread(copy.graph)  # what computed the amounts
-        notes.append(f"{padded} paddings with zeros are done by the convolutions after them")
-    folded = fold_constants_after_layers(source)
-    if folded:
-        notes.append(f"{folded} BatchNorm, scale and bias operations are folded into the layers before them")
-    moved = move_attention_scales(source)
-    if moved:
-        notes.append(f"the factors of query and key of {moved} attention products are applied after the product")
+    for rewrite, text in (
+        (open_einsums, "{} Einsum operations that are products of two matrices are written as MatMul"),
+        (open_attention, "{} Attention operations are written as products and a Softmax"),
+        (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
+        (fold_constants_after_layers, "{} BatchNorm, scale and bias operations are folded into the layers before them"),
+        (move_attention_scales, "the factors of query and key of {} attention products are applied after the product"),
+    ):
+        count = rewrite(source)
+        notes += [text.format(count)] if count else []
     return source, notes
+
+
+def _pads_into_convolutions(source: SourceFile) -> int:
+    padded = pads_into_convolutions(source.proto, Index(source).value)
+    if padded:
+        drop_unread(source.proto.graph)  # what computed the amounts
+    return padded
 
 
 def opened_fused(source: SourceFile) -> list[str]:

@@ -20,7 +20,7 @@ from onnx import helper, inliner
 from compress.errors import QuantizationError
 from compress.export.names import TARGET_KEY, added_tensor
 from compress.graph.ops import onnx_operators
-from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of
+from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of, rename
 from compress.onnx_ptq.canonical import copied, name_nodes
 from compress.onnx_ptq.source import QUANTIZED, Index, SourceFile, check_float, load_source
 from compress.onnx_ptq.write import other_file, save_model
@@ -413,10 +413,7 @@ class _Lifting:
             if node.op_type == "Identity" and node.input[0] in made - anchored and node.output[0] not in captured
         }
         kept = [node for node in kept if node.op_type != "Identity" or results.get(node.input[0]) != node.output[0]]
-        for node in kept:
-            for names in (node.input, node.output):
-                for i, name in enumerate(names):
-                    names[i] = results.get(name, name)
+        rename(kept, results)
         wrong = [name for name in self.index.outputs if name in self.real]
         if wrong:
             raise QuantizationError(

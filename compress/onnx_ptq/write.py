@@ -27,7 +27,15 @@ from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model, tensors_of
+from compress.onnx_graph import (
+    WRITTEN_KEY,
+    constant_tensor,
+    consumed_as,
+    drop_unread,
+    rename,
+    replacing_model,
+    tensors_of,
+)
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
 from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
@@ -141,10 +149,7 @@ class _Writer:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
         for tensor, result in self.results.items():  # the file's output keeps its name
-            renamed = {tensor: self._free(added_tensor(tensor, "float"))[0], result: tensor}
-            for node in nodes:
-                node.input[:] = [renamed.get(name, name) for name in node.input]
-                node.output[:] = [renamed.get(name, name) for name in node.output]
+            rename(nodes, {tensor: self._free(added_tensor(tensor, "float"))[0], result: tensor})
         self.index.replace_nodes(nodes)
         drop_unread(self.graph)
 
