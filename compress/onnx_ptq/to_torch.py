@@ -349,9 +349,7 @@ def rms_norm(b: Builder, node: onnx.NodeProto) -> Value:
     shape, weight = b.shapes[node.input[0]], constant(b, node.input[1])
     normalized = shape[attribute(node, "axis", -1) % len(shape) :]
     module = nn.RMSNorm(normalized, eps=attribute(node, "epsilon", 1e-5))
-    with torch.no_grad():
-        module.weight.copy_(weight.expand(normalized))
-    return b.layer(node, module, b.tensor(node.input[0]))
+    return b.layer(node, _filled(module, weight.expand(normalized), None), b.tensor(node.input[0]))
 
 
 def written_layer_norm(b: Builder, found: Compound) -> Value:
@@ -387,10 +385,7 @@ def _layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | No
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Value:
     slope = constant(b, node.input[1]).reshape(-1)
-    module = nn.PReLU(len(slope))
-    with torch.no_grad():
-        module.weight.copy_(slope)
-    return b.layer(node, module, b.tensor(node.input[0]))
+    return b.layer(node, _filled(nn.PReLU(len(slope)), slope, None), b.tensor(node.input[0]))
 
 
 def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None) -> Window:
@@ -477,9 +472,13 @@ def _reduction(function: Any) -> Converter:
     return convert
 
 
-def _softmax(function: Any) -> Converter:
+def _along(function: Any, axis: int) -> Converter:
+    """Return the converter of a function along one axis, which has a default; searches keep it with size 1."""
+    searches = function in {torch.argmax, torch.argmin}
+
     def convert(b: Builder, node: onnx.NodeProto) -> Value:
-        return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", -1)))
+        options = {"keepdim": bool(attribute(node, "keepdims", 1))} if searches else {}
+        return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", axis)), **options)
 
     return convert
 
@@ -696,14 +695,6 @@ def _einsum(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(torch.einsum, attribute(node, "equation", b"").decode(), *(b.tensor(name) for name in node.input))
 
 
-def _arg(function: Any) -> Converter:
-    def convert(b: Builder, node: onnx.NodeProto) -> Value:
-        axis, keep = int(attribute(node, "axis", 0)), bool(attribute(node, "keepdims", 1))
-        return b.call(function, b.tensor(node.input[0]), dim=axis, keepdim=keep)
-
-    return convert
-
-
 def _cumulative(b: Builder, node: onnx.NodeProto) -> Value:
     if attribute(node, "exclusive", 0) or attribute(node, "reverse", 0):
         raise QuantizationError("it leaves out the number itself, or begins at the end")
@@ -796,15 +787,15 @@ OPERATORS: dict[str, Converter] = {
     "Gelu": _gelu,
     "HardSigmoid": _hard_sigmoid,
     "Clip": _clip,
-    "Softmax": _softmax(torch.softmax),
-    "LogSoftmax": _softmax(F.log_softmax),
+    "Softmax": _along(torch.softmax, -1),
+    "LogSoftmax": _along(F.log_softmax, -1),
     "Pow": _many(torch.pow),
     "Max": _many(torch.maximum),
     "Min": _many(torch.minimum),
     "Where": _where,
     "Einsum": _einsum,
-    "ArgMax": _arg(torch.argmax),
-    "ArgMin": _arg(torch.argmin),
+    "ArgMax": _along(torch.argmax, 0),
+    "ArgMin": _along(torch.argmin, 0),
     "CumSum": _cumulative,
     "GlobalAveragePool": _global,
     "GlobalMaxPool": _global,
