@@ -26,11 +26,11 @@ from compress.models import ModelSpec as ModelSpec
 from compress.models.by_name import build_model as build_model
 from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental
 from compress.onnx_ptq.dequantize import dequantize_onnx as dequantize_onnx  # experimental
-from compress.onnx_ptq.mend import mend_onnx as mend_onnx
 from compress.onnx_ptq.pt2e import export_executorch as export_executorch  # experimental
 from compress.onnx_ptq.pt2e import to_pt2e as to_pt2e  # experimental
+from compress.onnx_ptq.quantize import mend_onnx as mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
-from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
+from compress.onnx_ptq.to_torch import from_onnx as from_onnx
 from compress.pipeline import run as run
 from compress.pipeline.saved import load as load
 from compress.pipeline.saved import save as save
@@ -53,10 +53,10 @@ from compress.quantization.pytorch_quantization import from_pytorch_quantization
 from compress.quantization.quantizer import Quantizer as Quantizer
 from compress.quantization.report import CalibrationReport as CalibrationReport
 from compress.quantization.report import QuantizedModule as QuantizedModule
-from compress.quantization.sensitivity.diagnose import diagnose as diagnose
-from compress.quantization.sensitivity.mend import mend as mend
-from compress.quantization.sensitivity.sensitivity import Sensitivity as Sensitivity
-from compress.quantization.sensitivity.sensitivity import sensitivity as sensitivity
+from compress.quantization.sensitivity import Sensitivity as Sensitivity
+from compress.quantization.sensitivity import diagnose as diagnose
+from compress.quantization.sensitivity import mend as mend
+from compress.quantization.sensitivity import sensitivity as sensitivity
 from compress.receptive import effective_receptive_field as effective_receptive_field
 from compress.receptive import receptive_field as receptive_field
 from compress.recipe.tree import Recipe as Recipe

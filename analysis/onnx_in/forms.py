@@ -15,7 +15,7 @@ import torchvision
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 
 WEIGHTED = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 TORCHVISION = (

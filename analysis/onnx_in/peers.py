@@ -31,8 +31,7 @@ from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from compress.files import write_json
 from compress.measure.latency import measure_latency
 from compress.measure.machine import describe_machine
-from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.run import FloatSession
+from compress.onnx_ptq.source import FloatSession, load_source
 
 BATCH, EVERY, ROUNDS = 10, 5, 3
 INPUT = "input"

@@ -10,8 +10,7 @@ import numpy as np
 import compress
 from analysis.common.study import Row
 from analysis.onnx_in.forms import Form, batches
-from compress.engines.base import BuildOptions
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import BuildOptions, read_onnx
 from compress.engines.onnxruntime import load
 from compress.errors import CompressError
 from compress.onnx_ptq.quantize import quantize_onnx_file

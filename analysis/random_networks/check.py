@@ -17,7 +17,7 @@ from compress.graph.compare import relative_error
 from compress.quantization import ActivationSpec, QuantSpec, Target
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "openvino", "onnxruntime")
 # Largest relative error of the network with its quantizers off.

@@ -24,7 +24,7 @@ from compress.files import write_text
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import ActivationSpec, QuantSpec, Target
 from compress.quantization.numerics import scale_from_amax
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 
 Depth = Literal["quantizers", "results", "engine"]
 # Operations that an older exporter's file spells with others, and a hook, which a file does not hold.

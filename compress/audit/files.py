@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from compress.audit.engine import EngineAudit, audit_listing
-from compress.audit.layers import EngineLayer, EngineListing, EngineTensor, type_name
+from compress.audit.engine import EngineAudit, EngineLayer, EngineListing, EngineTensor, audit_listing, type_name
 from compress.audit.onnx import sparse_nodes
 from compress.engines import executorch, litert
-from compress.engines.base import BuildOptions, TensorInfo
+from compress.engines.base import BuildOptions, TensorInfo, read_onnx
 from compress.engines.cuda.executor import dtype_name
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Convolution, Linear, Operation, Product, Step
-from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import (
     check_fresh,
     check_whole,
@@ -39,7 +37,7 @@ from compress.support.limits import JSON_BYTES
 
 def read_operators(path: Path) -> EngineListing:
     engine = (executorch if path.suffix == ".pte" else litert).load(path, BuildOptions())
-    operators = engine.operators()
+    operators = engine.runtime_layers()
     engine.close()
     layers = tuple(
         EngineLayer(

@@ -306,8 +306,8 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
 
 def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     """True if quantizers alone read a result, after activations that a quantizer absorbs."""
-    results, tensor = {value.name for value in view.graph.output}, node.output[0]
-    while tensor not in results:
+    tensor = node.output[0]
+    while tensor not in view.outputs:
         readers = view.consumers.get(tensor, [])
         kinds = {reader.op_type for reader in readers}
         if kinds == {"QuantizeLinear"}:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compress.audit.engine import EngineAudit
-from compress.audit.layers import EIGHT_BITS, AuditedLayer
+from compress.audit.engine import EIGHT_BITS, AuditedLayer, EngineAudit
 from compress.roofline_model import Device, Roofline, Row, find_device
 from compress.roofline_model.counting import Kernel
 from compress.roofline_model.model import row_under_roof

@@ -12,7 +12,7 @@ import typer
 from compress.audit.engine import unknown_part
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import FromOption, JsonOption, RecipeOption, SetOption, VariantOption
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.engines.registry import require_engine
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, check_builder
 from compress.engines.tensorrt.library import BUILDERS

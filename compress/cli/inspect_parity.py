@@ -43,8 +43,7 @@ from compress.pipeline.studies.parity import (
     parity_of_run,
 )
 from compress.pipeline.studies.sensitivity import plain
-from compress.quantization.sensitivity.compare import Effect
-from compress.quantization.sensitivity.mend import Goal
+from compress.quantization.sensitivity import Effect, Goal
 from compress.recipe.tree import load_recipe
 from compress.support.imports import imported
 from compress.support.meters import metric_title, score_text

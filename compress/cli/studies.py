@@ -26,7 +26,7 @@ from compress.pipeline.studies.sensitivity import (
     sensitivity_run,
     write_recipe,
 )
-from compress.quantization.sensitivity.sensitivity import Sensitivity
+from compress.quantization.sensitivity import Sensitivity
 from compress.recipe.tree import load_recipe
 from compress.search.search import Front, Outcome, pareto
 from compress.support.limits import COUNT

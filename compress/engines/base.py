@@ -1,4 +1,7 @@
-"""The interface of an engine, which imports its library on first use; checks of arrays, import of a library."""
+"""The interface of an engine, which imports its library on first use, and the ONNX files that engines read.
+
+Checks of arrays, the import of a library, and times by a GPU's clock are the same for all.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
+import onnx
+import torch
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from torch import Tensor
 
 from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
+from compress.onnx_graph import OnnxGraph, opset_of, tensors_of
 from compress.support.imports import any_failure
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -133,6 +139,7 @@ class RuntimeLayer:
     Attributes:
         precision: type in which it computes, such as `u8`, `bf16` or `f32`.
         original_names: nodes of the ONNX file that were fused into it, in no order.
+        inputs, outputs, constants: of an operator of a file for phones; () elsewhere.
     """
 
     name: str
@@ -141,36 +148,38 @@ class RuntimeLayer:
     output_precisions: tuple[str, ...] = ()
     kernel: str = ""
     original_names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operator:
-    """An operator of a file for phones.
-
-    Attributes:
-        kind: the engine's name of it, such as `CONV_2D`.
-        kernel: `XNNPACK`, or the engine's own.
-    """
-
-    kind: str
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
-    constants: tuple[TensorInfo, ...]
-    kernel: str
-
-    @property
-    def precision(self) -> str:
-        """The type that it computes in: of its first input that is no list of sizes, else of its result."""
-        kinds = [short_type(tensor.dtype) for tensor in (*self.inputs, *self.constants, *self.outputs)]
-        return next((kind for kind in kinds if kind not in {"i32", "int64"}), "unknown")
+    inputs: tuple[TensorInfo, ...] = ()
+    outputs: tuple[TensorInfo, ...] = ()
+    constants: tuple[TensorInfo, ...] = ()
 
 
 _SHORT = {"float32": "f32", "float16": "f16", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32"}
 
 
-def short_type(dtype: str) -> str:
-    """`f32` of `float32`; unknown ones stay."""
-    return _SHORT.get(dtype, dtype)
+def operator(
+    kind: str,
+    kernel: str,
+    inputs: Sequence[TensorInfo] = (),
+    outputs: Sequence[TensorInfo] = (),
+    constants: Sequence[TensorInfo] = (),
+) -> RuntimeLayer:
+    """An operator of a file for phones; its type is that of its first input that is no list of sizes, or of its result.
+
+    `kernel`: `XNNPACK`, or the engine's own.
+    """
+    kinds = [_SHORT.get(tensor.dtype, tensor.dtype) for tensor in (*inputs, *constants, *outputs)]
+    names = tuple(tensor.name for tensor in outputs[:1])
+    return RuntimeLayer(
+        name=names[0] if names else kind,
+        kind=kind,
+        precision=next((one for one in kinds if one not in {"i32", "int64"}), "unknown"),
+        output_precisions=tuple(kinds[len(kinds) - len(outputs) :]),
+        kernel=kernel,
+        original_names=names,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        constants=tuple(constants),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,3 +363,188 @@ def reason(error: BaseException, *, limit: int = 500) -> str:
     text = " ".join(dict.fromkeys([*telling, *kept]))
     text = text or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFile:
+    """The interface of an ONNX model.
+
+    Attributes:
+        inputs: those that are not initializers; a dimension without a number is -1.
+        batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
+        output_batch_names: symbol of the first dimension of each output; "" if it has none.
+        float_types: types of floating-point weights and activations: `f32`, `f16`, `bf16`, `f64`.
+        quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
+        weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
+    """
+
+    path: Path
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    batch_names: frozenset[str]
+    output_batch_names: tuple[str, ...]
+    float_types: frozenset[str]
+    opset: int
+    quantized_types: frozenset[str]
+    metadata: Mapping[str, str]
+    weight_files: tuple[Path, ...] = ()
+
+
+# Endings of files that TensorRT and TensorRT-RTX have built.
+ENGINE_SUFFIXES = (".engine", ".plan")
+
+
+def existing_file(path: Path | str) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        there = "is a folder, not a model file" if path.is_dir() else "is no regular file"
+        raise EngineError(f"{path}: {there if path.exists() else 'no such file'}")
+    return path
+
+
+def load_onnx(path: Path | str, *, weights: bool = False) -> onnx.ModelProto:
+    path = existing_file(path)
+    if path.suffix in ENGINE_SUFFIXES:
+        raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
+    with library_errors(EngineError, f"{path}: not an ONNX model, or a truncated one (", "); export it again"):
+        return onnx.load(str(path), load_external_data=weights)
+
+
+def read_onnx(path: Path | str) -> OnnxFile:
+    """Read the interface of an ONNX file; weights in other files are not read."""
+    return read_interface(Path(path), load_onnx(path))
+
+
+def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
+    graph = model.graph
+    if not (model.ir_version and model.opset_import and graph.output):
+        raise EngineError(
+            f"{path}: not an ONNX model, or a truncated one (IR version {model.ir_version}, "
+            f"{len(model.opset_import)} opsets, {len(graph.output)} outputs); export it again"
+        )
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
+    return OnnxFile(
+        path=path,
+        inputs=tuple(map(_tensor, inputs)),
+        outputs=tuple(map(_tensor, graph.output)),
+        batch_names=frozenset(name for name in map(_batch_name, inputs) if name),
+        output_batch_names=tuple(map(_batch_name, graph.output)),
+        float_types=frozenset(_float_types(graph)),
+        opset=opset_of(model),
+        quantized_types=frozenset(_quantized_types(graph)),
+        metadata={entry.key: entry.value for entry in model.metadata_props},
+        weight_files=tuple(
+            sorted(
+                {
+                    path.parent / entry.value
+                    for tensor in tensors_of(graph)
+                    for entry in tensor.external_data
+                    if entry.key == "location"
+                }
+            )
+        ),
+    )
+
+
+def _tensor(value: onnx.ValueInfoProto) -> TensorInfo:
+    tensor = value.type.tensor_type
+    if not tensor.elem_type:
+        raise EngineError(f"{value.name!r} is not a tensor of a known type: only models of tensors are run")
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim)
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    return TensorInfo(name=value.name, dtype=dtype.name, shape=shape)
+
+
+def _batch_name(value: onnx.ValueInfoProto) -> str:
+    dims = value.type.tensor_type.shape.dim
+    return str(dims[0].dim_param) if dims else ""
+
+
+_FLOATS: dict[int, str] = {
+    TensorProto.FLOAT: "f32",
+    TensorProto.FLOAT16: "f16",
+    TensorProto.DOUBLE: "f64",
+    TensorProto.BFLOAT16: "bf16",
+}
+
+
+def _float_types(graph: onnx.GraphProto) -> Iterator[str]:
+    numbers = [tensor.data_type for tensor in graph.initializer]
+    numbers += [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
+    for node in graph.node:
+        numbers += [a.i for a in node.attribute if node.op_type == "Cast" and a.name == "to"]
+        numbers += [a.t.data_type for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
+    return (_FLOATS[number] for number in numbers if number in _FLOATS)
+
+
+_FP8 = (
+    *(TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ),
+    *(TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ),
+)
+_QUANTIZED: dict[int, str] = {TensorProto.UINT8: "u8", TensorProto.INT8: "i8", **dict.fromkeys(_FP8, "fp8")}
+
+
+def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
+    constants = OnnxGraph(graph).constants
+    points = [node.input[2] for node in graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
+    kinds = [constants[name].data_type for name in points if name in constants]
+    return (_QUANTIZED[kind] for kind in kinds if kind in _QUANTIZED)
+
+
+def check_tensors(
+    inputs: Mapping[str, Tensor], expected: Sequence[TensorInfo], device: torch.device, *, label: str
+) -> None:
+    """Refuse other names, types and devices than an engine takes."""
+    names = [tensor.name for tensor in expected]
+    if set(inputs) != set(names):
+        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
+    for tensor in expected:
+        given = inputs[tensor.name]
+        dtype = str(given.dtype).removeprefix("torch.")
+        if dtype != tensor.dtype:
+            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
+        if given.device != device:
+            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
+
+
+def array_of(tensor: Tensor) -> NDArray[np.generic]:
+    """A tensor on the CPU, bfloat16 as float32, which numpy has."""
+    tensor = tensor.detach().cpu()
+    array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def time_batch(
+    copy_in: Callable[[], None],
+    compute: Callable[[], None],
+    copy_out: Callable[[], None],
+    stream: torch.cuda.Stream,
+    *,
+    batch_size: int,
+    warmup: int,
+    runs: int,
+) -> GpuTimes:
+    """Time a batch whose three parts are queued on `stream`."""
+    if runs < 1 or warmup < 0:
+        raise EngineError(f"gpu_times: runs is {runs} and warmup {warmup}; they must be 1 or more, and 0 or more")
+    for _ in range(warmup):
+        compute()
+    marks = []
+    for _ in range(runs):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        events[0].record(stream)
+        for step, event in zip((copy_in, compute, copy_out), events[1:], strict=True):
+            step()
+            event.record(stream)
+        marks.append(events)
+    stream.synchronize()
+    columns = [[a.elapsed_time(b) for a, b in pairwise(row)] for row in marks]
+    moved_in, computed, moved_out = (tuple(column) for column in zip(*columns, strict=True))
+    return GpuTimes(
+        batch_size=batch_size,
+        copy_in_ms=moved_in,
+        compute_ms=computed,
+        copy_out_ms=moved_out,
+        total_ms=tuple(row[0].elapsed_time(row[-1]) for row in marks),
+    )

@@ -7,6 +7,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,16 +23,16 @@ from compress.engines.base import (
     Arrays,
     BuildOptions,
     Engine,
-    Operator,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
     cpu_info,
+    existing_file,
     import_library,
     library_errors,
+    operator,
     with_batch,
 )
-from compress.engines.onnx_file import existing_file
 from compress.errors import EngineError
 
 NAME = PACKAGE = "executorch"
@@ -114,15 +115,15 @@ class ExecuTorchEngine(Engine):
         columns = zip(*parts, strict=True)
         return {t.name: np.concatenate(c) if len(c) > 1 else c[0] for t, c in zip(self.outputs, columns, strict=True)}
 
-    def operators(self) -> list[Operator]:
-        """Return the operators of the file in their order.
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `ExecuTorch` for its own, slower operators.
 
         ExecuTorch has no public reader of what it wrote; this is how its own tests read it (1.5).
         """
         parsed = imported("executorch.exir._serialize._program").deserialize_pte_binary(self._content)
         program = getattr(parsed, "program", parsed)
         plan = next(plan for plan in program.execution_plan if plan.name == "forward")
-        found: list[Operator] = []
+        found: list[RuntimeLayer] = []
         for instruction in plan.chains[0].instructions:
             step = instruction.instr_args
             if hasattr(step, "delegate_index"):
@@ -130,15 +131,8 @@ class ExecuTorchEngine(Engine):
                 found += _delegated(program.backend_delegate_data[place].data, step.delegate_index)
             elif hasattr(step, "op_index"):
                 kind = plan.operators[step.op_index].name
-                found.append(Operator(kind=kind, inputs=(), outputs=(), constants=(), kernel="ExecuTorch"))
-        return found
-
-    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """See `Engine.runtime_layers`; kernel is `XNNPACK`, or `ExecuTorch` for its own, slower operators."""
-        return tuple(
-            RuntimeLayer(name=f"{op.kind}_{i}", kind=op.kind, precision=op.precision, kernel=op.kernel)
-            for i, op in enumerate(self.operators())
-        )
+                found.append(operator(kind, "ExecuTorch"))
+        return tuple(replace(layer, name=f"{layer.kind}_{i}", original_names=()) for i, layer in enumerate(found))
 
     def close(self) -> None:
         """Free the program."""
@@ -181,7 +175,7 @@ def _dtype(meta: Any) -> str:
     ]
 
 
-def _delegated(payload: bytes, place: int) -> list[Operator]:
+def _delegated(payload: bytes, place: int) -> list[RuntimeLayer]:
     """Return the operators of an XNNPACK graph, whose tensors have numbers; `place` is that of the graph."""
     serialization = imported("executorch.backends.xnnpack.serialization")
     header = imported("executorch.backends.xnnpack.serialization.xnnpack_graph_serialize").XNNHeader
@@ -204,13 +198,7 @@ def _delegated(payload: bytes, place: int) -> list[Operator]:
     for node in shown["xnodes"]:
         step = {key: value for key, value in node["xnode_union"].items() if "id" in key.split("_") and value in tensors}
         read = [value for key, value in step.items() if not key.startswith("output")]
-        rows.append(
-            Operator(
-                kind=node["xnode_union_type"].removeprefix("XNN"),
-                inputs=tuple(tensors[number] for number in read if number not in constant),
-                outputs=tuple(tensors[value] for key, value in step.items() if key.startswith("output")),
-                constants=tuple(tensors[number] for number in read if number in constant),
-                kernel="XNNPACK",
-            )
-        )
+        inputs, constants = ([tensors[n] for n in read if (n in constant) == held] for held in (False, True))
+        written = [tensors[value] for key, value in step.items() if key.startswith("output")]
+        rows.append(operator(node["xnode_union_type"].removeprefix("XNN"), "XNNPACK", inputs, written, constants))
     return rows

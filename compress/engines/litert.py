@@ -14,17 +14,18 @@ from compress.engines.base import (
     Arrays,
     BuildOptions,
     Engine,
-    Operator,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
     cpu_info,
+    existing_file,
     import_library,
     library_errors,
-    short_type,
+    load_onnx,
+    operator,
+    read_interface,
     with_batch,
 )
-from compress.engines.onnx_file import existing_file, load_onnx, read_interface
 from compress.errors import EngineError, ExportError
 from compress.export.litert import INSTALL, convert, schema
 
@@ -70,7 +71,7 @@ class LiteRTEngine(Engine):
             interpreter.invoke()
             return {t["name"]: interpreter.get_tensor(t["index"]) for t in interpreter.get_output_details()}
 
-    def operators(self) -> list[Operator]:
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
         """The operators of the file for one image, in their order."""
         shapes = tuple(tuple(max(1, n) for n in tensor.shape) for tensor in self.inputs)
         self._interpreter(shapes)
@@ -90,29 +91,11 @@ class LiteRTEngine(Engine):
         found = []
         for row in rows:
             read = [tensors[int(i)] for i in row["inputs"] if int(i) in tensors]
-            found.append(
-                Operator(
-                    kind=row["op_name"],
-                    inputs=tuple(tensor for tensor in read if tensor.name in computed),
-                    outputs=tuple(tensors[int(i)] for i in row["outputs"]),
-                    constants=tuple(tensor for tensor in read if tensor.name not in computed),
-                    kernel="XNNPACK" if int(row["outputs"][0]) in taken else "LiteRT",
-                )
-            )
-        return found
-
-    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        return tuple(
-            RuntimeLayer(
-                name=op.outputs[0].name,
-                kind=op.kind,
-                precision=op.precision,
-                output_precisions=tuple(short_type(tensor.dtype) for tensor in op.outputs),
-                kernel=op.kernel,
-                original_names=(op.outputs[0].name,),
-            )
-            for op in self.operators()
-        )
+            constants = [tensor for tensor in read if tensor.name not in computed]
+            kernel = "XNNPACK" if int(row["outputs"][0]) in taken else "LiteRT"
+            written = [tensors[int(i)] for i in row["outputs"]]
+            found.append(operator(row["op_name"], kernel, [t for t in read if t.name in computed], written, constants))
+        return tuple(found)
 
     def close(self) -> None:
         self._interpreters.clear()

@@ -18,15 +18,18 @@ from compress.engines.base import (
     BuildOptions,
     Engine,
     EngineInfo,
+    OnnxFile,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
     import_library,
     library_errors,
+    load_onnx,
+    read_onnx,
     with_batch,
 )
-from compress.engines.onnx_file import OnnxFile, load_onnx, read_onnx, weights_to_unsigned
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.export.onnxruntime import weights_to_unsigned
 from compress.files import parse_json
 from compress.support.process import sums_bytes_in_16_bits
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
 
 from compress.engines.base import (
     Arrays,
@@ -19,18 +20,20 @@ from compress.engines.base import (
     BuildOptions,
     Engine,
     EngineInfo,
+    OnnxFile,
     RuntimeLayer,
     TensorInfo,
     check_inputs,
+    existing_file,
     import_library,
     library_errors,
+    load_onnx,
+    read_onnx,
     reason,
     with_batch,
 )
-from compress.engines.onnx_file import OnnxFile, existing_file, joins_signed, load_onnx, read_onnx, to_unsigned
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
-from compress.export.openvino import bare_extremes, extremes_apart, orders_in_two
-from compress.onnx_graph import OnnxGraph
+from compress.export.openvino import extremes_apart, joins_signed, orders_in_two, to_unsigned
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -168,30 +171,16 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     changed = None
     with library_errors(EngineError, f"openvino cannot read {path}: "):
         if file is not None:
-            form = load_onnx(path)
-            signed = "i8" in file.quantized_types and joins_signed(form)
-            if signed or bare_extremes(form) or _reorders(form, path):
-                model = load_onnx(path, weights=True)
-                if signed:
-                    to_unsigned(model)
-                if signed + extremes_apart(model) + orders_in_two(model):
-                    changed = model.SerializeToString()
+            model = load_onnx(path, weights=True)
+            signed = "i8" in file.quantized_types and joins_signed(model)
+            if signed:
+                to_unsigned(model)
+            if signed + extremes_apart(model) + orders_in_two(model):
+                changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
 
 
-def _reorders(form: Any, path: Path) -> bool:
-    from onnx import TensorProto, external_data_helper  # lazy: OpenVINO runs its own files without onnx
-
-    for tensor in OnnxGraph(form.graph).constants.values():  # a long index lies beside the file, as weights do
-        integers = tensor.data_type in {TensorProto.INT32, TensorProto.INT64}
-        if integers and external_data_helper.uses_external_data(tensor):
-            external_data_helper.load_external_data_for_tensor(tensor, str(path.parent))
-    return bool(orders_in_two(form))
-
-
 def _may_saturate(path: Path) -> bool:
-    from onnx import TensorProto, numpy_helper  # lazy: OpenVINO runs its own files without onnx
-
     weights = load_onnx(path, weights=True).graph.initializer
     signed = (numpy_helper.to_array(one) for one in weights if one.data_type == TensorProto.INT8 and len(one.dims) > 1)
     return any(np.abs(array.astype(np.int16)).max(initial=0) > _EXACT for array in signed)

@@ -18,11 +18,11 @@ from compress.engines.base import (
     Engine,
     EngineInfo,
     TensorInfo,
+    array_of,
     check_inputs,
     library_errors,
     reason,
 )
-from compress.engines.gpu import array_of
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
 from compress.graph.inputs import named_tensors

@@ -28,7 +28,18 @@ from numpy.typing import NDArray
 
 from compress.errors import ExportError
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph import OnnxGraph, Window, attributes_of, each_node, free_name, read_window, replacing_model
+from compress.graph.spelled import spelled_activation
+from compress.onnx_graph import (
+    OnnxForm,
+    OnnxGraph,
+    Window,
+    attributes_of,
+    each_node,
+    free_name,
+    opset_of,
+    read_window,
+    replacing_model,
+)
 from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
@@ -113,7 +124,7 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     """Return a copy with fixed shapes, in which everything that follows from shapes is a constant."""
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
-    opset = max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+    opset = opset_of(model)
     if opset < _OPSET:
         with any_failure(lambda error: ExportError(f"the file has opset {opset}, which cannot be raised: {error}")):
             fixed = onnx.version_converter.convert_version(fixed, _OPSET)
@@ -339,7 +350,6 @@ class _Converter:
         values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
         self.shapes = {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in values}
         self.types = {v.name: v.type.tensor_type.elem_type for v in values}
-        self.results = {value.name for value in model.graph.output}
         self.forms: dict[Form, int] = {}
         self.scales: dict[str, _Scales] = {}
         self.done: set[str] = set()
@@ -579,13 +589,13 @@ class _Converter:
     def chain(self, name: str, *, bias: bool = False) -> _Chain:
         """What one operator computes after a product: a bias, an activation, the quantizer of the result."""
         found = _Chain(name)
-        after = self._alone(name)
+        after = self.graph.alone(name)
         if bias and after is not None and after.op_type == "Add":
             value = self.value(after.input[1] if after.input[0] == name else after.input[0])
             if value is not None and value.ndim == 1 and value.size == self.shape(name)[-1]:
                 found.bias, found.end = value, after.output[0]
                 found.nodes.append(after)
-                after = self._alone(found.end)
+                after = self.graph.alone(found.end)
         limits = None if after is None else self.bounds(after)
         if after is not None and limits is not None:
             self._quantized(found, after.output[0])
@@ -602,7 +612,7 @@ class _Converter:
     def _quantized(self, chain: _Chain, end: str) -> None:
         """Give a chain the scales of the quantizers that alone read a tensor, if they are of one kind."""
         readers = self.graph.consumers.get(end, [])
-        each = [self.scales_of(r) for r in readers if r.op_type == "QuantizeLinear" and end not in self.results]
+        each = [self.scales_of(r) for r in readers if r.op_type == "QuantizeLinear" and end not in self.graph.outputs]
         same = len(each) == len(readers) > 0 and all(one.same(each[0]) for one in each)
         chain.scales, chain.readers = (each[0], readers) if same else (None, [])
 
@@ -621,10 +631,6 @@ class _Converter:
         least = -math.inf if low is None else float(low.reshape(-1)[0])
         most = math.inf if high is None else float(high.reshape(-1)[0])
         return (-math.inf if least < -3e38 else least), (math.inf if most > 3e38 else most)
-
-    def _alone(self, name: str) -> onnx.NodeProto | None:
-        readers = self.graph.consumers.get(name, [])
-        return readers[0] if len(readers) == 1 and name not in self.results else None
 
     def emit(
         self, op: str, inputs: Sequence[int], node: onnx.NodeProto, chain: _Chain, *, last: bool, **options: Any
@@ -1142,47 +1148,14 @@ def _prelu(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -
     _apply(c, "PRELU", node.input[0], node.output[0], (wide.transpose(_LAST) if last else wide)[0])
 
 
-def _scaled(c: _Converter, name: str) -> tuple[str, float] | None:
-    """(Tensor, factor) if a tensor is another times a number."""
-    node = c.graph.producers.get(name)
-    if node is None or node.op_type not in {"Div", "Mul"}:
-        return None
-    first, second = (c.value(one) for one in node.input)
-    if second is not None and second.size == 1:
-        return node.input[0], float(second.flat[0]) ** (-1 if node.op_type == "Div" else 1)
-    if first is not None and first.size == 1 and node.op_type == "Mul":
-        return node.input[1], float(first.flat[0])
-    return None
-
-
 def _erf(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
-    """GELU as exporters spell it, x / sqrt(2), Erf, + 1, times x and 1 / 2 in any order; LiteRT has no Erf."""
-    scaled, one = _scaled(c, node.input[0]), c._alone(node.output[0])
-    plus = None if one is None or one.op_type != "Add" else [c.value(name) for name in one.input]
-    if scaled is None or one is None or plus is None or not math.isclose(scaled[1], 0.5**0.5, rel_tol=1e-3):
+    """GELU as exporters spell it, in any order: LiteRT has no Erf."""
+    form = OnnxForm(c.graph, opset_of(c.proto))
+    found = spelled_activation(node.output[0], form)
+    if found is None or found.name != "gelu":
         raise c.refusal(node, "outside a GELU is not in LiteRT")
-    if not any(value is not None and np.all(value == 1.0) for value in plus):
-        raise c.refusal(node, "outside a GELU is not in LiteRT")
-    x, end, taken = scaled[0], one, [one]
-    factors = {"x", "half"}
-    while factors:
-        after = c._alone(end.output[0])
-        if after is None or after.op_type != "Mul":
-            raise c.refusal(node, "outside a GELU is not in LiteRT")
-        other = after.input[1] if after.input[0] == end.output[0] else after.input[0]
-        value = c.value(other)
-        if value is not None and np.all(value == 0.5) and "half" in factors:
-            factors.remove("half")
-        elif other == x and "x" in factors:
-            factors.remove("x")
-        elif len(factors) == 2 and _scaled(c, other) == (x, 0.5):
-            factors.clear()
-        else:
-            raise c.refusal(node, "outside a GELU is not in LiteRT")
-        end = after
-        taken.append(after)
-    c.done.update(part.output[0] for part in taken)
-    _apply(c, "GELU", x, end.output[0], approximate=False)
+    c.done.update(found.values)
+    _apply(c, "GELU", found.x, found.values[-1], approximate=False)
 
 
 # -- what moves, joins or pools ---------------------------------------------------------------------------------------

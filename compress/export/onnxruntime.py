@@ -25,6 +25,7 @@ from compress.onnx_graph import (
     made_after,
     opset_of,
     replace_attributes,
+    unsigned,
 )
 
 _LARGEST = 2**31 - 1
@@ -355,3 +356,18 @@ def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePr
     minimum = made_after(node, "Min", [node.input[0], most], name)  # ONNX Runtime removes a Clip
     node.input[0] = name
     return [minimum, node]
+
+
+def weights_to_unsigned(model: onnx.ModelProto) -> None:
+    """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
+    view, made = OnnxGraph(model.graph), dict[str, str]()
+    for node in model.graph.node:
+        weight = view.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if weight is None or weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
+            continue
+        name, scale, *point = node.input
+        if {scale, *point} - view.constants.keys():
+            continue
+        if not point:
+            point = [view.add_constant(f"{scale}_zero_point", np.zeros(view.constants[scale].dims, np.int8))]
+        node.input[:] = [unsigned(view, name, made), scale, unsigned(view, point[0], made)]

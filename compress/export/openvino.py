@@ -5,26 +5,26 @@ Every pass works on the model in place and returns how many nodes it changed; `t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import TensorProto, helper
 
 from compress.export.names import added_constant, added_tensor, shifted_tensor
-from compress.graph.ops import ONNX_KINDS
-from compress.graph.traits import TRAITS
+from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
     OnnxGraph,
+    all_nodes,
     attribute,
     consumed_as,
     drop_unread,
     each_node,
     made_after,
     replace_attributes,
-    subgraphs,
+    unsigned,
     without_weights,
 )
 
@@ -40,12 +40,11 @@ def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
     smallest number.
     """
     view = OnnxGraph(proto.graph)
-    results = {value.name for value in proto.graph.output}
     changed = 0
     for node in proto.graph.node:
         output = node.output[0]
         weight = view.dequantizer(node.input[1]) if node.op_type == "Conv" and len(node.input) == 2 else None
-        if weight is None or len(view.consumers.get(output, ())) + (output in results) < 2:
+        if weight is None or len(view.consumers.get(output, ())) + (output in view.outputs) < 2:
             continue
         channels, scale = view.constants[weight.input[0]].dims[0], view.array(weight.input[1])
         dtype = scale.dtype if scale is not None else np.dtype(np.float32)
@@ -178,18 +177,16 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
     The CPU plugin computes them together with the quantizer after them, and then gets other values (0 to 20 dB). The
     other reductions are right.
     """
-    bare, view = {node.output[0] for node in bare_extremes(proto)}, OnnxGraph(proto.graph)
-    return view.rewrite(lambda node: _unfused(node, "reduced", view) if bare.intersection(node.output[:1]) else None)
+    if all(node.op_type != "QuantizeLinear" for node in proto.graph.node):
+        return 0
+    view = OnnxGraph(proto.graph)
 
+    def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        read = view.consumers.get(node.output[0], ()) if node.op_type in {"ReduceMax", "ReduceMin"} else ()
+        bare = any(reader.op_type != "Max" or len({*reader.input}) > 1 for reader in read)
+        return _unfused(node, "reduced", view) if bare else None
 
-def bare_extremes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Return each ReduceMax and ReduceMin of a quantized model whose result is read by more than such a Max."""
-    found = [node for node in proto.graph.node if node.op_type in {"ReduceMax", "ReduceMin"}]
-    if not found or all(node.op_type != "QuantizeLinear" for node in proto.graph.node):
-        return []
-    consumers = OnnxGraph(proto.graph).consumers
-    read = {node.output[0]: consumers.get(node.output[0], []) for node in found}
-    return [node for node in found if any(n.op_type != "Max" or len({*n.input}) > 1 for n in read[node.output[0]])]
+    return view.rewrite(apart)
 
 
 def flat_gathers(proto: onnx.ModelProto) -> int:
@@ -368,7 +365,7 @@ def biases_apart(proto: onnx.ModelProto) -> int:
     view = OnnxGraph(proto.graph)
     types = [value.type.tensor_type for value in proto.graph.input if value.name not in view.constants]
     is_open = any(not t.HasField("shape") or any(not d.HasField("dim_value") for d in t.shape.dim) for t in types)
-    if not is_open or not _computes_with_sizes(proto.graph.node):
+    if not is_open or all(node.op_type not in _COMPUTES_WITH_SIZES for node in all_nodes(proto.graph.node)):
         return 0
 
     def apart(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
@@ -383,12 +380,6 @@ def biases_apart(proto: onnx.ModelProto) -> int:
         return [node, made_after(node, "Add", [node.output[0], shaped], output, added_tensor(node.name, "bias"))]
 
     return view.rewrite(apart)
-
-
-def _computes_with_sizes(nodes: Sequence[onnx.NodeProto]) -> bool:
-    return any(node.op_type in _COMPUTES_WITH_SIZES for node in nodes) or any(
-        _computes_with_sizes(graph.node) for graph in subgraphs(nodes)
-    )
 
 
 @each_node
@@ -432,7 +423,6 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
     the only change.
     """
     view = OnnxGraph(proto.graph)
-    results = {value.name for value in proto.graph.output}
     nodes: list[onnx.NodeProto] = []
     changed = 0
     for node in proto.graph.node:
@@ -443,7 +433,7 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
         ]
         if len(biases) < len(read):  # OpenVINO (2026.4) moves the stride of a 1x1 up, and then computes it in float
             biases = [(conv, bias) for conv, bias in biases if not moves_its_stride(conv, view)]
-        if len(biases) < len(read) or not biases or node.output[0] in results:
+        if len(biases) < len(read) or not biases or node.output[0] in view.outputs:
             nodes.append(node)
         if not biases:
             continue
@@ -487,3 +477,57 @@ def _moved_bias(conv: onnx.NodeProto, source: str, offset: float, view: OnnxGrap
         return None
     sums = q.reshape(len(q), -1).sum(1, dtype=np.int64) * scale.astype(np.float64)
     return np.asarray(bias.astype(np.float64) - offset * sums, np.float32)
+
+
+# Operations that OpenVINO computes in 8 bits without a zero point only, or wrongly with one.
+_SYMMETRIC = ("MatMul", "Gemm", "ConvTranspose")
+
+
+def joins_signed(model: onnx.ModelProto) -> bool:
+    return any(node.op_type == "Concat" for node in model.graph.node) and bool(_signed(OnnxGraph(model.graph)))
+
+
+def to_unsigned(model: onnx.ModelProto) -> None:
+    """Change QuantizeLinear and DequantizeLinear pairs that convolutions read from int8 to uint8, in place.
+
+    Integers and zero points grow by 128, so real values stay; weights and inputs of matrix products and of
+    transposed convolutions are unchanged.
+    """
+    # OpenVINO 2026.4.1 (x86, AVX-512) computes convolutions of concatenated signed tensors wrongly, and matrix
+    # products of concatenated unsigned ones
+    view, made = OnnxGraph(model.graph), dict[str, str]()
+    for node, readers in _signed(view):
+        for own in node.attribute:
+            if own.name == "output_dtype":
+                own.i = TensorProto.UINT8
+        for one in (node, *readers):
+            one.input[2] = unsigned(view, one.input[2], made)
+
+
+def _signed(view: OnnxGraph) -> list[tuple[onnx.NodeProto, list[onnx.NodeProto]]]:
+    signed = {name for name, tensor in view.constants.items() if tensor.data_type == TensorProto.INT8}
+
+    def by(node: onnx.NodeProto, kind: str) -> bool:
+        return node.op_type == kind and len(node.input) == 3 and node.input[2] in signed
+
+    found = []
+    for node in view.graph.node:
+        read = view.consumers.get(node.output[0], []) if by(node, "QuantizeLinear") else []
+        if read and node.output[0] not in view.outputs and all(by(one, "DequantizeLinear") for one in read):
+            weighted = _weighted(read, view)
+            if "Conv" in weighted and not weighted.intersection(_SYMMETRIC):
+                found.append((node, read))
+    return found
+
+
+def _weighted(nodes: Collection[onnx.NodeProto], view: OnnxGraph) -> set[str]:
+    kinds, seen, waiting = set(), set[str](), list(nodes)
+    while waiting:
+        for name in waiting.pop().output:
+            for reader in view.consumers.get(name, []) if name not in seen else []:
+                if reader.op_type in ("Conv", *_SYMMETRIC):
+                    kinds.add(reader.op_type)
+                elif reader.op_type != "QuantizeLinear":
+                    waiting.append(reader)
+            seen.add(name)
+    return kinds

@@ -39,7 +39,7 @@ from compress.export.openvino import (
     strides_kept,
     zero_points_into_biases,
 )
-from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, replace_attributes
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -83,9 +83,7 @@ def _rename_nodes(graph: onnx.GraphProto) -> None:
         for i, output in enumerate(node.output):
             if output and output not in fixed:
                 renamed[output] = tensor_name(node.name, i)
-    for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
+    rename(graph.node, renamed)
 
 
 def _module_path(node: onnx.NodeProto) -> str:
@@ -119,12 +117,11 @@ def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) 
     returns a constant by name; None reads initializers and Constant nodes.
     """
     view = OnnxGraph(proto.graph)
-    results = {tensor.name for tensor in proto.graph.output}
 
     def removed(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         consumers = view.consumers.get(node.output[0], []) if node.op_type == "Pad" else []
         amounts = _amounts(node, value or view.array) if consumers else None
-        fits = amounts is not None and node.output[0] not in results
+        fits = amounts is not None and node.output[0] not in view.outputs
         if amounts is None or not fits or not all(_pads_itself(c, node.output[0], len(amounts)) for c in consumers):
             return None
         for conv in consumers:

@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 
 from compress.graph.inputs import device_of
 from compress.graph.modules import ByMode
-from compress.graph.ops import node_kind, node_module
-from compress.graph.traits import SHAPES
+from compress.graph.ops import SHAPES, node_kind, node_module
 
 
 def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> tuple[str, ...]:

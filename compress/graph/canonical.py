@@ -26,10 +26,9 @@ from compress.graph.functional import (
     products_to_linear,
 )
 from compress.graph.inputs import Inputs, as_inputs, copies_of
-from compress.graph.ops import node_kind, node_module, replace_node
+from compress.graph.ops import SHAPES, node_kind, node_module, replace_node
 from compress.graph.spelled import activations_in_one, open_einsums
 from compress.graph.trace import check_module, propagate_shapes, trace, unwrapped
-from compress.graph.traits import SHAPES
 
 _OVERWRITING: dict[Any, Any] = {
     operator.iadd: operator.add,

@@ -13,8 +13,16 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from compress.graph.functional import constant_value, is_constant
 from compress.graph.modules import bake
-from compress.graph.ops import SPELLINGS, attribute_of, calls_alike, module_kind, node_kind, node_module, tensor_of
-from compress.graph.traits import WEIGHTED
+from compress.graph.ops import (
+    SPELLINGS,
+    WEIGHTED,
+    attribute_of,
+    calls_alike,
+    module_kind,
+    node_kind,
+    node_module,
+    tensor_of,
+)
 
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
 """Running mean and variance (C,), epsilon, scale and shift (C,) of a BatchNorm."""
@@ -190,7 +198,7 @@ def folded_parameters(
     """Weight and bias that include the BatchNorm: y = g (Wx + b - m) / sqrt(v + eps) + h.
 
     The weight is (out, in / groups, k...), of transposed convolutions (in, out / groups, k...); the bias (out,), None
-    means zeros. `kind` is the layer's in `graph.traits`.
+    means zeros. `kind` is the layer's in `graph.ops`.
     """
     if kind == "linear":
         mean, variance, epsilon, scale, shift = statistics

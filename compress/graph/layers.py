@@ -9,8 +9,7 @@ from typing import cast
 
 from torch import Tensor, fx
 
-from compress.graph.ops import node_kind, node_module
-from compress.graph.traits import TRAITS
+from compress.graph.ops import TRAITS, node_kind, node_module
 
 Shape = tuple[int, ...]
 
@@ -22,7 +21,7 @@ class Layer:
     Attributes:
         name: the fx node's name.
         path: the module's path; "" for a function or a method.
-        kind: row of `graph.traits`.
+        kind: row of `graph.ops`.
         type: class or function, as written.
         output_shape: None if the result is no tensor.
         weight_elements, bias_elements: elements of its own parameters; of a module with several, those with two

@@ -63,7 +63,7 @@ from compress.graph.inputs import (
     shapes_text,
 )
 from compress.graph.modules import ByMode, InTraining
-from compress.graph.ops import METHODS_OF_SHAPE, altered, node_kind, run_node, walk
+from compress.graph.ops import METHODS_OF_SHAPE, SHAPES, altered, node_kind, run_node, walk
 from compress.graph.report import (
     ATTRIBUTES,
     GraphReport,
@@ -74,7 +74,6 @@ from compress.graph.report import (
     name_blocks,
     report_of,
 )
-from compress.graph.traits import SHAPES
 
 _ASKS_FOR_CLASS = frozenset(opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS") if name in opmap)
 

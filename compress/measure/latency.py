@@ -31,8 +31,7 @@ from compress.data.decode import (
     resize_tensor,
 )
 from compress.engines import build_engine
-from compress.engines.base import Engine, TensorInfo, shape_text
-from compress.engines.onnx_file import load_onnx
+from compress.engines.base import Engine, TensorInfo, load_onnx, shape_text
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, find_module
 from compress.kernels.resample import resample

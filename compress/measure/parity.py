@@ -20,8 +20,7 @@ from onnx.utils import Extractor
 from torch import Tensor, fx
 
 from compress.engines import Engine
-from compress.engines.base import Arrays
-from compress.engines.onnx_file import existing_file, load_onnx, read_onnx
+from compress.engines.base import Arrays, existing_file, load_onnx, read_onnx
 from compress.engines.registry import ENGINES, build_engine
 from compress.errors import CompressError, EngineError
 from compress.export.casting import widened
@@ -31,9 +30,16 @@ from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind, walk
 from compress.kernels.memory_format import along_axis
 from compress.onnx_graph import WEIGHTED_OPS
-from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.passes import images_of, open_batch
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
+from compress.onnx_ptq.source import (
+    FloatSession,
+    feeds,
+    images_of,
+    inputs_of_file,
+    known_results,
+    load_source,
+    open_batch,
+    unknown_to_runtime,
+)
 from compress.quantization.quantizer import Quantizer
 from compress.support.meters import decibel
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits

@@ -374,7 +374,7 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
 # --- ONNX files --------------------------------------------------------------------------------------------------
 
 # Named and not imported: files are read by parts above this one.
-_READER = "compress.onnx_ptq.to_torch.network:from_onnx"
+_READER = "compress.onnx_ptq.to_torch:from_onnx"
 
 
 def _onnx(spec: ModelSpec, num_classes: int) -> BuiltModel:

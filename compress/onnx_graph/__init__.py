@@ -13,14 +13,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 import torch.nn.functional as F
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor
 
 from compress.errors import ExportError
 from compress.files import replacing
 from compress.graph.ops import onnx_operators
+from compress.graph.spelled import AT
 
 WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
 
@@ -32,6 +36,11 @@ PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
 
 _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """Standard operators that have graphs as attributes."""
+
+RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+"""Operators whose results are not fixed, although they read nothing."""
 
 SMALL_CONSTANT = 1 << 16
 """Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
@@ -70,6 +79,7 @@ class OnnxGraph:
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
         consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
             not.
+        fixed: tensors that follow from constants, or from the shapes of tensors.
     """
 
     def __init__(self, graph: onnx.GraphProto, outer: OnnxGraph | None = None) -> None:
@@ -79,6 +89,8 @@ class OnnxGraph:
         self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
         self.taken = tensor_names(graph)
+        self.outputs = {value.name for value in graph.output}
+        self.fixed = {*self.constants, ""}
         for node in graph.node:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
@@ -86,6 +98,9 @@ class OnnxGraph:
                 self.producers[name] = node
             if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
                 self.constants[node.output[0]] = node.attribute[0].t
+            read = inputs_of(node)
+            if node.op_type == "Shape" or (node.op_type not in RANDOM and self.fixed.issuperset(read)):
+                self.fixed.update(node.output)
 
     def array(self, name: str) -> NDArray[Any] | None:
         """Return a constant's value, also through Identity; None if `name` is computed."""
@@ -93,6 +108,19 @@ class OnnxGraph:
             return numpy_helper.to_array(self.constants[name])
         producer = self.producers.get(name)
         return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
+
+    def value(self, name: str) -> NDArray[Any] | None:
+        return self.array(name)
+
+    def number(self, name: str) -> float | None:
+        """Return the value of a constant that is one number; None for any other tensor."""
+        value = self.value(name) if name in self.fixed and name else None
+        return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+
+    def alone(self, name: str) -> onnx.NodeProto | None:
+        """Return the only node that reads a tensor; None if there are several, or the graph returns it."""
+        found = self.consumers.get(name, [])
+        return found[0] if len(found) == 1 and name not in self.outputs else None
 
     def before(self, name: str, through: Iterable[str] = ()) -> Iterator[onnx.NodeProto | None]:
         """Yield the operators that a tensor is computed by, back to the first that is not of `through` (None: no node).
@@ -128,6 +156,7 @@ class OnnxGraph:
         tensor = constant_tensor(name, value)
         self.graph.initializer.append(tensor)
         self.constants[name] = tensor
+        self.fixed.add(name)
         return name
 
     def rewrite(self, rule: Callable[[onnx.NodeProto], list[onnx.NodeProto] | None]) -> int:
@@ -169,6 +198,57 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
             node.name = free_name(node.name, taken)
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Greater", "Where"})
+TELLING = frozenset({"Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"})
+"""Functions that spelled activations have inside."""
+
+
+class OnnxForm:
+    """A graph in which `graph.spelled` looks for activations; a value is the name of a tensor."""
+
+    def __init__(self, view: OnnxGraph, opset: int) -> None:
+        self._view, self._opset = view, opset
+
+    def node(self, value: str) -> onnx.NodeProto:
+        return self._view.producers[value]
+
+    def inputs(self, value: str) -> Sequence[str]:
+        return [name for name in dict.fromkeys(self.node(value).input) if name not in self._view.fixed]
+
+    def is_arithmetic(self, value: str) -> bool:
+        maker = self._view.producers.get(value)
+        return maker is not None and maker.op_type in _ARITHMETIC
+
+    def reader(self, value: str) -> str | None:
+        after = self._view.alone(value)
+        return after.output[0] if after is not None and after.op_type in _ARITHMETIC | TELLING else None
+
+    def computed(self, values: Sequence[str], x: str) -> Tensor | None:
+        nodes = [self.node(value) for value in values]
+        read = {name for node in nodes for name in node.input if name} - {x, *values}
+        numbers = {name: self._view.number(name) for name in read}
+        if None in numbers.values():
+            return None
+        graph = helper.make_graph(
+            nodes,
+            "activation",
+            [helper.make_tensor_value_info(x, TensorProto.FLOAT, [len(AT)])],
+            [helper.make_tensor_value_info(values[-1], TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)])
+        with np.errstate(all="ignore"):
+            (result,) = ReferenceEvaluator(model).run(None, {x: AT.numpy()})
+        return torch.from_numpy(np.asarray(result))
+
+
+def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Give the tensors that nodes read and write other names, in place."""
+    for node in nodes:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
 
 
 def free_name(name: str, taken: set[str]) -> str:
@@ -276,6 +356,34 @@ def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
             if attribute.HasField("g"):
                 yield attribute.g
             yield from attribute.graphs
+
+
+def unsigned(view: OnnxGraph, name: str, made: dict[str, str]) -> str:
+    """The name of the unsigned form of an int8 constant, which is added to the graph where it is not in `made`."""
+    if name not in made:
+        shifted = np.asarray(view.array(name), np.int16) + 128
+        made[name] = view.add_constant(f"{name}_unsigned", shifted.astype(np.uint8))
+    return made[name]
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes, with those of the graphs inside them."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs([node]):
+            yield from all_nodes(graph.node)
+
+
+def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers and constants of a graph and of the graphs in its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for own in node.attribute:
+            if own.HasField("t"):
+                yield own.t
+            yield from own.tensors
+    for inner in subgraphs(graph.node):
+        yield from tensors_of(inner)
 
 
 MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

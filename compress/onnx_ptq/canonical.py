@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,10 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import external_data_helper, helper, inliner, version_converter
+from onnx import external_data_helper, helper, inliner
 from onnx.shape_inference import InferenceError
 
-from compress.engines.base import Arrays, library_errors
+from compress.engines.base import Arrays
 from compress.errors import QuantizationError
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
@@ -40,12 +40,10 @@ from compress.onnx_graph import (
     drop_unread,
     free_name,
     opset_of,
+    tensors_of,
     without_weights,
 )
-from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import SourceFile, tensors_of
-from compress.onnx_ptq.passes import one_image
-from compress.onnx_ptq.run import FloatSession, known_results
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, one_image, raised
 from compress.support.process import core_count
 
 _DOMAIN = "com.microsoft"
@@ -74,16 +72,19 @@ def open_fused(source: SourceFile) -> tuple[str, ...]:
     return tuple(sorted(opened.kinds))
 
 
+Step = tuple[str, Sequence[str], str, Mapping[str, Any]]
+"""An operator, its inputs, its result and its attributes; a result such as `.sum` gets a name after the whole's."""
+
+
 class _Opening:
     def __init__(self, source: SourceFile) -> None:
         self.index, self.kinds = Index(source), set[str]()
         self.opset = self.index.opset.get("", self.index.opset.get("ai.onnx", 1))
-        self.made: list[onnx.NodeProto] = []
         half = any(one.data_type == onnx.TensorProto.FLOAT16 for one in source.proto.graph.initializer)
         self.dtype: type[np.floating[Any]] = np.float16 if half else np.float32
 
     def rule(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        rules: dict[str, Callable[[onnx.NodeProto], bool]] = {
+        rules: dict[str, Callable[[onnx.NodeProto], list[Step]]] = {
             "FusedConv": self._layer,
             "FusedGemm": self._layer,
             "FusedMatMul": self._product,
@@ -92,97 +93,92 @@ class _Opening:
             "Gelu": self._gelu,
             "SkipLayerNormalization": self._skip_norm,
         }
-        self.made = []
-        if node.domain != _DOMAIN or node.op_type not in rules or not rules[node.op_type](node):
-            return None
-        self.kinds.add(node.op_type)
-        return self.made
+        steps = rules[node.op_type](node) if node.domain == _DOMAIN and node.op_type in rules else []
+        if steps:
+            self.kinds.add(node.op_type)
+        return self._written(node, steps) if steps else None
 
-    def _add(self, node: onnx.NodeProto, op: str, inputs: list[str], result: str, **attributes: Any) -> str:
-        name = node.name if not self.made else self.index.free(added_tensor(node.name or node.output[0], op))
-        self.made.append(helper.make_node(op, inputs, [result], name=name, **attributes))
-        return result
+    def _written(self, node: onnx.NodeProto, steps: Sequence[Step]) -> list[onnx.NodeProto]:
+        """Return nodes in the place of one; the last has its result."""
+        result, names, made = node.output[0], dict[str, str](), list[onnx.NodeProto]()
+        for op, inputs, name, attributes in steps:
+            names[name] = self.index.free(added_tensor(result, name[1:])) if name.startswith(".") else name
+            own = self.index.free(added_tensor(node.name or result, op)) if made else node.name
+            read = [names.get(one, one) for one in inputs]
+            made.append(helper.make_node(op, read, [names[name]], name=own, **attributes))
+        made[-1].output[0] = result
+        return made
 
-    def _free(self, node: onnx.NodeProto, part: str) -> str:
-        return self.index.free(added_tensor(node.output[0], part))
+    def _number(self, node: onnx.NodeProto, part: str, value: float) -> str:
+        return self.index.add_constant(added_tensor(node.output[0], part), np.asarray(value, self.dtype))
 
-    def _layer(self, node: onnx.NodeProto) -> bool:
+    def _layer(self, node: onnx.NodeProto) -> list[Step]:
         """A layer, a sum with a further input, and an activation."""
         own = {"activation", "activation_params", "activation_alpha", "activation_beta", "activation_gamma"}
         kept = {one.name: helper.get_attribute_value(one) for one in node.attribute if one.name not in own}
-        activation, result = attribute(node, "activation", b"").decode(), node.output[0]
-        inputs, added = list(node.input[:3]), node.input[3] if len(node.input) > 3 else ""
+        activation, keys = attribute(node, "activation", b"").decode(), _ACTIVATIONS
         numbers = list(attribute(node, "activation_params", []))
-        numbers = numbers or [attribute(node, f"activation_{key}", 0.0) for key in _ACTIVATIONS.get(activation, ())]
+        numbers = numbers or [attribute(node, f"activation_{key}", 0.0) for key in keys.get(activation, ())]
         if activation == "Clip" and (self.opset < 11 or len(numbers) != 2):
-            return False
-        made = self._free(node, "layer") if activation or added else result
-        made = self._add(node, _FUSED_LAYERS[node.op_type], inputs, made, **kept)
-        if added:
-            made = self._add(node, "Add", [made, added], self._free(node, "sum") if activation else result)
+            return []
+        steps: list[Step] = [(_FUSED_LAYERS[node.op_type], node.input[:3], ".layer", kept)]
+        if len(node.input) > 3 and node.input[3]:
+            steps.append(("Add", [".layer", node.input[3]], ".sum", {}))
         if activation == "Clip":
-            ends = [self.index.add_constant(added_tensor(result, "end"), np.asarray(v, self.dtype)) for v in numbers]
-            self._add(node, "Clip", [made, *ends], result)
+            ends = [self._number(node, "end", number) for number in numbers]
+            steps.append(("Clip", [steps[-1][2], *ends], ".clipped", {}))
         elif activation:
-            self._add(
-                node, activation, [made], result, **dict(zip(_ACTIVATIONS.get(activation, ()), numbers, strict=True))
-            )
-        return True
+            options = dict(zip(keys.get(activation, ()), numbers, strict=True))
+            steps.append((activation, [steps[-1][2]], ".activated", options))
+        return steps
 
-    def _product(self, node: onnx.NodeProto) -> bool:
+    def _product(self, node: onnx.NodeProto) -> list[Step]:
         """A product with a factor, of tensors whose last two axes may be turned."""
-        turned = [attribute(node, key, 0) for key in ("transA", "transB")]
-        if any(turned) or attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
-            return False  # the number of axes, which a Transpose states, is not known here
-        factor, result = attribute(node, "alpha", 1.0), node.output[0]
-        made = self._add(node, "MatMul", list(node.input), result if factor == 1.0 else self._free(node, "product"))
-        if factor != 1.0:
-            number = self.index.add_constant(added_tensor(result, "factor"), np.asarray(factor, self.dtype))
-            self._add(node, "Mul", [made, number], result)
-        return True
+        if any(attribute(node, key, 0) for key in ("transA", "transB", "transBatchA", "transBatchB")):
+            return []  # the number of axes, which a Transpose states, is not known here
+        steps: list[Step] = [("MatMul", node.input, ".product", {})]
+        if (factor := attribute(node, "alpha", 1.0)) != 1.0:
+            steps.append(("Mul", [".product", self._number(node, "factor", factor)], ".scaled", {}))
+        return steps
 
-    def _quick_gelu(self, node: onnx.NodeProto) -> bool:
+    def _quick_gelu(self, node: onnx.NodeProto) -> list[Step]:
         factor, x = attribute(node, "alpha", 1.702), node.input[0]
-        scaled = x
+        gate: list[Step] = [("Sigmoid", [x], ".gate", {})]
         if factor != 1.0:
-            number = self.index.add_constant(added_tensor(node.output[0], "alpha"), np.asarray(factor, self.dtype))
-            scaled = self._add(node, "Mul", [x, number], self._free(node, "scaled"))
-        gate = self._add(node, "Sigmoid", [scaled], self._free(node, "gate"))
-        self._add(node, "Mul", [x, gate], node.output[0])
-        return True
+            scaled: Step = ("Mul", [x, self._number(node, "alpha", factor)], ".scaled", {})
+            gate = [scaled, ("Sigmoid", [".scaled"], ".gate", {})]
+        return [*gate, ("Mul", [x, ".gate"], ".product", {})]
 
-    def _gelu(self, node: onnx.NodeProto) -> bool:
+    def _gelu(self, node: onnx.NodeProto) -> list[Step]:
         """A bias and GELU by erf, which is one operator from opset 20 on."""
-        x = node.input[0]
-        if len(node.input) > 1 and node.input[1]:
-            x = self._add(node, "Add", list(node.input[:2]), self._free(node, "sum"))
+        biased = len(node.input) > 1 and bool(node.input[1])
+        steps: list[Step] = [("Add", node.input[:2], ".sum", {})] if biased else []
+        x = ".sum" if biased else node.input[0]
         if self.opset >= _SINCE["Gelu"]:
-            self._add(node, "Gelu", [x], node.output[0])
-            return True
+            return [*steps, ("Gelu", [x], ".gelu", {})]
         root, one, half = (
-            self.index.add_constant(added_tensor(node.output[0], part), np.asarray(value, self.dtype))
-            for part, value in (("root", 2**0.5), ("one", 1), ("half", 0.5))
+            self._number(node, part, value) for part, value in (("root", 2**0.5), ("one", 1), ("half", 0.5))
         )
-        scaled = self._add(node, "Div", [x, root], self._free(node, "scaled"))
-        error = self._add(node, "Erf", [scaled], self._free(node, "erf"))
-        share = self._add(node, "Add", [error, one], self._free(node, "share"))
-        product = self._add(node, "Mul", [x, share], self._free(node, "product"))
-        self._add(node, "Mul", [product, half], node.output[0])
-        return True
+        return [
+            *steps,
+            ("Div", [x, root], ".scaled", {}),
+            ("Erf", [".scaled"], ".erf", {}),
+            ("Add", [".erf", one], ".share", {}),
+            ("Mul", [x, ".share"], ".product", {}),
+            ("Mul", [".product", half], ".gelu", {}),
+        ]
 
-    def _skip_norm(self, node: onnx.NodeProto) -> bool:
+    def _skip_norm(self, node: onnx.NodeProto) -> list[Step]:
         """A sum with a skip and a bias, and LayerNormalization; the sum may be a result too."""
         if self.opset < _SINCE["LayerNormalization"] or any(node.output[1:3]):
-            return False
+            return []
         names = [*node.input, *[""] * (5 - len(node.input))]
-        given = node.output[3] if len(node.output) > 3 and node.output[3] else self._free(node, "sum")
-        x = self._add(node, "Add", names[:2], self._free(node, "skipped") if names[4] else given)
+        given = node.output[3] if len(node.output) > 3 and node.output[3] else ".sum"
+        steps: list[Step] = [("Add", names[:2], ".skipped" if names[4] else given, {})]
         if names[4]:
-            x = self._add(node, "Add", [x, names[4]], given)
-        epsilon = attribute(node, "epsilon", 1e-12)
-        norm = [x, *filter(None, names[2:4])]
-        self._add(node, "LayerNormalization", norm, node.output[0], axis=-1, epsilon=epsilon)
-        return True
+            steps.append(("Add", [".skipped", names[4]], given, {}))
+        options = {"axis": -1, "epsilon": attribute(node, "epsilon", 1e-12)}
+        return [*steps, ("LayerNormalization", [given, *filter(None, names[2:4])], ".norm", options)]
 
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
@@ -199,29 +195,28 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
         notes.append("the functions of the file are inlined")
     if opset_of(copy) < opset:
         notes.append(f"the opset is raised from {opset_of(copy)} to {opset}, which Q/DQ needs")
-        copy = raised(source, copy, opset)
+        copy = raised(source.path, copy, opset)
     name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
     notes += opened_fused(source)
-    opened = open_einsums(source)
-    if opened:
-        notes.append(f"{opened} Einsum operations that are products of two matrices are written as MatMul")
-    opened = open_attention(source)
-    if opened:
-        notes.append(f"{opened} Attention operations are written as products and a Softmax")
-    index = Index(source)
-    padded = pads_into_convolutions(copy, index.value)
-    if padded:
-        drop_unread(copy.graph)  # what computed the amounts
-        notes.append(f"{padded} paddings with zeros are done by the convolutions after them")
-    folded = fold_constants_after_layers(source)
-    if folded:
-        notes.append(f"{folded} BatchNorm, scale and bias operations are folded into the layers before them")
-    moved = move_attention_scales(source)
-    if moved:
-        notes.append(f"the factors of query and key of {moved} attention products are applied after the product")
+    for rewrite, text in (
+        (open_einsums, "{} Einsum operations that are products of two matrices are written as MatMul"),
+        (open_attention, "{} Attention operations are written as products and a Softmax"),
+        (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
+        (fold_constants_after_layers, "{} BatchNorm, scale and bias operations are folded into the layers before them"),
+        (move_attention_scales, "the factors of query and key of {} attention products are applied after the product"),
+    ):
+        count = rewrite(source)
+        notes += [text.format(count)] if count else []
     return source, notes
+
+
+def _pads_into_convolutions(source: SourceFile) -> int:
+    padded = pads_into_convolutions(source.proto, Index(source).value)
+    if padded:
+        drop_unread(source.proto.graph)  # what computed the amounts
+    return padded
 
 
 def opened_fused(source: SourceFile) -> list[str]:
@@ -242,20 +237,6 @@ def _read_small(source: SourceFile) -> None:
             continue
         name, value = tensor.name, source.array(tensor)
         tensor.CopyFrom(constant_tensor(name, value))
-
-
-def raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    with library_errors(
-        QuantizationError,
-        f"{source.path} has opset {opset_of(proto)}, and what is asked for needs {opset}; it cannot be raised: ",
-        f". Export it again with opset {opset} or later",
-    ):
-        newer = version_converter.convert_version(proto, opset)
-    for entry in proto.opset_import:
-        if entry.domain not in {e.domain for e in newer.opset_import}:
-            newer.opset_import.append(entry)
-    newer.ir_version = max(newer.ir_version, helper.find_min_ir_version_for(list(newer.opset_import), True))
-    return newer
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:

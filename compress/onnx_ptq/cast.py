@@ -15,12 +15,22 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
-from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, raised, shape_outputs
-from compress.onnx_ptq.index import elements, inferred
-from compress.onnx_ptq.load import SourceFile, load_source
-from compress.onnx_ptq.passes import images_of
-from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, known_results, unknown_to_runtime
-from compress.onnx_ptq.write import save_model
+from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, shape_outputs
+from compress.onnx_ptq.source import (
+    FloatSession,
+    SourceFile,
+    check_bounds,
+    elements,
+    feeds,
+    images_of,
+    inferred,
+    inputs_of_file,
+    known_results,
+    load_source,
+    raised,
+    unknown_to_runtime,
+)
+from compress.onnx_ptq.write import other_file, save_model
 from compress.support.meters import decibel
 
 GOAL_DB = {"fp16": 40.0, "bf16": 25.0}
@@ -86,9 +96,7 @@ def cast_onnx(
     """
     check_precision(precision, HALVES)
     source = load_source(path, quantized=True, ops=ops)
-    target = source.path.with_name(f"{source.path.stem}.{precision}.onnx") if out is None else Path(out)
-    if target.resolve() == source.path.resolve():
-        raise QuantizationError(f"{target} is the float file itself; give another name for the new one")
+    target = other_file(source.path, out, precision)
     data = None if batches is None else list(feeds(batches, inputs_of_file(source)))
     if data is not None and not data:
         raise CalibrationError("ranges cannot be measured: `batches` was empty; give at least one batch, or None")
@@ -125,7 +133,7 @@ def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[st
     if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
         return source, notes
     try:
-        proto = raised(source, source.proto, wanted)
+        proto = raised(source.path, source.proto, wanted)
     except QuantizationError as error:
         return source, [*notes, f"the opset stays {opset}, in which fewer operators take {precision}: {error}"]
     return replace(source, proto=proto), [

@@ -20,11 +20,10 @@ from onnx import helper, inliner
 from compress.errors import QuantizationError
 from compress.export.names import TARGET_KEY, added_tensor
 from compress.graph.ops import onnx_operators
-from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of
+from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of, rename
 from compress.onnx_ptq.canonical import copied, name_nodes
-from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import QUANTIZED, SourceFile, check_float, load_source
-from compress.onnx_ptq.write import save_model
+from compress.onnx_ptq.source import QUANTIZED, Index, SourceFile, check_float, load_source
+from compress.onnx_ptq.write import other_file, save_model
 
 _READS_INTEGERS = (PASSES - {"Cast"}) | QUANTIZED | {"ArgMax", "ArgMin", "Shape", "Size", "Resize", "Upsample"}
 """Operators that compute the same of integers and of what they stand for, and those that are rewritten."""
@@ -58,9 +57,7 @@ def dequantize_onnx(path: Path | str, out: Path | str | None = None) -> Path:
         0
     """
     source = load_source(path, quantized=True)
-    target = source.path.with_name(f"{source.path.stem}.float.onnx") if out is None else Path(out)
-    if target.resolve() == source.path.resolve():
-        raise QuantizationError(f"{target} is the quantized file itself; give another name for the float one")
+    target = other_file(source.path, out, "float", "quantized")
     proto = copied(source)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
@@ -416,10 +413,7 @@ class _Lifting:
             if node.op_type == "Identity" and node.input[0] in made - anchored and node.output[0] not in captured
         }
         kept = [node for node in kept if node.op_type != "Identity" or results.get(node.input[0]) != node.output[0]]
-        for node in kept:
-            for names in (node.input, node.output):
-                for i, name in enumerate(names):
-                    names[i] = results.get(name, name)
+        rename(kept, results)
         wrong = [name for name in self.index.outputs if name in self.real]
         if wrong:
             raise QuantizationError(

@@ -26,14 +26,11 @@ from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.onnx_graph import OnnxGraph, attribute, replacing_model
 from compress.onnx_ptq.canonical import canonical
-from compress.onnx_ptq.index import Index
-from compress.onnx_ptq.load import SourceFile, load_source
-from compress.onnx_ptq.run import FloatSession, inputs_of_file
-from compress.onnx_ptq.to_torch.builder import Place
-from compress.onnx_ptq.to_torch.network import OPSET, network_of, random_feed
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_file, load_source
+from compress.onnx_ptq.to_torch import OPSET, Place, network_of, random_feed
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import quantized_layer
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 
 _QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"

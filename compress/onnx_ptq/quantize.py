@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -24,18 +25,38 @@ from compress.export.casting import HALVES, Casting, types_of
 from compress.export.names import TARGET_KEY
 from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
-from compress.onnx_graph import drop_unread
+from compress.onnx_graph import drop_unread, tensors_of
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
-from compress.onnx_ptq.improve import Improved, improve_file, write_trained
-from compress.onnx_ptq.index import Index, Types, infer, inferred
-from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
-from compress.onnx_ptq.on_images import correct_biases, on_images, place_on_images, smooth_file
+from compress.onnx_ptq.improve import (
+    Improved,
+    correct_biases,
+    file_names,
+    for_network,
+    improve_file,
+    on_images,
+    place_on_images,
+    smooth_file,
+    write_trained,
+)
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import FloatSession, check_bounds, feeds, inputs_of_file, unknown_to_runtime
-from compress.onnx_ptq.to_torch.network import OPSET
-from compress.onnx_ptq.write import insert_pairs, save_model
+from compress.onnx_ptq.source import (
+    FloatSession,
+    Index,
+    SourceFile,
+    Types,
+    as_tensors,
+    check_bounds,
+    feeds,
+    infer,
+    inferred,
+    inputs_of_file,
+    load_source,
+    unknown_to_runtime,
+)
+from compress.onnx_ptq.to_torch import OPSET, Converted, converted
+from compress.onnx_ptq.write import insert_pairs, other_file, save_model
 from compress.quantization import MOST_BITS, QuantSpec, Rule, check_quant_spec
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import (
@@ -51,6 +72,7 @@ from compress.quantization.ptq.improve import methods
 from compress.quantization.ptq.on_images import looks_at_layers
 from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.report import CalibrationReport
+from compress.quantization.sensitivity import Mended, mend
 from compress.support.progress import Progress
 
 
@@ -125,34 +147,30 @@ def quantize_onnx_file(
     check_precision(precision, ("fp32", *HALVES))
     if precision == "bf16" and spec.only_target == "onnxruntime":
         raise QuantizationError("precision is bf16, which ONNX Runtime does not compute on CPUs: choose fp16 or fp32")
-    options: dict[str, Any] = {
-        "out": out,
-        "precision": precision,
-        "trained": trained,
-        "metadata": metadata,
-        "ops": ops,
-        "progress": progress,
-    }
-    return around_closed(lambda chosen: _quantized(path, batches, chosen, **options), spec, batches)
-
-
-def _quantized(
-    path: Path | str,
-    batches: Iterable[Any],
-    spec: QuantSpec,
-    *,
-    out: Path | str | None,
-    precision: str,
-    trained: nn.Module | None,
-    metadata: Mapping[str, str] | None,
-    ops: Sequence[Path | str],
-    progress: Progress | None,
-) -> QuantizedFile:
-    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     _check_methods(spec, trained)
     check_batches(batches)
     original = load_source(path, ops=ops)
-    target = _target(original.path, out)
+    target = other_file(original.path, out, "int8")
+    entries = {entry.key: entry.value for entry in original.proto.metadata_props}
+    helper.set_model_props(original.proto, entries | dict(metadata or {}))
+
+    def quantized(chosen: QuantSpec) -> QuantizedFile:
+        return _quantized(original, target, batches, chosen, precision=precision, trained=trained, progress=progress)
+
+    return around_closed(quantized, spec, batches)
+
+
+def _quantized(
+    original: SourceFile,
+    target: Path,
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    precision: str,
+    trained: nn.Module | None,
+    progress: Progress | None,
+) -> QuantizedFile:
+    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     pieces = feeds(batches, inputs_of_file(original))
     first = first_batch(pieces)
     check_bounds(original, first)
@@ -188,7 +206,7 @@ def _quantized(
         notes += on_images(partial(correct_biases, source, index, reading, placement, calibration.amax), source, seen)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
-    _finish(source, types, spec.only_target, metadata or {})
+    _finish(source, types, spec.only_target)
     notes += [*improved.notes, *(casting.notes() if casting else ())]
     path = save_model(source, target, spec.only_target)
     return QuantizedFile(
@@ -266,13 +284,6 @@ def _check_methods(spec: QuantSpec, trained: nn.Module | None) -> None:
         )
 
 
-def _target(path: Path, out: Path | str | None) -> Path:
-    target = path.with_name(f"{path.stem}.int8.onnx") if out is None else Path(out)
-    if target.resolve() == path.resolve():
-        raise QuantizationError(f"{target} is the float file itself; give another name for the quantized one")
-    return target
-
-
 def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     """Return the lowest opset whose Q/DQ has what the specification and the file's types need."""
     weights = [spec.weights, *(rule.weights for rule in spec.rules if rule.weights is not None)]
@@ -288,10 +299,10 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
 
 
-def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str, str]) -> None:
-    """Add metadata, and apply the passes that exported torch models get; they look types and shapes up in the graph."""
+def _finish(source: SourceFile, types: Types, target: str) -> None:
+    """Name the target, and apply the passes that exported torch models get, which look types and shapes up."""
     proto = source.proto
-    entries = {entry.key: entry.value for entry in proto.metadata_props} | dict(metadata) | {TARGET_KEY: target}
+    entries = {entry.key: entry.value for entry in proto.metadata_props} | {TARGET_KEY: target}
     helper.set_model_props(proto, entries)
     own = list(proto.graph.value_info)
     shapes, _ = infer(source, {})
@@ -305,3 +316,110 @@ def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(own)
     drop_unread(proto.graph)
+
+
+def mend_onnx(
+    path: Path | str,
+    batches: Iterable[Any],
+    images: Iterable[Any] | None = None,
+    *,
+    spec: QuantSpec | None = None,
+    drop: float | None = None,
+    sqnr_db: float | None = None,
+    metric: Any = None,
+    progress: Progress | None = None,
+) -> Mended:
+    """Find the smallest set of changes with which the quantized form of a file meets a goal; see `compress.mend`.
+
+    Args:
+        path: float ONNX file.
+        batches: as for `quantize_onnx`.
+        images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
+        spec: to begin with; rules match the names of nodes.
+        drop: as there.
+        sqnr_db: as there.
+        metric: as there.
+        progress: as there.
+
+    Returns:
+        The diagnosis, and a specification for `quantize_onnx`.
+
+    Raises:
+        ModelError: an operator has no counterpart in torch, which the message names.
+        QuantizationError: as `compress.mend` and `quantize_onnx`.
+        CalibrationError: no batches.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="openvino")
+        >>> compress.mend_onnx("float.onnx", [images], spec=spec, sqnr_db=5.0).met  # its `.spec` is for `quantize_onnx`
+        True
+    """
+    spec = spec or QuantSpec()
+    original = load_source(path)
+    order = [tensor.name for tensor in inputs_of_file(original)]
+    data = [_in_order(batch, order) for batch in batches]
+    first = first_batch(feeds(iter(data), inputs_of_file(original)))
+    made, index, own = _network(original, first, data, spec)
+    judged = data if images is None else [_in_order(batch, order) for batch in images]
+    found = mend(
+        made.network,
+        data[0][: len(order)],
+        data,
+        judged,
+        spec=own,
+        drop=drop,
+        sqnr_db=sqnr_db,
+        metric=metric,
+        fixed=() if own.smooth == spec.smooth else ("smooth",),  # `auto` has scaled the file already
+        progress=progress,
+    )
+    return _renamed(found, file_names(made, index), made.origin, spec, len(own.rules))
+
+
+def _network(
+    original: SourceFile, first: Arrays, data: list[Any], spec: QuantSpec
+) -> tuple[Converted, Index, QuantSpec]:
+    source, _ = canonical(original, opset=OPSET)
+    rules: tuple[Rule, ...] = ()
+    if scaled := looks_at_layers(spec):
+        some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
+        rules, _ = scale_channels(source, first, list(some), spec)
+    made, index = converted(source, first), Index(source)
+    own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
+    return made, index, replace(own, smooth=None) if scaled else own
+
+
+def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
+    if isinstance(batch, Mapping):
+        batch = (*(batch[name] for name in order), *(v for k, v in batch.items() if k not in order))
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    halves = {torch.float16, torch.bfloat16}
+    return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x for x in map(as_tensors, parts))
+
+
+def _renamed(
+    found: Mended, names: Mapping[str, str], tensors: Mapping[str, str], spec: QuantSpec, count: int
+) -> Mended:
+    """Return a result that names the file's nodes and tensors, and begins with the caller's own rules."""
+
+    def mended_spec(own: QuantSpec) -> QuantSpec:
+        added = tuple(replace(rule, match=names.get(rule.match, rule.match)) for rule in own.rules[count:])
+        return replace(own, rules=(*spec.rules, *added), smooth=spec.smooth if own.smooth is None else own.smooth)
+
+    rows, changes = [], []
+    for row in found.diagnosis.rows:
+        causes = tuple(replace(cause, tensor=tensors.get(cause.tensor, cause.tensor)) for cause in row.causes)
+        rows.append(replace(row, layer=names.get(row.layer, row.layer), causes=causes))
+    for one in found.changes:
+        name = names.get(one.layer, one.layer)
+        changes.append(replace(one, layer=name, text=one.text.replace(f"{one.layer}: ", f"{name}: ", 1)))
+    first = found.diagnosis.first
+    if first is not None:
+        first = replace(first, tensor=tensors.get(first.tensor, first.tensor))
+    return replace(
+        found,
+        diagnosis=replace(found.diagnosis, rows=tuple(rows), first=first),
+        spec=mended_spec(found.spec),
+        specs=tuple(map(mended_spec, found.specs)),
+        changes=tuple(changes),
+    )

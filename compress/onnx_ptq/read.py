@@ -12,7 +12,7 @@ out. Compounds are found by their form, which counts only if no other node reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,15 +22,12 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
-from torch import Tensor
+from onnx import TensorProto
 
-from compress.graph.ops import ONNX_KINDS
-from compress.graph.spelled import AT, spelled_activation
-from compress.graph.traits import MANY, TRAITS, WEIGHTED
-from compress.onnx_graph import attribute, inputs_of, subgraphs
-from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements
+from compress.graph.ops import MANY, ONNX_KINDS, TRAITS, WEIGHTED
+from compress.graph.spelled import spelled_activation
+from compress.onnx_graph import TELLING, OnnxForm, attribute, inputs_of, subgraphs
+from compress.onnx_ptq.source import FLOATS, Index, Shapes, Types, elements
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 
 
@@ -39,7 +36,7 @@ class Compound:
     """One operation that is several nodes.
 
     Attributes:
-        kind: row of `graph.traits`.
+        kind: row of `graph.ops`.
         nodes: in graph order; the last one writes the result.
         input: the activation that it reads.
     """
@@ -48,9 +45,6 @@ class Compound:
     nodes: tuple[onnx.NodeProto, ...]
     input: str
 
-
-_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Greater", "Where"})
-_TELLING = frozenset({"Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"})
 
 Finder = Callable[[onnx.NodeProto, Index], Compound | None]
 """Returns the compound that begins, or has its most telling node, at a node."""
@@ -96,45 +90,8 @@ def _linear(node: onnx.NodeProto, index: Index) -> Compound | None:
     return Compound(kind="linear", nodes=(node, after), input=node.input[0])
 
 
-class _OnnxForm:
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def node(self, value: str) -> onnx.NodeProto:
-        return self._index.producers[value]
-
-    def inputs(self, value: str) -> Sequence[str]:
-        return [name for name in dict.fromkeys(self.node(value).input) if name not in self._index.fixed]
-
-    def is_arithmetic(self, value: str) -> bool:
-        maker = self._index.producers.get(value)
-        return maker is not None and maker.op_type in _ARITHMETIC
-
-    def reader(self, value: str) -> str | None:
-        after = self._index.alone(value)
-        return after.output[0] if after is not None and after.op_type in _ARITHMETIC | _TELLING else None
-
-    def computed(self, values: Sequence[str], x: str) -> Tensor | None:
-        nodes = [self.node(value) for value in values]
-        read = {name for node in nodes for name in node.input if name} - {x, *values}
-        numbers = {name: self._index.number(name) for name in read}
-        if None in numbers.values():
-            return None
-        graph = helper.make_graph(
-            nodes,
-            "activation",
-            [helper.make_tensor_value_info(x, TensorProto.FLOAT, [len(AT)])],
-            [helper.make_tensor_value_info(values[-1], TensorProto.FLOAT, None)],
-            [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._index.opset.get("", 1))])
-        with np.errstate(all="ignore"):
-            (result,) = ReferenceEvaluator(model).run(None, {x: AT.numpy()})
-        return torch.from_numpy(np.asarray(result))
-
-
 def _activation(node: onnx.NodeProto, index: Index) -> Compound | None:
-    form = _OnnxForm(index)
+    form = OnnxForm(index, index.opset.get("", 1))
     found = spelled_activation(node.output[0], form)
     if found is None:
         return None
@@ -175,7 +132,7 @@ def _of_last_axis(index: Index, name: str) -> bool:
 
 _FINDERS: dict[str, Finder] = {
     "MatMul": _linear,
-    **dict.fromkeys(_TELLING, _activation),
+    **dict.fromkeys(TELLING, _activation),
     "ReduceMean": _layer_norm,
 }
 

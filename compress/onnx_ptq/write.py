@@ -22,17 +22,22 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper
 from torch import Tensor
 
-from compress.engines.base import import_library, library_errors
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import import_library, library_errors, read_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
-from compress.export.prepare import NOT_HALF, half_or_more, half_scale, held_by_half
+from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
 from compress.files import replacing
-from compress.onnx_graph import WRITTEN_KEY, constant_tensor, consumed_as, drop_unread, replacing_model
-from compress.onnx_ptq.index import Index, Types
-from compress.onnx_ptq.load import SourceFile, tensors_of
+from compress.onnx_graph import (
+    WRITTEN_KEY,
+    constant_tensor,
+    consumed_as,
+    drop_unread,
+    rename,
+    replacing_model,
+    tensors_of,
+)
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
-from compress.onnx_ptq.run import unknown_to_runtime
+from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 
@@ -144,10 +149,7 @@ class _Writer:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
         for tensor, result in self.results.items():  # the file's output keeps its name
-            renamed = {tensor: self._free(added_tensor(tensor, "float"))[0], result: tensor}
-            for node in nodes:
-                node.input[:] = [renamed.get(name, name) for name in node.input]
-                node.output[:] = [renamed.get(name, name) for name in node.output]
+            rename(nodes, {tensor: self._free(added_tensor(tensor, "float"))[0], result: tensor})
         self.index.replace_nodes(nodes)
         drop_unread(self.graph)
 
@@ -203,6 +205,14 @@ _LARGEST = (1 << 31) - (1 << 20)
 _INSIDE = 1024
 """Bytes of tensors that always stay in the model itself: shapes, axes, scales."""
 _ALIGNED = 4096
+
+
+def other_file(path: Path, out: Path | str | None, ending: str, kind: str = "float") -> Path:
+    """Return the file to write, by default `<name>.<ending>.onnx` beside one that is not changed, of a `kind`."""
+    target = path.with_name(f"{path.stem}.{ending}.onnx") if out is None else Path(out)
+    if target.resolve() == path.resolve():
+        raise QuantizationError(f"{target} is the {kind} file itself; give another name for the new one")
+    return target
 
 
 def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
@@ -265,7 +275,9 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
                 outside = external_data_helper.uses_external_data(tensor)
                 if not outside and len(tensor.raw_data) <= _INSIDE:
                     continue
-                raw = _raw(source, tensor)
+                if outside:
+                    source.array(tensor)  # refuses data that are missing
+                raw = source.whole(tensor).raw_data
                 file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
                 offset = file.tell()
                 file.write(raw)
@@ -275,25 +287,13 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
         yield proto
 
 
-def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
-    if not external_data_helper.uses_external_data(tensor):
-        return tensor.raw_data
-    source.array(tensor)  # refuses data that are missing
-    whole = onnx.TensorProto()
-    whole.CopyFrom(tensor)
-    external_data_helper.load_external_data_for_tensor(whole, str(source.folder))
-    return whole.raw_data
-
-
 def _check(model: bytes, path: Path, target: str, source: SourceFile) -> None:
     """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
     with library_errors(AuditError, f"the new form of {path.name} is not valid (", "); report it, please"):
         onnx.checker.check_model(model, full_check=True)
         if target == "onnxruntime" and not unknown_to_runtime(source):
             onnxruntime = import_library("onnxruntime", "pip install onnxruntime")
-            options = onnxruntime.SessionOptions()
+            options = session_options(path.parent, 0, source.ops)
             options.log_severity_level = 4
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            for library in source.ops:
-                options.register_custom_ops_library(str(library.absolute()))
             onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from compress.data.base import BatchPlan, DataSet
 from compress.data.load import load_data
 from compress.errors import CalibrationError, DataError, ModelError, RecipeError
-from compress.export.onnx import check_export, export_onnx
-from compress.export.prepare import prepare
+from compress.export.onnx import check_export, export_onnx, prepare
 from compress.files import write_json
 from compress.graph.modules import modes_restored
 from compress.models.by_name import BuiltModel

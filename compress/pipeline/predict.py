@@ -19,8 +19,7 @@ from torch import Tensor
 from compress.data.base import Preprocessing
 from compress.data.decode import open_image, pixels_of, preprocessed, read_image, rgb
 from compress.data.folder import pictures_in
-from compress.engines.base import Engine, TensorInfo
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import Engine, TensorInfo, read_onnx
 from compress.engines.registry import suits
 from compress.errors import DataError, RunError, near_misses
 from compress.export.names import PREPROCESSING_KEY

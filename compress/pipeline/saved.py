@@ -17,7 +17,7 @@ from compress.data.folder import FolderSplit
 from compress.data.load import class_count, load_data
 from compress.data.memory import MemorySplit
 from compress.engines import Engine
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.errors import (
     CheckpointError,
     DataError,

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import called_module, node_kind, walk
-from compress.graph.traits import AVERAGES
+from compress.graph.ops import AVERAGES, called_module, node_kind, walk
 from compress.kernels.memory_format import along_axis
 from compress.kernels.triton.launch import Kernels, use_triton_eager
 from compress.kernels.triton.squeeze import Link, excite, excite_again, fits, squeeze

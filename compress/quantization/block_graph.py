@@ -13,8 +13,7 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from compress.errors import QuantizationError, near_misses
-from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.traits import WEIGHTED, kinds
+from compress.graph.ops import WEIGHTED, kinds, layer_name, node_kind, node_module
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
 from compress.support.text import shorten

@@ -11,7 +11,7 @@ other side. The library is not imported: its classes are recognized by their nam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,8 +28,10 @@ from compress.quantization.placement.decisions import ActivationSite, Decision, 
 from compress.quantization.quantizer import (
     QuantConv2d,
     Quantizer,
+    quantize_channels,
     quantized_layer,
     quantizer_path,
+    twin_of,
     weight_axis,
     weight_quantizer_of,
 )
@@ -288,15 +290,9 @@ def _float_twin(module: nn.Module, path: str) -> nn.Module:
         raise QuantizationError(
             f"layer {path} pads with {theirs.padding_mode!r}, which pytorch-quantization computes in its own way"
         )
-    twin: Any = layer_class.__new__(layer_class)
-    nn.Module.__init__(twin)
-    twin.__dict__.update({k: v for k, v in vars(module).items() if k not in vars(twin)})
-    twin.training = module.training
-    for name, parameter in module._parameters.items():
-        twin.register_parameter(name, parameter)
-    for name, buffer in module._buffers.items():
-        twin.register_buffer(name, buffer)
-    return twin
+    twin = twin_of(module, layer_class)
+    twin._buffers.update(module._buffers)
+    return cast(nn.Module, twin)
 
 
 def _expand_before_batchnorm(graph_module: fx.GraphModule, moved: _Moved) -> None:
@@ -307,12 +303,6 @@ def _expand_before_batchnorm(graph_module: fx.GraphModule, moved: _Moved) -> Non
             continue
         path = str(pair[0].target)
         layer: Any = node_module(pair[0])
-        old: Quantizer = layer.weight_quantizer
-        axis = weight_axis(layer)
-        if old.format.axis is not None or (axis == 1 and layer.groups != 1):
-            continue
-        wide = QuantFormat(num_bits=old.format.num_bits, signed=old.format.signed, axis=axis, narrow=old.format.narrow)
-        channels = layer.weight.shape[axis]
-        layer.weight_quantizer = Quantizer(wide, channels=channels, name=old.name).to(old.amax.device)
-        layer.weight_quantizer.set_amax(old.amax.expand(channels))
-        moved.weights[path] = wide
+        old = weight_quantizer_of(layer)
+        if old.format.axis is None and (weight_axis(layer) == 0 or layer.groups == 1):
+            moved.weights[path] = quantize_channels(layer, old.amax, old.format).format

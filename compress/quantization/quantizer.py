@@ -170,25 +170,22 @@ class _QuantWeight(nn.Module):
         return self.weight_quantizer(self.weight)
 
 
-class QuantConv1d(nn.Conv1d, _QuantWeight):
+class _QuantConv(_QuantWeight):
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self
+        return own._conv_forward(input, self.quantized_weight, own.bias)
+
+
+class QuantConv1d(_QuantConv, nn.Conv1d):
     """`nn.Conv1d` with a quantized weight; input (N, C, L)."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.quantized_weight, self.bias)
 
-
-class QuantConv2d(nn.Conv2d, _QuantWeight):
+class QuantConv2d(_QuantConv, nn.Conv2d):
     """`nn.Conv2d` with a quantized weight; input (N, C, H, W)."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.quantized_weight, self.bias)
 
-
-class QuantConv3d(nn.Conv3d, _QuantWeight):
+class QuantConv3d(_QuantConv, nn.Conv3d):
     """`nn.Conv3d` with a quantized weight; input (N, C, D, H, W)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.quantized_weight, self.bias)
 
 
 class _QuantTransposed(_QuantWeight):
@@ -270,13 +267,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     quantized = _QUANTIZED[float_class]
     if isinstance(module, Named):
         quantized = _NAMED[quantized]
-    layer: Any = quantized.__new__(quantized)
-    nn.Module.__init__(layer)
-    constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
-    layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
-    layer.training = module.training
-    for key, parameter in module._parameters.items():  # weight, bias (None too), and what a subclass adds to them
-        layer._parameters[key] = parameter
+    layer = twin_of(module, quantized)
     if parametrize.is_parametrized(module):
         _move_parametrizations(module, layer)
     for key, buffer in module._buffers.items():  # buffers and modules beside a layer at its path
@@ -288,6 +279,27 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     channels = None if quant_format.axis is None else weight.shape[quant_format.axis]
     layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight").to(weight.device)
     return layer
+
+
+def twin_of(module: nn.Module, kind: type[nn.Module]) -> Any:
+    """A layer of another class with the parameters and settings of a module, and neither its buffers nor children."""
+    layer: Any = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
+    layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
+    layer.training = module.training
+    layer._parameters.update(module._parameters)  # weight, bias (None too), and what a subclass adds to them
+    return layer
+
+
+def quantize_channels(layer: Any, amax: Tensor, quant_format: QuantFormat) -> Quantizer:
+    """Give a quantized layer's weight a range for each channel, from one or as many as there are; in place."""
+    axis, old = weight_axis(layer), weight_quantizer_of(layer)
+    channels = layer.weight.shape[axis]
+    new = Quantizer(replace(quant_format, axis=axis), channels=channels, name=old.name).to(amax.device)
+    new.set_amax(amax.expand(channels))
+    layer.weight_quantizer = new
+    return new
 
 
 def _move_parametrizations(source: Any, target: Any) -> None:

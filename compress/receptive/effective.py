@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
 from compress.graph.canonical import preserve_input
 from compress.graph.inputs import batch_inputs, flat_tensors, hooked
+from compress.graph.ops import WEIGHTED
 from compress.graph.trace import trace
-from compress.graph.traits import WEIGHTED
 from compress.receptive.theoretical import ReceptiveField, ReceptiveFieldTable, graph_receptive_field, receptive_field
 from compress.support.progress import NoProgress, Progress
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.graph.traits import kinds
+from compress.graph.ops import kinds
 from compress.receptive.fields import (
     IDENTITY,
     Call,

@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from compress.audit.engine import EngineAudit, Finding
-from compress.audit.layers import AuditedLayer
+from compress.audit.engine import AuditedLayer, EngineAudit, Finding
 from compress.errors import RunError
 from compress.files import parse_json, write_json
 from compress.measure.latency import EndToEnd

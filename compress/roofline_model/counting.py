@@ -15,9 +15,8 @@ from torch import Tensor, fx, nn
 from compress.errors import RooflineError
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer, layers, tensor_args
-from compress.graph.ops import layer_name, node_kind, node_module
+from compress.graph.ops import kinds, layer_name, node_kind, node_module
 from compress.graph.trace import trace
-from compress.graph.traits import kinds
 
 # Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing.
 VIEWS = kinds(lambda t: t.free) | {"assert"}

@@ -31,7 +31,7 @@ from compress.measure.latency import loaded, measure_engine_layers, measure_late
 from compress.measure.machine import describe_machine
 from compress.quantization.placement.insert import float_graph, read_fx
 from compress.quantization.placement.place import place
-from compress.quantization.sensitivity.compare import run_subset, subset_of
+from compress.quantization.sensitivity import run_subset, subset_of
 from compress.search.lab import (
     REFERENCE,
     Lab,

@@ -20,10 +20,9 @@ from compress.graph.functional import functions_to_modules
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
-from compress.graph.ops import node_kind, walk
+from compress.graph.ops import WEIGHTED, node_kind, walk
 from compress.graph.trace import propagate_shapes, trace
-from compress.graph.traits import WEIGHTED
-from compress.quantization.sensitivity.sensitivity import choose_formats
+from compress.quantization.sensitivity import choose_formats
 from compress.search import SearchSpec
 from compress.sparsity.groups import Channels, Use, channels_of
 

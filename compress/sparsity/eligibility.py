@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from compress.errors import SparsityError, near_misses
 from compress.graph.inputs import Inputs, as_inputs, hooked, run_with
 from compress.graph.modules import modes_restored
-from compress.graph.ops import module_kind, tensor_of
-from compress.graph.traits import WEIGHTED
+from compress.graph.ops import WEIGHTED, module_kind, tensor_of
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 
 # Channels of a 2:4 tensor-core tile in FP16: inputs and outputs of a layer must be multiples of these.

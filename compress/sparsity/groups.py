@@ -13,8 +13,7 @@ import torch
 from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor, fx, nn
 
-from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.traits import PASSING, SHAPES, kinds
+from compress.graph.ops import PASSING, SHAPES, kinds, layer_name, node_kind, node_module
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compress.audit.engine import audit_listing
+from compress.audit.engine import EngineLayer, EngineListing, EngineTensor, audit_listing
 from compress.audit.files import read_cuda_layers, read_engine_layers
-from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.errors import EngineError, RooflineError
 from compress.roofline_model import Device

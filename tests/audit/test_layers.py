@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import compress
-from compress.audit.engine import audit_listing
+from compress.audit.engine import EngineTensor, audit_listing, macs, operation
 from compress.audit.files import parse_build_log, parse_inspector, read_engine_layers
-from compress.audit.layers import EngineTensor, macs, operation
 from compress.errors import AuditError
 
 RECORDED = Path(__file__).parent / "nvidia"

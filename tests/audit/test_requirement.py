@@ -7,8 +7,16 @@ from torch import nn
 import compress
 from analysis.engine_check.networks import NETWORKS, TOKENS
 from analysis.engine_check.run import TARGETS, ask
-from compress.audit.engine import audit_listing, folded_names, lost_in_runtime, unmet_by_audit, unmet_by_runtime
-from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
+from compress.audit.engine import (
+    EngineLayer,
+    EngineListing,
+    EngineTensor,
+    audit_listing,
+    folded_names,
+    lost_in_runtime,
+    unmet_by_audit,
+    unmet_by_runtime,
+)
 from compress.engines.base import RuntimeLayer
 from tests.further import further
 from tests.networks import Net

@@ -10,10 +10,16 @@ from torchvision.models import SwinTransformer, VisionTransformer
 from typer.testing import CliRunner
 
 import compress
-from compress.audit.engine import audit_listing
+from compress.audit.engine import (
+    EngineLayer,
+    EngineListing,
+    EngineTensor,
+    NodeOutput,
+    audit_listing,
+    onnx_shapes,
+    with_rows,
+)
 from compress.audit.files import onnx_beside, read_engine_layers
-from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
-from compress.audit.rows import NodeOutput, onnx_shapes, with_rows
 from compress.cli.app import app
 from compress.records.files import EngineRow
 

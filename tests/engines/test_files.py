@@ -14,8 +14,8 @@ from onnx.reference import ReferenceEvaluator
 from compress import CompressWarning, build_engine
 from compress.engines import onnxruntime as engine_of_onnx_runtime
 from compress.engines import openvino as engine_of_openvino
-from compress.engines.onnx_file import to_unsigned
 from compress.errors import EngineError, EngineUnavailableError
+from compress.export.openvino import to_unsigned
 from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
 from tests.exact import open_session

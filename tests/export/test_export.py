@@ -30,9 +30,8 @@ from compress.detection import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export import names
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
-from compress.export.onnx import looked_up_once, operators_named_once, quiet, table_built_once
+from compress.export.onnx import looked_up_once, operators_named_once, prepare, quiet, table_built_once
 from compress.export.openvino import batches_kept
-from compress.export.prepare import prepare
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization import TARGETS

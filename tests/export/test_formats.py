@@ -14,7 +14,7 @@ from torch import nn
 from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, build_engine, export_onnx, quantize
 from compress.errors import ExportError, QuantizationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, quantize_tensor, scale_from_amax
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 from tests.exact import session_options
 from tests.networks import Net, network
 

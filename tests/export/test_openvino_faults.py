@@ -13,7 +13,7 @@ from torch import nn
 
 import compress
 from compress.export.onnxruntime import repeat_pairs
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 from tests.exact import WEIGHTS, compute, open_session
 from tests.networks import Net, with_statistics
 from tests.onnx_ptq.files import quantized_file, run

@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from compress import trace
 from compress.graph.layers import layers, total_macs
 from compress.graph.modules import InTraining
-from compress.graph.ops import ONNX_KINDS, SPELLINGS, module_kind, node_kind
-from compress.graph.traits import MANY, TRAITS
+from compress.graph.ops import MANY, ONNX_KINDS, SPELLINGS, TRAITS, module_kind, node_kind
 from compress.roofline_model.counting import workload
 from tests.networks import Net
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from compress import CompressError, DataSpec, audit_onnx, from_onnx, load_data, load_recipe
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.data.decode import read_image
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
 from compress.errors import AuditError, CheckpointError, DataError, EngineError, RecipeError, RunError
 from compress.models.by_name import read_state_dict

@@ -16,7 +16,7 @@ from torch import nn
 import compress
 from compress.errors import RunError
 from compress.files import write_json, write_text
-from compress.onnx_ptq.load import SourceFile
+from compress.onnx_ptq.source import SourceFile
 from compress.onnx_ptq.write import save_model
 from compress.pipeline.run import open_run
 from compress.plots.style import save_figure

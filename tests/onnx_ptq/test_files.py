@@ -18,7 +18,7 @@ from torch import nn
 
 import compress
 from compress.errors import CalibrationError, DataError, ExportError
-from compress.onnx_ptq import passes
+from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, open_session
@@ -249,7 +249,7 @@ def test_windows_over_the_edge_are_averaged_as_in_the_file(tmp_path, window):
 @pytest.mark.parametrize("calibrator", ["max", "lsq"])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_batch_in_pieces_has_the_ranges_of_the_whole(tmp_path, monkeypatch, calibrator, mixed):
-    monkeypatch.setattr(passes, "_PIECE", 1)
+    monkeypatch.setattr(calibrate, "_PIECE", 1)
     before = helper.make_node("CumSum", ["x", "zero"], ["a"]) if mixed else helper.make_node("Abs", ["x"], ["a"])
     nodes = [before, helper.make_node("Conv", ["a", "w"], ["y"], name="conv")]
     model = model_of(nodes, {"w": weights(4, 3, 3, 3), "zero": np.int64(0)}, shape=("time", 3, 8, 8))

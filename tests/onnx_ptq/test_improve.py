@@ -15,7 +15,7 @@ import compress
 from analysis.random_networks import readers
 from analysis.random_networks.check import TARGETS as RANDOM_TARGETS
 from analysis.random_networks.network import TABLES, Step
-from compress.onnx_ptq import passes
+from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
 from compress.quantization.numerics import scale_from_amax
@@ -294,7 +294,7 @@ def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, t
 
 @pytest.mark.parametrize("name", OWN)
 def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(passes, "_PIECE", 1)  # batches in pieces, as those of larger networks are
+    monkeypatch.setattr(calibrate, "_PIECE", 1)  # batches in pieces, as those of larger networks are
     (model, file), data = exported(name), data_of(name)
     spec = compress.QuantSpec(smooth=None)  # a file gets products with scales, a network of torch does not
     result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")

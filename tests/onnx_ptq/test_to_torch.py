@@ -10,10 +10,10 @@ from torch import nn
 
 import compress
 from compress.errors import ModelError, QuantizationError
-from compress.onnx_ptq import calibrate, passes
-from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.passes import BLOCKS, Blocked, BlockedSamples, blocked_session, with_block
+from compress.onnx_ptq import calibrate
+from compress.onnx_ptq.calibrate import BLOCKS, Blocked, BlockedSamples, blocked_session, with_block
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.onnx_ptq.source import load_source
 from compress.quantization import TARGETS
 from compress.quantization.calibration.histogram import drawn_from
 from compress.quantization.report import placement_of
@@ -215,9 +215,9 @@ def test_a_sample_holds_the_same_values(shape, block):
 def test_a_block_of_another_size_is_found_out(channels, block):
     plain = np.random.default_rng(0).normal(size=(3, channels, 5, 5)).astype(np.float32)
     beside = with_block({"x": blocked(plain, block)}, block)
-    assert passes.independent({"x": plain[1:2]}, beside, 3, ["x"])
+    assert calibrate.independent({"x": plain[1:2]}, beside, 3, ["x"])
     other = next(size for size in BLOCKS if size != block)
-    assert not passes.independent({"x": plain[1:2]}, with_block(beside, other), 3, ["x"])
+    assert not calibrate.independent({"x": plain[1:2]}, with_block(beside, other), 3, ["x"])
 
 
 @pytest.mark.parametrize("channels", [24, 32])
@@ -273,7 +273,7 @@ def test_blocked_results_are_those_of_onnx_runtime(wide):
 
 
 def test_ranges_do_not_depend_on_the_layout(wide, tmp_path, monkeypatch):
-    monkeypatch.setattr(passes, "_PIECE", 1)
+    monkeypatch.setattr(calibrate, "_PIECE", 1)
     data = [batch.tile(4, 1, 1, 1) * torch.rand(16, 1, 1, 1) for batch in batches(size=96)]
 
     def ranges(name):

@@ -8,7 +8,7 @@ from compress import load_recipe
 from compress.errors import RunError, SearchError
 from compress.pipeline.studies.search import search_run, search_worker
 from compress.recipe.tree import parse_recipe
-from compress.search import timing
+from compress.search import models
 from tests.exact import open_session
 
 TREE = {
@@ -36,7 +36,7 @@ def searched(tmp_path_factory, whole_figures):
     folder = tmp_path_factory.mktemp("search")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(timing, "_LOADS", 1)
+    patch.setattr(models, "_LOADS", 1)
     try:
         with whole_figures():
             found = search_run(parse_recipe(TREE, source="here"), folder / "run", engine="openvino", max_drop=100.0)

@@ -41,7 +41,7 @@ from compress.pipeline.studies.sensitivity import (
     write_recipe,
 )
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.sensitivity import mixed_spec
+from compress.quantization.sensitivity import mixed_spec
 from compress.recipe.tree import parse_recipe
 from compress.records.files import SLOWER
 from compress.records.summary import rules_text, slower_sentences, summary_table

@@ -14,7 +14,7 @@ from torch import nn
 
 import compress
 from compress.errors import QuantizationError
-from compress.export.prepare import prepare
+from compress.export.onnx import prepare
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.learned import (
     LearnedQuantizer,

@@ -21,9 +21,12 @@ from compress.engines.base import (
     EngineInfo,
     GpuTimes,
     RuntimeLayer,
+    array_of,
     check_inputs,
     check_shape,
+    check_tensors,
     import_library,
+    read_onnx,
     reason,
     with_batch,
 )
@@ -43,8 +46,6 @@ from compress.engines.cuda.program import (
     read_plan,
     time_program,
 )
-from compress.engines.gpu import array_of, check_tensors
-from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "cuda"

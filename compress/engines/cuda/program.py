@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.engines.base import GpuTimes
+from compress.engines.base import GpuTimes, time_batch
 from compress.engines.cuda import reference
 from compress.engines.cuda.executor import (
     FLOAT_KERNEL,
@@ -36,7 +36,6 @@ from compress.engines.cuda.plan.graph import Graph, Node, without_dead
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid, real_weight, resolve_quantizers
 from compress.engines.cuda.plan.steps import Attention, Convolution, Linear, Product, Step
-from compress.engines.gpu import time_batch
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import Request, compile_requests, recorded

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.engines.base import OnnxFile, read_onnx
 from compress.engines.tensorrt.library import Flavour, Library, Log, gpu, gpu_problem, tensorrt_library
 from compress.engines.tensorrt.metadata import (
     EngineMetadata,
@@ -544,10 +544,23 @@ def build_commands(file: OnnxFile, options: TensorRTOptions, *, engine: Path | N
     sparse = is_sparse(file.metadata) if options.sparse is None else options.sparse
     commands = []
     for name in _TARGETS:
+        flags = _flags(name, target, dynamic, options, sparse)
+        own, others = ([word for asked, *words in flags if asked for word in words[tool]] for tool in range(2))
+        tool = (_program(name), f"--onnx={file.path.name}", f"--saveEngine={target}", *own, "--skipInference")
+        polygraphy = (
+            *_polygraphy_head(name),
+            "convert",
+            file.path.name,
+            "--convert-to",
+            "trt",
+            "--output",
+            target,
+            *others,
+        )
         commands += [
-            Command(target=name, purpose="build", words=_tool(name, file, target, dynamic, options, sparse)),
+            Command(target=name, purpose="build", words=tool),
             Command(target=name, purpose="time", words=_timing(name, target, dynamic)),
-            Command(target=name, purpose="build", words=_polygraphy(name, file, target, dynamic, options, sparse)),
+            Command(target=name, purpose="build", words=polygraphy),
             Command(target=name, purpose="compare", words=_compare(name, file, dynamic)),
         ]
     return tuple(commands)
@@ -557,65 +570,48 @@ def _program(target: str) -> str:
     return "tensorrt_rtx" if target == "TensorRT-RTX" else "trtexec"
 
 
-def _tool(
-    target: str,
-    file: OnnxFile,
-    engine: str,
-    dynamic: Mapping[str, Profile],
-    options: TensorRTOptions,
-    sparse: bool,
-) -> tuple[str, ...]:
-    rtx = target == "TensorRT-RTX"
-    words = [_program(target), f"--onnx={file.path.name}", f"--saveEngine={engine}"]
-    words += ["--stronglyTyped"] if target == "TensorRT 10" else []
-    words += [f"--{bound}Shapes={_by_x(shapes)}" for bound, shapes in _bounds(dynamic)]
-    words += [f"--computeCapabilities={','.join(map(str, options.sms or PORTABLE_SMS))}"] if rtx else []
-    words += [f"--memPoolSize=workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
-    words += ["--sparsity=enable"] if sparse else []
-    words += [] if options.tf32 else ["--noTF32"]
-    if options.optimization_level is not None:
-        words.append(f"--builderOptimizationLevel={options.optimization_level}")
-    words += ["--refit"] if options.refit else []
-    if not rtx:
-        words += ["--versionCompatible"] if options.version_compatible else []
-        words += [f"--hardwareCompatibilityLevel={_HARDWARE[options.hardware]}"] if options.hardware != "none" else []
-        words.append("--timingCacheFile=tensorrt.timing")
-        words += ["--profilingVerbosity=detailed", f"--exportLayerInfo={engine}.layers.json"]
-    return (*words, "--skipInference")
+def _flags(
+    target: str, engine: str, dynamic: Mapping[str, Profile], options: TensorRTOptions, sparse: bool
+) -> list[tuple[bool, list[str], list[str]]]:
+    """True for what is asked for, and the words that ask trtexec and Polygraphy for it."""
+    rtx, sms, hardware = target == "TensorRT-RTX", options.sms or PORTABLE_SMS, options.hardware
+    mib, level, times = options.workspace_mib, str(options.optimization_level), "tensorrt.timing"
+    kept = [f"--timingCacheFile={times}", "--profilingVerbosity=detailed", f"--exportLayerInfo={engine}.layers.json"]
+    return [
+        (target == "TensorRT 10", ["--stronglyTyped"], ["--strongly-typed"]),
+        *(
+            (True, [f"--{bound}Shapes={_by_x(shapes)}"], [f"--trt-{bound}-shapes", *_by_list(shapes)])
+            for bound, shapes in _bounds(dynamic)
+        ),
+        (
+            rtx,
+            [f"--computeCapabilities={','.join(map(str, sms))}"],
+            ["--compute-capabilities", *(f"{sm // 10}.{sm % 10}" for sm in sms)],
+        ),
+        (mib is not None, [f"--memPoolSize=workspace:{mib}M"], ["--pool-limit", f"workspace:{mib}M"]),
+        (sparse, ["--sparsity=enable"], ["--sparse-weights"]),
+        (not options.tf32, ["--noTF32"], []),
+        (options.tf32, [], ["--tf32"]),
+        (
+            options.optimization_level is not None,
+            [f"--builderOptimizationLevel={level}"],
+            ["--builder-optimization-level", level],
+        ),
+        (options.refit, ["--refit"], ["--refittable"]),
+        (not rtx and options.version_compatible, ["--versionCompatible"], ["--version-compatible"]),
+        (
+            not rtx and hardware != "none",
+            [f"--hardwareCompatibilityLevel={_HARDWARE.get(hardware, hardware)}"],
+            ["--hardware-compatibility-level", hardware.replace("-", "_")],
+        ),
+        (not rtx, kept, ["--load-timing-cache", times, "--save-timing-cache", times]),
+    ]
 
 
 def _timing(target: str, engine: str, dynamic: Mapping[str, Profile]) -> tuple[str, ...]:
     shapes = [f"--shapes={_by_x((name, p.opt) for name, p in dynamic.items())}"] if dynamic else []
     graph = [] if target == "TensorRT-RTX" else ["--useCudaGraph"]
     return (_program(target), f"--loadEngine={engine}", *shapes, *graph, "--noDataTransfers", "--useSpinWait")
-
-
-def _polygraphy(
-    target: str,
-    file: OnnxFile,
-    engine: str,
-    dynamic: Mapping[str, Profile],
-    options: TensorRTOptions,
-    sparse: bool,
-) -> tuple[str, ...]:
-    rtx = target == "TensorRT-RTX"
-    words = [*_polygraphy_head(target), "convert", file.path.name, "--convert-to", "trt", "--output", engine]
-    words += ["--strongly-typed"] if target == "TensorRT 10" else []
-    for bound, shapes in _bounds(dynamic):
-        words += [f"--trt-{bound}-shapes", *_by_list(shapes)]
-    words += ["--compute-capabilities", *(f"{sm // 10}.{sm % 10}" for sm in options.sms or PORTABLE_SMS)] if rtx else []
-    words += ["--pool-limit", f"workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
-    words += ["--sparse-weights"] if sparse else []
-    words += ["--tf32"] if options.tf32 else []
-    if options.optimization_level is not None:
-        words += ["--builder-optimization-level", str(options.optimization_level)]
-    words += ["--refittable"] if options.refit else []
-    if not rtx:
-        words += ["--version-compatible"] if options.version_compatible else []
-        if options.hardware != "none":
-            words += ["--hardware-compatibility-level", options.hardware.replace("-", "_")]
-        words += ["--load-timing-cache", "tensorrt.timing", "--save-timing-cache", "tensorrt.timing"]
-    return tuple(words)
 
 
 def _compare(target: str, file: OnnxFile, dynamic: Mapping[str, Profile]) -> tuple[str, ...]:

@@ -12,10 +12,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo, check_inputs, reason
-from compress.engines.gpu import array_of, time_batch
-from compress.engines.gpu import check_tensors as check_given
-from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
+from compress.engines.base import (
+    ENGINE_SUFFIXES,
+    Arrays,
+    BuildOptions,
+    Engine,
+    EngineInfo,
+    GpuTimes,
+    TensorInfo,
+    array_of,
+    check_inputs,
+    existing_file,
+    reason,
+    time_batch,
+)
+from compress.engines.base import check_tensors as check_given
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.library import (
     FLAVOURS,

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from compress.engines.base import TensorInfo
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import TensorInfo, read_onnx
 from compress.engines.tensorrt.library import BUILDERS, FLAVOURS
 from compress.engines.tensorrt.options import Profile
 from compress.errors import EngineError

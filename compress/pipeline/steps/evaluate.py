@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from compress.data.base import Batch, BatchPlan, Preprocessing
 from compress.engines import Engine
-from compress.engines.onnx_file import load_onnx
+from compress.engines.base import load_onnx
 from compress.engines.registry import suits, target_of
 from compress.errors import CompressError, DataError, EngineError, EngineUnavailableError
 from compress.export.names import module_of

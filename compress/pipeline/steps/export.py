@@ -12,7 +12,7 @@ from compress.audit.engine import EngineAudit, audit_listing, folded_names, unme
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import OnnxAudit, audit_onnx, sparse_nodes
 from compress.engines import build_engine, registry
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import read_onnx
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, commands_markdown
 from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
@@ -28,14 +28,13 @@ from compress.graph.layers import Layer, layers
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.measure.parity import model_sizes
-from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.pt2e import export_executorch
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.onnx_ptq.source import load_source, open_batch
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
 from compress.quantization import QuantSpec, Target
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
+from compress.quantization.sensitivity import output_sqnr, weight_sqnr
 from compress.records.files import (
     BUILT_ENGINES,
     ENGINES,

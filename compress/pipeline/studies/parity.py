@@ -19,14 +19,13 @@ from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files
 from compress.measure.parity import LayerParity, layer_parity
-from compress.onnx_ptq.mend import mend_onnx
-from compress.onnx_ptq.quantize import quantize_onnx
+from compress.onnx_ptq.quantize import mend_onnx, quantize_onnx
 from compress.pipeline.run import task_of
 from compress.pipeline.saved import finished_run, network, variants_in
 from compress.pipeline.steps.networks import CalibrationImages, build_float
 from compress.quantization import QuantSpec
 from compress.quantization.ptq.quantize import quantize, quantize_targets
-from compress.quantization.sensitivity.mend import Goal, Mended, mend
+from compress.quantization.sensitivity import Goal, Mended, mend
 from compress.recipe.tree import Recipe
 from compress.support.progress import NoProgress, Progress
 from compress.tasks.classification import TOP1

@@ -34,9 +34,9 @@ from compress.pipeline.steps.networks import build_float, calibration_images, ch
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.insert import float_graph
-from compress.quantization.placement.requests import LayerSettings
+from compress.quantization.placement.place import LayerSettings
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.sensitivity import (
+from compress.quantization.sensitivity import (
     FLOAT,
     LayerSensitivity,
     Sensitivity,

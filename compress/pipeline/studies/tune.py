@@ -26,15 +26,11 @@ from compress.export.onnx import export_onnx
 from compress.files import cache_folder, read_json, write_json
 from compress.graph.inputs import model_inputs
 from compress.measure.latency import Latency, latency_ratio, paired_interval, time_files
-from compress.onnx_ptq.load import load_source
-from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
-from compress.onnx_ptq.run import feeds, inputs_of_file
+from compress.onnx_ptq.source import feeds, inputs_of_file, load_source, one_image
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.view import GraphView
-from compress.quantization.sensitivity.compare import Effect, Judged, metric_for, targets_of
-from compress.quantization.sensitivity.mend import Goal
-from compress.quantization.sensitivity.sensitivity import FLOAT, lowered
+from compress.quantization.sensitivity import FLOAT, Effect, Goal, Judged, lowered, metric_for, targets_of
 from compress.support.process import core_count, processor_name
 from compress.support.progress import NoProgress, Progress
 

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from compress.errors import CalibrationError, DeadTensorError
 from compress.graph.compare import alone
 from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
-from compress.graph.ops import Watching, tensor_of
+from compress.graph.ops import AVERAGES, Watching, tensor_of
 from compress.graph.report import attach_report
-from compress.graph.traits import AVERAGES
 from compress.quantization.calibration.calibrators import (
     Calibrator,
     HistogramCalibrator,
@@ -338,7 +337,8 @@ def choose_together(calibrators: Iterable[Calibrator]) -> None:
     for (calibrator, largest), copy in zip(found, copies, strict=True):
         calibrator._read = copy
         if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
-            alike.setdefault((type(calibrator), largest.device, calibrator._options()), []).append(calibrator)
+            choice = calibrator.choice
+            alike.setdefault((choice.func, *choice.keywords.items(), largest.device), []).append(calibrator)
     for group in alike.values():
         together([cast(Histogram, calibrator._counted) for calibrator in group], group)
 
@@ -356,6 +356,6 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
     counts = torch.cat([h.counts for h in histograms])
-    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
+    chosen = group[0].choice(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
     for calibrator, own in zip(group, chosen.split(1), strict=True):
         calibrator._chosen = own

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -238,11 +239,18 @@ class MaxCalibrator(Calibrator):
 
 
 class HistogramCalibrator(Calibrator):
-    """Counts magnitudes; subclasses choose from the counts."""
+    """Counts magnitudes, and chooses from the counts.
+
+    `choice` returns the amax of each row, (rows,), from counts (rows, bins) and the bins' width (rows,).
+    """
 
     statistics = "histogram"
     _counted: Histogram | None
     _chosen: Tensor | None  # set by `choose_together`
+
+    def __init__(self, choice: partial[Tensor], *, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.choice = choice
 
     def _observe(self, rows: Tensor) -> None:
         self._chosen = None
@@ -276,15 +284,7 @@ class HistogramCalibrator(Calibrator):
         if self._chosen is not None:
             return self._chosen
         counted = self._counted or self._empty(len(largest), largest.device)
-        return self._choose_bin(*counted.live())
-
-    @abstractmethod
-    def _options(self) -> tuple[float, ...]:
-        """The settings that `_choose_bin` depends on besides its arguments."""
-
-    @abstractmethod
-    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        """The amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,)."""
+        return self.choice(*counted.live())
 
     def _forget(self) -> None:
         self._counted = self._chosen = None
@@ -364,45 +364,6 @@ def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     return amax
 
 
-class PercentileCalibrator(HistogramCalibrator):
-    """Clips all but `percentile` percent of the magnitudes."""
-
-    def __init__(self, *, percentile: float = 99.99, axis: int | None = None) -> None:
-        check_percentile(percentile)
-        super().__init__(axis=axis)
-        self.percentile = percentile
-
-    def _options(self) -> tuple[float, ...]:
-        return (self.percentile,)
-
-    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        return percentile_amax(counts, width, self.percentile)
-
-
-class _IntegerCalibrator(HistogramCalibrator):
-    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
-        super().__init__(axis=axis)
-        self.num_bits = num_bits
-        self.signed = signed
-
-    def _options(self) -> tuple[float, ...]:
-        return (self.num_bits, self.signed)
-
-
-class EntropyCalibrator(_IntegerCalibrator):
-    """Clips where the distribution changes least: the smallest Kullback-Leibler divergence."""
-
-    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        return entropy_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
-
-
-class MSECalibrator(_IntegerCalibrator):
-    """Clips where quantizing changes the values least, in mean square."""
-
-    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed, tolerance=NEAR_TIE)
-
-
 class LSQCalibrator(MaxCalibrator):
     """A step of 2 E|v| / sqrt(Qp), where learned step sizes begin (Esser et al., arXiv 1902.08153, section 2.1).
 
@@ -456,11 +417,6 @@ class LSQCalibrator(MaxCalibrator):
 
 
 CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
-_OF_INTEGERS: dict[str, Callable[..., Calibrator]] = {
-    "entropy": EntropyCalibrator,
-    "mse": MSECalibrator,
-    "lsq": LSQCalibrator,
-}
 
 
 def calibrator_for(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
@@ -484,12 +440,18 @@ def make_calibrator(
     most = MOST_BITS if name in HISTOGRAM_CALIBRATORS else WIDEST
     if not LEAST_BITS <= num_bits <= most:
         raise CalibrationError(f"num_bits is {num_bits}: it must be {LEAST_BITS} to {most}")
-    if name == "max":
-        return MaxCalibrator(axis=axis)
+    unsigned = not signed
+    choices = {
+        "percentile": partial(percentile_amax, percentile=percentile),
+        "entropy": partial(entropy_amax, num_bits=num_bits, unsigned=unsigned),
+        "mse": partial(mse_amax, num_bits=num_bits, unsigned=unsigned, tolerance=NEAR_TIE),
+    }
+    if name not in CALIBRATORS:
+        raise CalibrationError(
+            f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
+        )
     if name == "percentile":
-        return PercentileCalibrator(percentile=percentile, axis=axis)
-    if name in _OF_INTEGERS:
-        return _OF_INTEGERS[name](num_bits=num_bits, signed=signed, axis=axis)
-    raise CalibrationError(
-        f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
-    )
+        check_percentile(percentile)
+    if name in choices:
+        return HistogramCalibrator(choices[name], axis=axis)
+    return LSQCalibrator(num_bits=num_bits, signed=signed, axis=axis) if name == "lsq" else MaxCalibrator(axis=axis)

@@ -15,13 +15,11 @@ from compress.graph.canonical import canonical_graph, check_float_model
 from compress.graph.compare import Reference, alone
 from compress.graph.fold import fold_batchnorm, fold_constants
 from compress.graph.inputs import Inputs, as_inputs, bound_to_size, device_of
-from compress.graph.ops import altered, node_kind, node_module
+from compress.graph.ops import WEIGHTED, altered, node_kind, node_module
 from compress.graph.report import Leaf, attach_report, leaves_of, report_of
-from compress.graph.traits import WEIGHTED
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
-from compress.quantization.placement.place import place
-from compress.quantization.placement.requests import scaled_layers
+from compress.quantization.placement.place import place, scaled_layers
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 from compress.quantization.ptq.rescaling import (
     batchnorm_moments,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from compress.graph.traits import kinds
+from compress.graph.ops import kinds
 from compress.quantization import Residual, Target
 
 TAKES_APART = kinds(lambda t: t.takes_apart)

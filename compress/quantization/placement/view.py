@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from compress.graph.ops import TRAITS, Traits
 from compress.graph.report import Leaf
-from compress.graph.traits import TRAITS, Traits
 
 _MASK = 1e4
 """Biases of no smaller magnitude are masks, if they are far from the others."""

@@ -23,8 +23,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.layers import tensor_args
-from compress.graph.ops import Watching, module_kind, node_kind, node_module, tensor_of
-from compress.graph.traits import TRAITS
+from compress.graph.ops import TRAITS, Watching, module_kind, node_kind, node_module, tensor_of
 from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.numerics import fake_quantize
 from compress.quantization.ptq.on_images import spread

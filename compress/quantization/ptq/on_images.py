@@ -28,8 +28,7 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.functional import constant_value, is_constant
 from compress.graph.inputs import Inputs
-from compress.graph.ops import Watching, node_kind, node_module
-from compress.graph.traits import PASSING
+from compress.graph.ops import PASSING, Watching, node_kind, node_module
 from compress.quantization import ActivationSpec, QuantSpec, Rule
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax

@@ -35,8 +35,19 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.graph.fold import foldable_pair
 from compress.graph.inputs import model_inputs
 from compress.graph.layers import tensor_args
-from compress.graph.ops import Watching, layer_name, module_kind, node_kind, node_module, replace_node, tensor_of
-from compress.graph.traits import AVERAGES, PASSING, WEIGHTED, kinds
+from compress.graph.ops import (
+    AVERAGES,
+    PASSING,
+    WEIGHTED,
+    Watching,
+    kinds,
+    layer_name,
+    module_kind,
+    node_kind,
+    node_module,
+    replace_node,
+    tensor_of,
+)
 from compress.quantization.report import Equalization, Moments, Norm, Pair, Smoothing
 from compress.support.progress import NoProgress, Progress
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.engines.base import TensorInfo
-from compress.engines.onnx_file import read_onnx
+from compress.engines.base import TensorInfo, read_onnx
 from compress.engines.tensorrt.build import build_commands, commands_markdown
 from compress.engines.tensorrt.options import TensorRTOptions, check_admitted, choose_sms, parse_options, profiles_of
 from compress.errors import EngineError

@@ -24,7 +24,7 @@ from compress.quantization.ptq.rescaling import (
     smoothing_scale,
 )
 from compress.quantization.quantizer import quantizers
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 from tests.networks import Net, network, unchanged, with_statistics
 from tests.onnx_ptq.files import export
 from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide

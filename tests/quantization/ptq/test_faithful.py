@@ -29,7 +29,7 @@ from compress import (
 from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.graph.compare import relative_error
 from compress.quantization.quantizer import quantizers
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 from tests.networks import Net, with_statistics
 
 IMAGE = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from compress.errors import CalibrationError, ExportError, QuantizationError
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import Comparison
-from compress.quantization.sensitivity.compare import output_sqnr, sqnr, weight_sqnr
+from compress.quantization.sensitivity import output_sqnr, sqnr, weight_sqnr
 from tests.networks import Net, TinyResNet, network, unchanged
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -27,7 +27,7 @@ from compress.quantization.ptq.rounding import (
 )
 from compress.quantization.ptq.walk import walk
 from compress.quantization.quantizer import _QuantWeight, quantized_layer, quantizers
-from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity import sqnr
 from compress.support.progress import NoProgress
 from tests.networks import network, tiny
 

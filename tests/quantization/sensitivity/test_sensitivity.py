@@ -16,8 +16,14 @@ from compress.errors import QuantizationError
 from compress.quantization.placement.insert import float_graph
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import placement_of
-from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.sensitivity.sensitivity import choose_formats, everywhere, front, layer_settings, mixed_spec
+from compress.quantization.sensitivity import (
+    choose_formats,
+    everywhere,
+    front,
+    layer_settings,
+    mixed_spec,
+    sqnr,
+)
 from tests.networks import Net, TinyResNet, network, unchanged, with_statistics
 from tests.onnx_ptq.test_improve import outliers, unequal
 

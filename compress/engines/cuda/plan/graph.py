@@ -13,9 +13,8 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from compress.engines.base import library_errors, shape_text
+from compress.engines.base import OnnxFile, library_errors, read_onnx, shape_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host, pads_of
-from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
 from compress.onnx_graph import opset_of
 

@@ -1,10 +1,18 @@
-"""Operators in the spelling that `graph.ops` knows; those with parameters as modules at the path of the node's name."""
+"""An ONNX file as a torch.fx network: what needs gradients or quantizers in torch works on files through it.
+
+Operators are in the spelling that `graph.ops` knows; those with parameters are modules at the path of the node's name.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from keyword import iskeyword
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +23,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor, fx, nn
 
-from compress.errors import QuantizationError
+from compress.engines.base import Arrays, TensorInfo, library_errors
+from compress.errors import CompressError, ModelError, QuantizationError
+from compress.graph.inputs import flat_tensors
+from compress.graph.spelled import KNOWN
 from compress.onnx_graph import (
     AVERAGE_POOLS,
     INTERPOLATIONS,
@@ -23,10 +34,201 @@ from compress.onnx_graph import (
     Window,
     attribute,
     attributes_of,
+    free_name,
     read_window,
 )
-from compress.onnx_ptq.read import Compound, Span
-from compress.onnx_ptq.to_torch.builder import Builder, Place, Size, Value, axes_of
+from compress.onnx_ptq.canonical import canonical, change_of
+from compress.onnx_ptq.read import Compound, Span, find_compounds, find_parts
+from compress.onnx_ptq.source import (
+    FloatSession,
+    Index,
+    Shapes,
+    SourceFile,
+    Types,
+    check_bounds,
+    feeds,
+    inferred,
+    inputs_of_file,
+    load_source,
+    open_batch,
+)
+
+_UNSAFE = r"[^A-Za-z0-9_./:+-]"
+"""What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
+_TAKEN = frozenset(dir(nn.Module())) | {"self", "Self", "_self"}
+"""Names of modules themselves, and what torch.fx makes the name of a module's result, beside its own `self`."""
+Size = int | fx.Node
+"""A size: a number, or the batch times a number."""
+Value = fx.Node | float | list[fx.Node]
+"""What computes a tensor of the file: an operation or a number; for several outputs a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the file holds a parameter of a layer: the node that reads it, and the index of that input.
+
+    `transposed`: the file holds (in, out) of a linear layer, where torch has (out, in).
+    """
+
+    node: str
+    input: int
+    transposed: bool = False
+
+
+class Builder:
+    """Tensors by the names that they have in the file, and what operators need to know of the file.
+
+    Attributes:
+        wider: index of the same graph for a batch that is larger by one image, which shows the sizes that depend on the
+            batch; None if the file takes this batch size alone.
+        root: holds the layers and constants.
+        origin: name of the file's tensor by name of the fx node that computes it.
+        path: path of each layer by name of the file's node.
+        places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
+    """
+
+    convert: Callable[[onnx.NodeProto], Value]
+
+    def __init__(self, index: Index, shapes: Shapes, types: Types, wider: Index | None) -> None:
+        self.index, self.shapes, self.types, self.wider = index, shapes, types, wider
+        self.root, self.graph = nn.Module(), fx.Graph()
+        self.origin: dict[str, str] = {}
+        self.path: dict[str, str] = {}
+        self.places: dict[str, dict[str, Place]] = {}
+        self._made: dict[str, Value] = {}
+        self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
+        self._paths: set[str] = set()
+        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
+        self._inputs: list[fx.Node] = []
+
+    def input(self, name: str) -> None:
+        node = self.graph.placeholder(_identifier(name))
+        node.target = node.name  # which fx keeps apart from keywords, builtins and the names that its code uses
+        self._inputs.append(node)
+        self.set(name, node)
+
+    def set(self, name: str, value: Value) -> None:
+        """Name the value that computes a tensor of the file; an identity gives one value several names."""
+        self._made[name] = value
+        if isinstance(value, fx.Node):
+            self.origin.setdefault(value.name, name)
+
+    def tensor(self, name: str) -> Value:
+        """The node that computes a tensor; what follows from constants and sizes is made when it is asked for."""
+        if name not in self._made:
+            value, producer = self._fixed(name), self.index.producers.get(name)
+            if value is not None:
+                self.set(name, self.constant(name, value))
+            elif producer is not None and name in self.index.fixed:
+                self.set(name, self.convert(producer))
+            else:
+                raise QuantizationError(f"tensor {name!r} is not computed by the graph")
+        return self._made[name]
+
+    def _fixed(self, name: str) -> NDArray[Any] | None:
+        value = self.index.value(name) if name in self.index.fixed else None
+        if value is None or name in self.index.unchanging or self.wider is None:
+            return value
+        after = self.wider.value(name)
+        return value if after is not None and np.array_equal(value, after) else None
+
+    def known(self, name: str) -> bool:
+        return name in self._made
+
+    def constant(self, name: str, value: NDArray[Any]) -> fx.Node:
+        """Add a constant tensor, which training leaves as it is."""
+        key = _identifier(name)
+        key = free_name(key, self._names)
+        tensor = torch.from_numpy(np.array(value))
+        self.root.register_buffer(key, tensor.float() if tensor.is_floating_point() else tensor)
+        return self.graph.get_attr(key)
+
+    def operand(self, name: str) -> Value:
+        value = None if self.known(name) else self._fixed(name)
+        number = float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+        if number is None or self.types.get(name) == onnx.TensorProto.BOOL:
+            return self.tensor(name)
+        return number
+
+    def layer(self, node: onnx.NodeProto, module: nn.Module, x: Value, **places: Place) -> fx.Node:
+        """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
+        name = _safe(node.name)
+        parts = [part for part in name.split(".") if part]
+        nested = ".".join(parts) == name and not _prefixes(name) & self._paths
+        path = name if nested and name not in self._prefixes else name.replace(".", "_")
+        if path.partition(".")[0] in self._names or not path:
+            path = f"layer_{path}"
+        path = free_name(path, self._paths)
+        self.path[node.name] = path
+        *parents, last = path.split(".")
+        holder = self.root
+        for part in parents:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(last, module)
+        own = {"weight": Place(node=node.name, input=1), "bias": Place(node=node.name, input=2)}
+        self.places[path] = own | places
+        return self.graph.call_module(path, (x,))
+
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        if isinstance(function, str):
+            return self.graph.call_method(function, args, kwargs)
+        return self.graph.call_function(function, args, kwargs)
+
+    def integers(self, name: str) -> list[Size]:
+        """Return the values of an integer tensor; one that grows with the batch is computed from its size."""
+        value = self.index.value(name)
+        if value is None:
+            raise QuantizationError(
+                f"tensor {name!r}, which decides about a shape, depends on the values of activations"
+            )
+        here = [int(number) for number in value.reshape(-1)]
+        after = None if self.wider is None else self.wider.value(name)
+        if after is None or after.size != len(here):
+            return list(here)
+        return [self._size(name, a, int(b)) for a, b in zip(here, after.reshape(-1), strict=True)]
+
+    def whole(self, name: str) -> list[int]:
+        found = self.integers(name)
+        if not all(isinstance(size, int) for size in found):
+            raise QuantizationError(f"tensor {name!r} depends on the batch size, where a fixed number is needed")
+        return [size for size in found if isinstance(size, int)]
+
+    def _size(self, name: str, here: int, after: int) -> Size:
+        if here == after:
+            return here
+        images = self.shapes[self.index.graph.input[0].name][0]
+        factor = after - here
+        if here != factor * images:
+            raise QuantizationError(f"tensor {name!r} depends on the batch size in a way that is not known")
+        size = self.call("size", self._inputs[0], 0)
+        return size if factor == 1 else self.call(operator.mul, size, factor)
+
+
+def axes_of(builder: Builder, node: onnx.NodeProto) -> list[int] | None:
+    """Return the axes of an operator, an attribute before opset 13 and an input after; None = all."""
+    if len(node.input) > 1 and node.input[1]:
+        return builder.whole(node.input[1])
+    found = attribute(node, "axes", None)
+    return None if found is None else [int(axis) for axis in found]
+
+
+def _identifier(name: str) -> str:
+    found = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or "tensor"  # fx drops the leading ones itself
+    return f"x_{found}" if found[0].isdigit() or found in {"self", "forward"} or iskeyword(found) else found
+
+
+def _safe(name: str) -> str:
+    """Return the name of a node with none but characters, and parts, that a module may have."""
+    parts = re.sub(_UNSAFE, "_", name).split(".")
+    return ".".join(f"layer_{part}" if iskeyword(part) or part in _TAKEN else part for part in parts)
+
+
+def _prefixes(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -147,9 +349,7 @@ def rms_norm(b: Builder, node: onnx.NodeProto) -> Value:
     shape, weight = b.shapes[node.input[0]], constant(b, node.input[1])
     normalized = shape[attribute(node, "axis", -1) % len(shape) :]
     module = nn.RMSNorm(normalized, eps=attribute(node, "epsilon", 1e-5))
-    with torch.no_grad():
-        module.weight.copy_(weight.expand(normalized))
-    return b.layer(node, module, b.tensor(node.input[0]))
+    return b.layer(node, _filled(module, weight.expand(normalized), None), b.tensor(node.input[0]))
 
 
 def written_layer_norm(b: Builder, found: Compound) -> Value:
@@ -185,10 +385,7 @@ def _layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | No
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Value:
     slope = constant(b, node.input[1]).reshape(-1)
-    module = nn.PReLU(len(slope))
-    with torch.no_grad():
-        module.weight.copy_(slope)
-    return b.layer(node, module, b.tensor(node.input[0]))
+    return b.layer(node, _filled(nn.PReLU(len(slope)), slope, None), b.tensor(node.input[0]))
 
 
 def window(b: Builder, node: onnx.NodeProto, kernel: Sequence[int] | None = None) -> Window:
@@ -275,9 +472,13 @@ def _reduction(function: Any) -> Converter:
     return convert
 
 
-def _softmax(function: Any) -> Converter:
+def _along(function: Any, axis: int) -> Converter:
+    """Return the converter of a function along one axis, which has a default; searches keep it with size 1."""
+    searches = function in {torch.argmax, torch.argmin}
+
     def convert(b: Builder, node: onnx.NodeProto) -> Value:
-        return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", -1)))
+        options = {"keepdim": bool(attribute(node, "keepdims", 1))} if searches else {}
+        return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", axis)), **options)
 
     return convert
 
@@ -494,14 +695,6 @@ def _einsum(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call(torch.einsum, attribute(node, "equation", b"").decode(), *(b.tensor(name) for name in node.input))
 
 
-def _arg(function: Any) -> Converter:
-    def convert(b: Builder, node: onnx.NodeProto) -> Value:
-        axis, keep = int(attribute(node, "axis", 0)), bool(attribute(node, "keepdims", 1))
-        return b.call(function, b.tensor(node.input[0]), dim=axis, keepdim=keep)
-
-    return convert
-
-
 def _cumulative(b: Builder, node: onnx.NodeProto) -> Value:
     if attribute(node, "exclusive", 0) or attribute(node, "reverse", 0):
         raise QuantizationError("it leaves out the number itself, or begins at the end")
@@ -594,15 +787,15 @@ OPERATORS: dict[str, Converter] = {
     "Gelu": _gelu,
     "HardSigmoid": _hard_sigmoid,
     "Clip": _clip,
-    "Softmax": _softmax(torch.softmax),
-    "LogSoftmax": _softmax(F.log_softmax),
+    "Softmax": _along(torch.softmax, -1),
+    "LogSoftmax": _along(F.log_softmax, -1),
     "Pow": _many(torch.pow),
     "Max": _many(torch.maximum),
     "Min": _many(torch.minimum),
     "Where": _where,
     "Einsum": _einsum,
-    "ArgMax": _arg(torch.argmax),
-    "ArgMin": _arg(torch.argmin),
+    "ArgMax": _along(torch.argmax, 0),
+    "ArgMin": _along(torch.argmin, 0),
     "CumSum": _cumulative,
     "GlobalAveragePool": _global,
     "GlobalMaxPool": _global,
@@ -629,3 +822,167 @@ OPERATORS: dict[str, Converter] = {
     "Reciprocal": _reciprocal,
 }
 """Converters of operators without parameters."""
+
+
+OPSET = 13
+"""The lowest opset whose operators are known; files of older ones are raised."""
+
+_CHANGED = 1e-3
+"""Largest difference between network and file, relative to an output's largest value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A file as a torch network that computes its outputs, in order, in evaluation mode; names as in `Builder`."""
+
+    network: fx.GraphModule
+    origin: dict[str, str]
+    path: dict[str, str]
+    places: dict[str, dict[str, Place]]
+
+
+def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | None = None) -> fx.GraphModule:
+    """Return an ONNX file as a torch network, compared with the file on ONNX Runtime.
+
+    Args:
+        file: float ONNX file of opset 6 to 25.
+        batch: one batch of its inputs; None = random numbers of the shapes that the file states.
+        size: height and width for open sides, with `batch` None.
+
+    Returns:
+        A GraphModule in evaluation mode, whose layers have the names of the file's nodes. Sizes follow the batch; all
+        others are those of `batch`.
+
+    Raises:
+        AuditError: the file is missing, truncated or not valid ONNX.
+        QuantizationError: it is quantized already.
+        ModelError: an operator has no counterpart, which the message names, or the network computes something else.
+
+    Examples:
+        >>> network = compress.from_onnx("float.onnx")
+        >>> torch.allclose(network(images), model(images), atol=1e-4)
+        True
+    """
+    source = load_source(file)
+    given = random_feed(source, size=size) if batch is None else next(feeds([batch], inputs_of_file(source)))
+    check_bounds(source, given)
+    return converted(canonical(source, opset=OPSET)[0], given).network
+
+
+def converted(source: SourceFile, feed: Arrays) -> Converted:
+    found = network_of(source, feed)
+    compare_network(source, found.network, feed)
+    return found
+
+
+def network_of(source: SourceFile, feed: Arrays) -> Converted:
+    """Convert a file as `converted` does, without comparing; Q/DQ pairs become PT2E's operators."""
+    index, shapes, types = inferred(source, feed)
+    builder = _built(index, shapes, types, _wider(source, feed))
+    network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
+    return Converted(network=network, origin=builder.origin, path=builder.path, places=builder.places)
+
+
+def _wider(source: SourceFile, feed: Arrays) -> Index | None:
+    """Return the index of a graph for one more image; None if the file states the size of its batch."""
+    if any(not open_batch(value) for value in source.proto.graph.input if value.name in feed):
+        return None
+    try:
+        return inferred(source, {name: np.concatenate([value, value[:1]]) for name, value in feed.items()})[0]
+    except QuantizationError:
+        return None
+
+
+def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> Builder:
+    builder = Builder(index, shapes, types, wider)
+    for value in index.graph.input:
+        if value.name not in index.constants:
+            builder.input(value.name)
+    compounds = [
+        found for found in find_compounds(index) if found.kind != "layer_norm" or plain_layer_norm(builder, found)
+    ]
+    last = {found.nodes[-1].output[0]: found for found in compounds}
+    inside = {part.output[0] for found in compounds for part in found.nodes[:-1]}
+    parts = find_parts(index, shapes)
+    builder.convert = partial(_convert, builder, compound=None)
+    for node in index.graph.node:
+        results = [name for name in node.output if name]
+        if not results or results[0] in inside or index.fixed.issuperset(results):
+            continue
+        made = part(builder, node, parts) if results[0] in parts else _convert(builder, node, last.get(results[0]))
+        for name, value in zip(node.output, made if isinstance(made, list) else [made], strict=False):
+            builder.set(name, value)
+    outputs = [builder.tensor(value.name) for value in index.graph.output]
+    builder.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+    builder.graph.lint()
+    return builder
+
+
+def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Value:
+    try:
+        if compound is not None:
+            return _compound(builder, compound)
+        convert = LAYERS.get(node.op_type) or OPERATORS.get(node.op_type)
+        if convert is None or node.domain not in {"", "ai.onnx"}:
+            raise QuantizationError("torch has no counterpart that is known here")
+        return convert(builder, node)
+    except QuantizationError as error:
+        domain = f" of the domain {node.domain}" if node.domain else ""
+        raise ModelError(
+            f"{builder.index.source.path} cannot become a torch network: operator {node.op_type}{domain} at "
+            f"{node.name or node.output[0]!r}: {error}. Calibration alone (ptq --onnx) does not need this"
+        ) from error
+
+
+def _compound(builder: Builder, found: Compound) -> Value:
+    if found.kind == "linear":
+        return linear_with_sum(builder, found)
+    if found.kind == "layer_norm":
+        return written_layer_norm(builder, found)
+    if found.kind == "gelu":
+        tanh = any(part.op_type == "Tanh" for part in found.nodes)
+        return builder.call(F.gelu, builder.tensor(found.input), approximate="tanh" if tanh else "none")
+    return builder.call(KNOWN[found.kind], builder.tensor(found.input))
+
+
+def compare_network(source: SourceFile, network: nn.Module, feed: Arrays) -> None:
+    names = [value.name for value in source.proto.graph.output]
+    expected = FloatSession(source, names).run(feed)
+    inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]
+    with library_errors(ModelError, f"{source.path} as a torch network does not run: "), torch.no_grad():
+        got = flat_tensors(network(*(x.float() if x.is_floating_point() else x for x in inputs)))
+    limit = 20 * _CHANGED if any(expected[name].dtype == np.float16 for name in names) else _CHANGED
+    for name, value in zip(names, got, strict=True):
+        change, largest = change_of(np.asarray(expected[name]), value.double().numpy())
+        if not change <= limit * largest + 1e-6:
+            raise ModelError(
+                f"{source.path} as a torch network differs from the file on ONNX Runtime: output {name!r} by "
+                f"{change:.3g}, more than {limit:g} of its largest value. Calibration alone (ptq --onnx) does not need "
+                "this network"
+            )
+
+
+def _without_sides(path: Path, tensor: TensorInfo) -> ModelError:
+    return ModelError(
+        f"{path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a height and a "
+        "width for images (size=; in a recipe model.options: {size: [224, 224]})"
+    )
+
+
+def random_feed(
+    source: SourceFile,
+    *,
+    batch_size: int = 2,
+    size: tuple[int, int] | None = None,
+    refusal: Callable[[Path, TensorInfo], CompressError] = _without_sides,
+) -> Arrays:
+    """Normal numbers for the inputs, an open batch of `batch_size`; `refusal` is raised for sides that stay open."""
+    generator, found = np.random.default_rng(0), {}
+    for tensor in inputs_of_file(source):
+        shape = [batch_size if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
+        if size is not None and len(shape) == 4:
+            shape[2:] = [given if side < 0 else side for given, side in zip(size, shape[2:], strict=True)]
+        if min(shape, default=1) < 1:
+            raise refusal(source.path, tensor)
+        found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
+    return found

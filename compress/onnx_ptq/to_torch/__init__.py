@@ -1,1 +1,0 @@
-"""ONNX files as torch networks."""

@@ -1,1 +1,0 @@
-"""Sensitivity of each layer to quantization, and mixed precision."""
