@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from compress.errors import CompressError
+
 Row = dict[str, Any]
 
 # Options whose values are paths of one machine. They do not belong to what was measured.
@@ -30,8 +32,18 @@ class Feeds:
         return next(self._feeds, None)
 
 
+def _sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not isinstance(error, CompressError):
+        return sys.__excepthook__(kind, error, trace)
+    return print(f"error {kind.__name__}: {error}", file=sys.stderr)
+
+
 def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out`, the folder of the results; the environment variable OUT changes its default."""
+    """Return a parser with `--out`, the folder of the results; the environment variable OUT changes its default.
+
+    What compress refuses ends the process with a sentence from here on, as it does on the command line.
+    """
+    sys.excepthook = _sentence
     parser = argparse.ArgumentParser(description=description)
     folder = Path(os.environ.get("OUT", out))
     parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
@@ -94,10 +106,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def newest_rows(log: Path, key: str) -> dict[str, Row]:
-    return {row[key]: row for row in read_rows(log)}
 
 
 def read_rows(file: Path) -> list[Row]:

@@ -68,7 +68,8 @@ def kernels_of(events: list[Event], weights: set[tuple[int, ...]], steps: int) -
         around = threads[launch["tid"]].around(launch["ts"]) if launch and launch["tid"] in threads else []
         phase = next((e["name"].removeprefix("phase ") for e in phases.around(launch["ts"])), "") if launch else ""
         group = group_of(event, phase, around, weights)
-        dims = shown_shapes(around)
+        read: list[Any] = next((e["args"]["Input Dims"] for e in around if e.get("args", {}).get("Input Dims")), [])
+        dims = " ".join("x".join(map(str, d)) for d in read if d and not isinstance(d[0], list))
         row = sums.setdefault(
             (event["name"], group, dims),
             {"kernel": event["name"], "group": group, "phase": phase, "shapes": dims, "ms": 0.0, "count": 0.0},
@@ -76,11 +77,6 @@ def kernels_of(events: list[Event], weights: set[tuple[int, ...]], steps: int) -
         row["ms"] += event["dur"] / 1e3 / steps
         row["count"] += 1 / steps
     return sorted(sums.values(), key=lambda row: -row["ms"])
-
-
-def shown_shapes(around: list[Event]) -> str:
-    dims: list[Any] = next((e["args"]["Input Dims"] for e in around if e.get("args", {}).get("Input Dims")), [])
-    return " ".join("x".join(map(str, d)) for d in dims if d and not isinstance(d[0], list))
 
 
 def group_of(event: Event, phase: str, around: list[Event], weights: set[tuple[int, ...]]) -> str:

@@ -47,7 +47,8 @@ def table(runs: Sequence[Row]) -> str:
         title = f"| {case['network']} b{case['batch']} {case['precision']} {case['mode']}"
         for row in case["rows"]:
             if case["mode"] == "calibration":
-                passes.append(f"{title} | {row['variant']} | {_pass(row)} | {number} |")
+                rate = f"{row['images_per_s']:.0f} | {row['throughput_ratio']:.2f} | {row['pass_ms']:.2f}"
+                passes.append(f"{title} | {row['variant']} | {rate} | {row['fixed_ms']:.1f} | {number} |")
             else:
                 steps.append(f"{title} | {row['variant']} | {_step(row)} | {number} |")
     missing = [f"- Not measured in run {r['run']}: {m['case']} ({m['reason']})." for r in runs for m in r["missing"]]
@@ -57,10 +58,6 @@ def table(runs: Sequence[Row]) -> str:
 def _step(row: Row) -> str:
     numbers = (row["ms"], row.get("time_ratio"), row.get("peak_gib"), row.get("memory_ratio"))
     return " | ".join("" if n is None else f"{n:.1f}" if i in (0, 2) else f"{n:.2f}" for i, n in enumerate(numbers))
-
-
-def _pass(row: Row) -> str:
-    return f"{row['images_per_s']:.0f} | {row['throughput_ratio']:.2f} | {row['pass_ms']:.2f} | {row['fixed_ms']:.1f}"
 
 
 def overview(runs: Sequence[Row]) -> str:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torchvision
 
 from analysis.common.study import command_line, study_parser
-from compress.errors import RooflineError
 from compress.files import write_text
 from compress.graph.trace import trace
+from compress.models import ModelSpec
+from compress.models.by_name import build_model
 from compress.plots.roofline import draw_roofline, draw_rooflines
 from compress.plots.style import save_figure
 from compress.roofline_model import Workload, devices_text, find_device, roofline_of, what_if, what_if_text
@@ -27,11 +27,10 @@ def bounds(work: Workload, devices: Sequence[str]) -> list[list[str]]:
     for name in devices:
         for precision in PRECISIONS:
             head = [work.model, find_device(name).title, precision]
-            try:
-                r = roofline_of(work, device=name, precision=precision)
-            except RooflineError:
+            if precision not in find_device(name).precisions:
                 rows.append([*head, "-", "-", "-", "-", "the device lacks it"])
                 continue
+            r = roofline_of(work, device=name, precision=precision)
             moved = quantity((r.weight_bytes + r.activation_bytes) / r.batch_size, "B")
             figures = [f"{r.arithmetic_intensity:.0f}", f"{r.ridge_point:.0f}", moved, f"{r.images_per_s:,.0f}"]
             rows.append([*head, *figures, f"{r.memory_bound_share:.0%}"])
@@ -48,16 +47,15 @@ def main() -> None:
     shown = arguments.devices[-2:][0]  # the device of the figures and scenarios of one network
     rows, parts = [], []
     for network in arguments.networks:
-        model = getattr(torchvision.models, network)(weights=None).eval()
         x = torch.randn(1, 3, arguments.image, arguments.image)
-        graph_module = trace(model, x)
+        graph_module = trace(build_model(ModelSpec(name=network), num_classes=1000).eval(), x)
         work = replace(count(graph_module, x, fused=True).with_batch(arguments.batch), model=network)
         panels = {name: roofline_of(work, device=name, precision="int8") for name in arguments.devices}
         save_figure(draw_rooflines(list(panels.values())), arguments.out / f"{network}.png")
         save_figure(draw_roofline(panels[shown]), arguments.out / f"{network}_{shown}.png")
         rows += bounds(work, arguments.devices)
-        scenarios = what_if_text(what_if(graph_module, x, device=shown))
-        parts.append(f"## What compression could buy: {network}, {find_device(shown).title}\n\n{scenarios}\n")
+        title = f"## What compression could buy: {network}, {find_device(shown).title}"
+        parts += [title, "", what_if_text(what_if(graph_module, x, device=shown)), ""]
         print(network, flush=True)
     notes = [f"- {d.title}: {d.note}." for d in map(find_device, arguments.devices) if d.note]
     lines = [

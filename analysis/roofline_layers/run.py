@@ -1,4 +1,4 @@
-"""Teaching pictures: which convolutions can use a device fully, and how far blocks of networks look for their time."""
+"""Teaching figures: which convolutions can use a device fully, and how far blocks of networks look for their time."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -318,8 +318,8 @@ def sparse_bound(
     )
 
 
-# Precisions in which networks run that nobody has compressed, the fastest first.
-_AS_IT_IS = ("fp16", "bf16", "fp32")
+# Precisions in which networks run that nobody has compressed, the fastest first; some accelerators have int8 alone.
+_AS_IT_IS = ("fp16", "bf16", "fp32", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +352,7 @@ def what_if(
 ) -> tuple[WhatIf, ...]:
     """The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
 
-    The last are fused, in the device's best precision. `precision` None = the first of fp16, bf16 and fp32 that it has.
+    The last are fused, in the device's best precision. `precision` None = its first of fp16, bf16, fp32, int8.
     """
     graph_module = trace(model, example_inputs)
     plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
@@ -369,15 +369,14 @@ def scenarios(
 ) -> tuple[WhatIf, ...]:
     """`what_if` of a network that is counted already, once with each operation alone and once fused."""
     found = find_device(device)
-    precision = precision or next((p for p in _AS_IT_IS if p in found.precisions), "fp32")
+    precision = precision or next(p for p in _AS_IT_IS if p in found.precisions)
     found.peak_flops_per_s(precision)
     sparse = f"int8{SPARSE}"
     best = next((p for p in (sparse, "int8") if p in found.precisions), precision)
     steps: list[tuple[str, Workload, str]] = [
         (f"{precision}, as it is", plain, precision),
         (f"{precision} + fusion", fused, precision),
-        ("int8", plain, "int8"),
-        ("int8 + fusion", fused, "int8"),
+        *([] if precision == "int8" else [("int8", plain, "int8"), ("int8 + fusion", fused, "int8")]),
         (f"{sparse} + fusion", fused, sparse),
     ]
     steps += [(f"{best} + fusion, batch {size}", fused.with_batch(size), best) for size in batch_sizes]
@@ -389,8 +388,8 @@ def _scenario(name: str, work: Workload, precision: str, device: Device, base: R
     unknown = WhatIf(name=name, precision=precision, fused=work.fused, batch_size=work.batch_size)
     try:
         result = roofline_of(work, device=device, precision=precision)
-    except RooflineError as error:
-        return replace(unknown, reason=str(error))
+    except RooflineError:
+        return replace(unknown, reason=f"no peak for {precision}")
     return replace(
         unknown,
         precision=result.precision,

@@ -10,6 +10,7 @@ from torchvision import models
 from compress import roofline
 from compress.errors import RooflineError
 from compress.roofline_model import (
+    TABLE,
     Device,
     Operation,
     Workload,
@@ -198,8 +199,15 @@ def test_what_a_device_lacks_is_said_and_not_zero():
     sparse = next(s for s in scenarios if "2:4" in s.name)
     assert sparse.least_time_ms is None
     assert sparse.speedup is None
-    assert "NVIDIA T4 has no peak for int8-2:4" in sparse.reason
+    assert sparse.reason == "no peak for int8-2:4"
     assert scenarios[-1].name == "int8 + fusion, batch 8"
+
+
+@pytest.mark.parametrize("device", [d for d in TABLE if "fp32" not in d.precisions], ids=lambda d: d.name)
+def test_a_device_of_integers_alone_has_its_scenarios(device):
+    scenarios = what_if(residual(), torch.randn(1, 4, 9, 9), device=device, batch_sizes=(8,))
+    assert scenarios[0].name == "int8, as it is" and scenarios[0].speedup == 1
+    assert len({s.name for s in scenarios}) == len(scenarios)
 
 
 def test_bad_settings_are_refused():
