@@ -26,6 +26,7 @@ from compress.report.document import class_names, class_table, prediction_blocks
 from compress.report.headline import headline
 from compress.report.write import write_comparison, write_report
 from compress.support.text import plain
+from tests.figures import quick_figures
 from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
@@ -536,7 +537,8 @@ def reported(run_folder, tmp_path_factory):
     ]
     rows.append(EngineRow(variant="ptq", engine="openvino (f32)", unmet=("1 of 3 <INT8> operations",)))
     ENGINES.write(folder, rows)
-    write_report(folder)
+    with quick_figures():
+        write_report(folder)
     return folder
 
 
