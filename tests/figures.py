@@ -7,9 +7,9 @@ import pytest
 from compress.report import figures
 
 
-@pytest.fixture(scope="module", autouse=True)
-def whole_figures():
-    # Figures are drawn, but neither laid out nor written, except in `with whole_figures():`.
+@contextmanager
+def quick_figures():
+    # Figures are drawn, but neither laid out nor written, except in the context that this yields.
     quick = {
         "settle": lambda figure: figure,
         "to_png": lambda figure: b"",
@@ -24,5 +24,13 @@ def whole_figures():
         vars(figures).update(quick)
 
     vars(figures).update(quick)
-    yield whole
-    vars(figures).update(real)
+    try:
+        yield whole
+    finally:
+        vars(figures).update(real)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_figures():
+    with quick_figures() as whole:
+        yield whole

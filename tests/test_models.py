@@ -12,6 +12,7 @@ from torch import nn
 from compress import ModelSpec, build_model
 from compress.errors import CheckpointError, ModelError
 from compress.models.by_name import build_model_with_notes, fit_state, read_state_dict
+from tests.data.test_cifar import Exploit
 
 SMALL = "shufflenet_v2_x0_5"
 OWN_KEYS = ("num_classes", "weights", "pretrained")
@@ -380,14 +381,6 @@ def test_a_truncated_file(tmp_path, name, kept):
     with pytest.raises(CheckpointError, match=r"truncated|damaged"):
         load_weights(model, file)
     assert same(model, fresh)
-
-
-class Exploit:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_loading_runs_no_code(tmp_path):

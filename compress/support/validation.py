@@ -210,9 +210,14 @@ def _declared(cls: Any, location: Sequence[str | int]) -> object:
         else:
             section = next(_sections(hint), None)
             mapped = (get_args(member)[1] for member in members(hint) if get_origin(member) in (dict, Mapping))
-            fields = {} if section is None else get_type_hints(section, include_extras=True)
+            fields = {} if section is None else _hints(section)
             hint = next(mapped, Any) if section is None else fields.get(part, Any)
     return hint
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
 
 
 def _sections(hint: Any) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 # The command line as a user meets it: exit status, what is on which stream, what is said.
 #
-# A refusal and an interrupt run in a process of their own; all other cases call the same `main` in this
+# Refusals without torch and an interrupt run in processes of their own; all other cases call the same `main` in this
 # one, which saves the seconds that a process takes to import torch.
 
 import contextlib
@@ -40,12 +40,6 @@ from tests.hostile.disk import read_only, room_for
 ROOT = Path(__file__).parents[2]
 
 
-def process(*arguments, cwd=None):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "compress", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
-
-
 SAID = (
     "input    RGB, NCHW: centre crop of 20 x 20 after resizing to 23, mean 0.485, 0.456, 0.406, std 0.5; --size, "
     "--resize, --mean and --std change this"
@@ -79,6 +73,7 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     lines = seen["ptq"].splitlines()
     assert lines[1:3] + lines[4:5] == ["data     images", SAID, "engines  OpenVINO"], seen["ptq"]
     assert seen["predict"].startswith("error RunError: runs/nowhere is no run folder")
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr  # of `predict`, the last one
     assert all("torch was imported" in seen[name] for name in ("qat", "erf", "ptq"))
 
 
@@ -105,26 +100,20 @@ REFUSALS = [
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "nan"), "--max-drop is nan"),
     (("sensitivity", "--recipe", "resnet50", "--images", "-1"), "'--images'"),
     (("inspect", "onnx", "/dev/zero"), "/dev/zero"),
+    (("inspect", "onnx", "none.onnx"), "does not exist"),
     (("inspect", "parity", "--run", "."), ". is no run folder (recipe.yaml is missing)"),
     (("build", "explore", "resnet50", "--device", "h2000"), "did you mean 'h200'"),
     (("build", "recipe", "quickstart", "--sm", "89"), "quantization.target is openvino"),
 ]
 
 
-def test_a_refusal_has_a_reason_a_status_and_leaves_nothing(tmp_path):
-    check_refused(process("inspect", "onnx", "none.onnx", cwd=tmp_path), "does not exist", tmp_path)
-
-
 @pytest.mark.parametrize(("arguments", "text"), REFUSALS)
-def test_further_refusals(arguments, text, tmp_path, compress):
-    check_refused(compress(*arguments, cwd=tmp_path), text, tmp_path)
-
-
-def check_refused(done, text, folder):
+def test_a_refusal_has_a_reason_a_status_and_leaves_nothing(arguments, text, tmp_path, compress):
+    done = compress(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert text in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr and done.stdout == ""
-    assert not [p for p in folder.rglob("*") if p.is_file()]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
 def test_inspect_as_json_is_one_document(compress):

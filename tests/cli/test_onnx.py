@@ -21,7 +21,7 @@ from compress.cli.app import app
 from compress.cli.options import form_of
 from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
-from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
+from compress.errors import DataError, EngineUnavailableError, RunError
 from compress.measure.latency import STAGES, EndToEnd
 from compress.pipeline.run import open_run
 from compress.pipeline.saved import _evaluation_images
@@ -224,14 +224,6 @@ def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
     assert engine.stat().st_size == printed["engine_bytes"]
     assert (printed["sms"], printed["recipe"]) == ([89, 120], "0123")
     assert {row["target"] for row in printed["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
-
-
-def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):
-    path = classifier(tmp_path / "m.onnx")
-    done = build_compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "90")
-    assert isinstance(done.exception, EngineError)
-    assert "SM 90 needs TensorRT itself" in str(done.exception)
-    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
 
 
 def test_commands_are_printed_without_a_build(tmp_path):

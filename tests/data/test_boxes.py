@@ -62,8 +62,10 @@ WRITE = {"voc": write_voc, "coco": write_coco}
 
 
 def spec(root, name="voc", **options):
-    defaults = {"image_size": SIZE, "classes": CLASSES, "workers": 0, "batch_size": 2}
-    return DataSpec(name=name, root=str(root), **{**defaults, **options})
+    of_kind = {"image_size": SIZE, "classes": CLASSES}
+    if name == "masks":
+        of_kind = {"image_size": MASK_SIZE, "classes": SIDES, "ignore_index": 11}
+    return DataSpec(name=name, root=str(root), **{**of_kind, "workers": 0, "batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -231,18 +233,13 @@ def write_masks(root, *, images="{split}", masks="{split}annot", count=5):
                 Image.fromarray(array).save(path)
 
 
-def mask_spec(root, **options):
-    defaults = {"image_size": MASK_SIZE, "classes": SIDES, "ignore_index": 11, "workers": 0, "batch_size": 2}
-    return DataSpec(name="masks", root=str(root), **{**defaults, **options})
-
-
 @pytest.mark.parametrize(
     ("images", "masks"),
     [("{split}", "{split}annot"), ("images/{split}", "masks/{split}"), ("{split}/images", "{split}/masks")],
 )
 def test_each_layout_is_read(tmp_path, images, masks):
     write_masks(tmp_path, images=images, masks=masks)
-    data = load_data(mask_spec(tmp_path))
+    data = load_data(spec(tmp_path, "masks"))
     pictures, targets = data.val.load([0, 4], epoch=None, device=torch.device("cpu"))
     assert pictures.shape == (2, 3, *MASK_SIZE)
     assert targets.shape == (2, *MASK_SIZE)
@@ -253,7 +250,7 @@ def test_each_layout_is_read(tmp_path, images, masks):
 
 def test_images_and_masks_are_augmented_together_and_alike_on_every_call(tmp_path):
     write_masks(tmp_path)
-    data = load_data(mask_spec(tmp_path))
+    data = load_data(spec(tmp_path, "masks"))
     plan = BatchPlan(batch_size=2, epoch=3)
     batches = list(data.train.batches(plan))
     again = list(data.train.batches(plan))
@@ -271,7 +268,7 @@ def test_images_and_masks_are_augmented_together_and_alike_on_every_call(tmp_pat
 
 def test_resized_masks_hold_classes_alone(tmp_path):
     write_masks(tmp_path)
-    _, targets = load_data(mask_spec(tmp_path, image_size=(12, 20))).val.load(
+    _, targets = load_data(spec(tmp_path, "masks", image_size=(12, 20))).val.load(
         [1], epoch=None, device=torch.device("cpu")
     )
     assert set(targets.unique().tolist()) <= {0, 1, 255}
@@ -280,7 +277,7 @@ def test_resized_masks_hold_classes_alone(tmp_path):
 @pytest.mark.parametrize("mode", ["P", "RGB"])
 def test_masks_hold_the_same_classes_with_a_palette_and_as_grey_pixels_in_rgb(tmp_path, mode):
     write_masks(tmp_path, count=1)
-    wanted = load_data(mask_spec(tmp_path)).val.load([0], epoch=None, device=torch.device("cpu"))[1]
+    wanted = load_data(spec(tmp_path, "masks")).val.load([0], epoch=None, device=torch.device("cpu"))[1]
     path = tmp_path / "valannot" / "0.png"
     grey = Image.open(path)
     mask = Image.merge("RGB", [grey] * 3)
@@ -289,7 +286,9 @@ def test_masks_hold_the_same_classes_with_a_palette_and_as_grey_pixels_in_rgb(tm
         mask.putpalette([(37 * i) % 256 for i in range(768)])
         assert mask.mode == "P"
     mask.save(path)
-    assert torch.equal(load_data(mask_spec(tmp_path)).val.load([0], epoch=None, device=torch.device("cpu"))[1], wanted)
+    assert torch.equal(
+        load_data(spec(tmp_path, "masks")).val.load([0], epoch=None, device=torch.device("cpu"))[1], wanted
+    )
 
 
 def mask_of(array):
@@ -315,13 +314,13 @@ def test_bad_masks_are_named(tmp_path, kind):
     damage, message = DAMAGE[kind]
     damage(tmp_path / "valannot" / "1.png")
     with pytest.raises(DataError, match=message):
-        list(load_data(mask_spec(tmp_path)).val.batches(BatchPlan(batch_size=5)))
+        list(load_data(spec(tmp_path, "masks")).val.batches(BatchPlan(batch_size=5)))
 
 
 def test_bad_masks_are_left_out_if_the_recipe_says_so(tmp_path):
     write_masks(tmp_path)
     DAMAGE["class"][0](tmp_path / "valannot" / "1.png")
-    split = load_data(mask_spec(tmp_path, on_error="skip")).val
+    split = load_data(spec(tmp_path, "masks", on_error="skip")).val
     assert sum(len(targets) for _, targets in split.batches(BatchPlan(batch_size=5))) == 4
     assert [name.endswith("1.png") for name in split.skipped] == [True]
 
@@ -336,4 +335,4 @@ def test_bad_masks_are_left_out_if_the_recipe_says_so(tmp_path):
 )
 def test_bad_specifications_and_an_unknown_layout_are_refused(tmp_path, options, message):
     with pytest.raises(DataError, match=message):
-        load_data(mask_spec(tmp_path, **options))
+        load_data(spec(tmp_path, "masks", **options))

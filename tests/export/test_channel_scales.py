@@ -18,6 +18,7 @@ from compress.export.tensorrt import scales_on_outputs
 from compress.measure.parity import layer_parity
 from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, compute
+from tests.further import further
 from tests.networks import Net
 from tests.onnx_ptq.files import batches, export, model_of, weights
 
@@ -301,7 +302,7 @@ def test_other_padding_stays(model):
     assert model.SerializeToString() == before
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", further(TARGETS, ["tensorrt", "openvino", "onnxruntime", "litert"]))
 def test_a_quantizer_is_placed_before_the_padding(tmp_path, target):
     # So that the convolution reads it directly, in exported models and in quantized files alike.
     first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, 2)  # TensorFlow's padding of a convolution of stride 2

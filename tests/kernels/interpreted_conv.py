@@ -126,4 +126,3 @@ def main():
     triton_depthwise._PROGRAMS = 14  # so that each goes through several tiles
     for case in DEPTHWISE:
         check_depthwise(case, torch.float16, "cpu")
-    print(f"{len(CASES)} convolutions, 1 stem, {len(DEPTHWISE)} depthwise")

@@ -75,13 +75,13 @@ def composed(y, amax, epilogue, window, bias, dtype):
     return max_pool(fused_quantize(y, amax, epilogue, bias=bias, kernels="torch"), window)
 
 
-def check_weights(dtype, out, even):
+def check_weights(out, even):
     # A group of weights of several formats and layouts, one of them frozen and one unused, in one launch each way.
     shapes = ((6, 5, 3, 3), (10, 7), (9, 1, 3, 3), (4, 4, 1, 1), (70, 64), (3, 2, 5), (5, 5))
     weights, found = [], []
     for i, shape in enumerate(shapes):
         shape = (8 * shape[0], *shape[1:]) if even else shape
-        weight = torch.randn(shape).to(dtype)
+        weight = torch.randn(shape)
         weight = weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 and i % 4 == 0 else weight
         weights.append(weight.requires_grad_(i != 3))
         axis = None if i == 1 else 0
@@ -108,7 +108,7 @@ def check_weights(dtype, out, even):
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
-                assert one.stride() == weight.stride() and one.dtype == dtype
+                assert one.stride() == weight.stride() and one.dtype == torch.float32
         stored = {grad.untyped_storage().data_ptr() for grad in grads[0] if grad is not None}
         assert len(stored) == 1  # parameters hold parts of one buffer, not copies
         grads[0][0].add_(1)
@@ -129,8 +129,10 @@ def main():
     choices = itertools.product(
         ("conv", "linear"), dtypes, bounds, ((False, True), (True, False)), ((-128, 127), (0, 255))
     )
-    activations = [check_activation(*c[:3], *c[3], c[4]) for c in choices]
-    weights = [check_weights(torch.float32, out, even) for out, even in ((torch.float32, True), (torch.float16, False))]
+    for layout, dtype, bound, added, integers in choices:
+        check_activation(layout, dtype, bound, *added, integers)
+    check_weights(torch.float32, True)
+    check_weights(torch.float16, False)
     windows = (
         (Window((3, 3), (2, 2), (1, 1)), (7, 6)),
         (Window((2, 2), (2, 2)), (6, 5)),
@@ -138,6 +140,6 @@ def main():
         (Window((3, 3), (2, 2), (0, 0), True), (6, 7)),
     )
     kinds = ((torch.float32, bounds[1], True, (-4, 3)), (torch.float16, bounds[2], False, (0, 255)))
-    pools = [check_pool(*window, *kind) for window in windows for kind in kinds]
+    for window, kind in itertools.product(windows, kinds):
+        check_pool(*window, *kind)
     check_network()
-    print(f"{len(activations)} activations, {len(pools)} pools, {len(weights)} groups of weights, 1 network")

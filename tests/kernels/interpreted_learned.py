@@ -67,7 +67,7 @@ def cases():
 
 def main():
     torch.manual_seed(0)
-    count = [check(*case) for case in cases()]
+    for case in cases():
+        check(*case)
     for batchnorm in ("fold", "keep"):
         check_network(batchnorm)
-    print(f"{len(count)} chains, 2 networks")

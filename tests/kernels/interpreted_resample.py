@@ -26,8 +26,7 @@ def check(device):
     apart = (found.int() - expected.int()).abs()
     assert int(apart.max()) <= 1
     assert float((apart > 0).float().mean()) < 0.01  # ties alone
-    return len(CASES)
 
 
 def main():
-    print(f"{check('cpu')} windows")
+    check("cpu")

@@ -23,7 +23,7 @@ from tests.networks import Net
 from tests.qat_fusion.common import assert_same, gradients, quantized
 
 ACTIVATIONS = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
-SHAPES = ((2, 8, 3, 5), (3, 40, 9, 9), (1, 72, 2, 2))
+SHAPES = ((2, 8, 3, 5), (2, 40, 5, 7), (1, 72, 2, 2))
 GPU_SHAPES = ((128, 72, 28, 28), (16, 1536, 7, 7), (5, 256, 14, 14), (3, 216, 56, 56))
 CORNERS = {"relu": (0.0,), "relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
 
@@ -209,16 +209,13 @@ def check_other_layouts():
 
 def main():
     triton_squeeze._FORWARD = triton_squeeze._BACKWARD = (256, 4, 3)  # each program goes through several tiles
-    cases = list(itertools.product(ACTIVATIONS, SHAPES))
-    for i, (activation, shape) in enumerate(cases):
+    for i, (activation, shape) in enumerate(itertools.product(ACTIVATIONS, SHAPES)):
         dtype = (torch.float32, torch.float16)[i % 2]
         check_block(activation, shape, FORMATS[i % 2], i // 3 % 3 > 0, i % 4 > 0, dtype, "cpu")
         if i % 7 == 0:
             check_response(activation, SHAPES[i // 7], FORMATS[i % 4 // 2], i % 4 > 0, dtype, "cpu")
-    networks = ((nn.SiLU, nn.Sigmoid), (nn.Hardswish, nn.Hardsigmoid))
-    for activation, gate in networks:
-        check_network(activation, gate)
+    check_network(nn.SiLU, nn.Sigmoid)
+    check_network(nn.Hardswish, nn.Hardsigmoid)
     check_response_network()
     check_parts()
     check_other_layouts()
-    print(f"{len(cases)} blocks, {len(networks) + 1} networks")

@@ -13,6 +13,7 @@ import compress
 from compress.cli.app import app
 from compress.errors import EngineError, ExportError
 from tests.further import further
+from tests.onnx_ptq.files import sqnr
 
 PAIRS = ("quantize_per_tensor", "dequantize_per_tensor")
 
@@ -53,15 +54,11 @@ def network(request, tmp_path_factory):
     return model, compress.export_onnx(model, images[:1], file, labels=["a", "b"]), images
 
 
-def decibels(wanted, got):
-    return 10 * np.log10((wanted**2).sum() / max(((wanted - got) ** 2).sum(), 1e-30))
-
-
 def test_a_program_holds_the_integers_of_the_file(network):
     model, file, images = network
     program = compress.to_pt2e(model, images)
     with torch.no_grad():
-        assert decibels(model(images).numpy(), program.module()(images).numpy()) > 35
+        assert sqnr(model(images).numpy(), program.module()(images).numpy()) > 35
     initializers = [numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer]
     weights = [array for array in initializers if array.dtype == np.int8 and array.ndim > 1]
     held = [value.numpy() for name, value in program.named_buffers() if value.dtype == torch.int8]
@@ -84,7 +81,7 @@ def test_a_command_writes_what_executorch_runs_in_int8(network):
     call = CliRunner().invoke
     assert call(app, ["build", "onnx", str(file), "--engine", "executorch"]).exit_code == 0
     with compress.build_engine(file, "executorch", threads=1) as engine, torch.no_grad():
-        assert decibels(model(images).numpy(), engine.run({"input": images.numpy()})["logits"]) > 30
+        assert sqnr(model(images).numpy(), engine.run({"input": images.numpy()})["logits"]) > 30
         layers = [row for row in engine.runtime_layers() if row.kind in {"Conv2d", "ConvTranspose2d", "FullyConnected"}]
         assert {(row.precision, row.kernel) for row in layers} == {("i8", "XNNPACK")}
         assert "compress.labels" in engine.metadata
@@ -114,6 +111,6 @@ def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
     with compress.build_engine(tmp_path / "model.onnx", "onnxruntime") as engine:
         wanted = engine.run(feed)["logits"]
     with compress.build_engine(path, "executorch", threads=1) as engine:
-        assert decibels(wanted, engine.run(feed)["logits"]) > 30
+        assert sqnr(wanted, engine.run(feed)["logits"]) > 30
         convolutions = [row.precision for row in engine.runtime_layers() if row.kind == "Conv2d"]
     assert convolutions == ["f32", "f32"]  # the first has lost the pair after it

@@ -101,4 +101,3 @@ def main():
     check_network()
     check_compiled()
     check_kept_batchnorm()
-    print("1 network, 1 compiled, 1 with BatchNorm")

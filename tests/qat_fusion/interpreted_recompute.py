@@ -54,7 +54,7 @@ def made(make=block, **options):
     # A calibrated network whose ranges are too small, so that values saturate; and its input.
     torch.manual_seed(1)
     model = make(**options).to(memory_format=torch.channels_last)
-    x = (2 * torch.randn(3, 3, 6, 6)).contiguous(memory_format=torch.channels_last)
+    x = (2 * torch.randn(2, 3, 6, 6)).contiguous(memory_format=torch.channels_last)
     qmodel = compress.quantize(model.eval(), x, [x]).to(memory_format=torch.channels_last).train()
     for _, quantizer in quantizers(qmodel):
         quantizer.set_amax(quantizer.amax * 0.7)
@@ -75,9 +75,9 @@ def check_gradients(make=block, **options):
     fused = compress.fuse_for_training(qmodel, kernels="triton").train()
     found = gradients(seeded(fused), qmodel, x)
     assert_same(found, gradients(seeded(qmodel), qmodel, x), rtol=2e-3, atol=2e-3)
-    for autocast in ({}, {"bf16": True}):
-        with_recipes = gradients(seeded(fused), qmodel, x, **autocast)
-        assert_same(with_recipes, gradients(seeded(keeping(fused)), qmodel, x, **autocast))
+    assert_same(found, gradients(seeded(keeping(fused)), qmodel, x))
+    in_half, kept = (gradients(seeded(run), qmodel, x, bf16=True) for run in (fused, keeping(fused)))
+    assert_same(in_half, kept)
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         assert_same(gradients(seeded(fused), qmodel, x), found)
     if make is Dense:
@@ -103,7 +103,7 @@ def check_bytes(make, channels, share):
         ours, others, floats = (
             saved_bytes(run, images[1]) - saved_bytes(run, images[0]) for run in (fused, keeping(fused), model.train())
         )
-    pixels, images = 36, 6
+    pixels, images = 36, 4
     assert others - ours == pixels * images * 2 * channels, (others, ours)
     assert ours < share * floats, (ours, floats)
 
@@ -137,4 +137,3 @@ def main():
     check_batch_norms(training=False)
     check_bytes(block, 16 + 16 + 64, share=0.65)  # inputs of the depthwise convolution and of two linear layers
     check_bytes(Dense, 16 + 24 + 32, share=0.65)
-    print("all as kept")

@@ -31,6 +31,7 @@ from compress.report.document import (
     write_report,
 )
 from compress.support.text import plain
+from tests.figures import quick_figures
 from tests.records.test_summary import metrics_of
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
@@ -541,7 +542,8 @@ def reported(run_folder, tmp_path_factory):
     ]
     rows.append(EngineRow(variant="ptq", engine="openvino (f32)", unmet=("1 of 3 <INT8> operations",)))
     ENGINES.write(folder, rows)
-    write_report(folder)
+    with quick_figures():
+        write_report(folder)
     return folder
 
 

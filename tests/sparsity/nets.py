@@ -40,7 +40,7 @@ def batch(count: int = 4, size: int = 8) -> torch.Tensor:
 
 # A network permuted, and checked against itself.
 
-QUICK = SparsitySpec(permute_seconds=0.2)
+QUICK = SparsitySpec(permute_seconds=0.1)
 
 
 def permuted(model, x, spec=QUICK):

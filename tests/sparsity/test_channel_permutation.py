@@ -157,7 +157,7 @@ STRUCTURES = {
 )
 def test_structures(name, groups, searched):
     torch.manual_seed(1)
-    report = permuted(STRUCTURES[name](), batch(2), SparsitySpec(permute_seconds=0.2, kernels="any"))
+    report = permuted(STRUCTURES[name](), batch(2), SparsitySpec(permute_seconds=0.1, kernels="any"))
     assert {row.layer: row.searched for row in report.rows} == searched
     assert report.groups == groups
     for row in report.rows:
@@ -176,7 +176,7 @@ def counting(pick):
 
 
 def test_channels_that_are_read_by_number_stay():
-    spec = SparsitySpec(permute_seconds=0.2, kernels="any", rules=(SparsityRule(match="*"),))
+    spec = SparsitySpec(permute_seconds=0.1, kernels="any", rules=(SparsityRule(match="*"),))
     seen = permute_channels(counting(nn.Identity()), spec, example_inputs=batch())
     assert {row.layer: row.searched for row in seen.rows} == {"c.0": 0, "fc": 32}  # 15 that are alike
     pick = Net(lambda net, x: x * torch.arange(x.shape[1]).view(1, -1, 1, 1) if x.sum() > -1e9 else x)
@@ -194,7 +194,7 @@ def test_network_that_would_change_is_put_back_and_refused(monkeypatch):
     model = nn.Sequential(*conv(3, 16, 3), Sneaky(16, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 1)).eval()
     monkeypatch.setattr(channel_permutation, "trace", lambda model, inputs: leafy(model))
     with unchanged(model), pytest.raises(SparsityError, match="would compute|so the permutation was undone"):
-        permute_channels(model, SparsitySpec(permute_seconds=0.2), example_inputs=batch())
+        permute_channels(model, SparsitySpec(permute_seconds=0.1), example_inputs=batch())
 
 
 def leafy(model):

@@ -177,7 +177,7 @@ def macs_of(model, x):
     ("make", "share"),
     [
         (lambda: TinyResNet(width=16), 0.6),
-        (lambda: models.mobilenet_v2(width_mult=0.25, num_classes=10), 0.5),
+        (lambda: models.MobileNetV2(10, 0.5, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 1], [6, 64, 1, 2]]), 0.5),
     ],
 )
 def test_macs_go_down_to_the_share_asked_for(make, share):

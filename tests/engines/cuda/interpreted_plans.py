@@ -297,9 +297,6 @@ def check_networks(network):
 def main():
     for case in CASES:
         check(case, torch.device("cpu"))
-        print(case)
     for run in (check_pointwise, check_dots, check_windows, check_epilogues):
         run(torch.device("cpu"))
-        print(run.__name__.removeprefix("check_"))
     check_networks()
-    print("networks")

@@ -23,6 +23,7 @@ from compress.quantization.calibration.histogram import (
     percentile_amax,
     resample,
 )
+from tests.quantization.calibration.test_calibrators import randn
 
 FAST = settings(max_examples=40)
 CPU = torch.device("cpu")
@@ -33,10 +34,6 @@ def collected(batches, *, rows=1, max_bins=MAX_BINS):
     for batch in batches:
         histogram.add(batch.reshape(rows, -1))
     return histogram
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_first_batch_is_numpys_histogram():

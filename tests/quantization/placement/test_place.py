@@ -1,6 +1,7 @@
 # The placement rules of DESIGN section 4, on networks whose right answer is known.
 
 from collections import OrderedDict
+from itertools import product
 
 import onnx
 import pytest
@@ -15,6 +16,7 @@ from compress.graph.fold import fold_batchnorm
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
 from tests.exact import compute
+from tests.further import further
 from tests.networks import Net, Residual, TinyResNet, network
 from tests.onnx_ptq.files import quantized_file
 
@@ -239,9 +241,13 @@ def gated(net, x):
     return net.last(net.norm(x).relu() * net.gate(x).sigmoid() + x).mean((2, 3))
 
 
-@pytest.mark.parametrize("make", [network, gated])
-@pytest.mark.parametrize("source", ["torch", "file"])
-@pytest.mark.parametrize("target", ["dla", "qnn"])
+@pytest.mark.parametrize(
+    ("target", "source", "make"),
+    further(
+        product(("dla", "qnn"), ("torch", "file"), (network, gated)),
+        [("dla", "torch", gated), ("dla", "file", network), ("qnn", "torch", network), ("qnn", "file", gated)],
+    ),
+)
 def test_every_tensor_has_a_scale_for_dla_and_qnn(target, source, make, tmp_path):
     torch.manual_seed(0)
     if make is gated:

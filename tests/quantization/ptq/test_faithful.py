@@ -30,6 +30,7 @@ from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.graph.compare import relative_error
 from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity import sqnr
+from tests.further import further
 from tests.networks import Net, with_statistics
 
 IMAGE = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))
@@ -476,7 +477,7 @@ def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
     assert sum(p.numel() for p in qmodel.parameters()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("name", further(["resnet18", "shufflenet_v2_x0_5"], ["resnet18"]))
 def test_a_float_model_that_is_ready_for_torchs_quantization_is_the_plain_one(name):
     # torchvision's own pairs: one with FloatFunctional and stubs, one without, equal weights.
     plain = torchvision.models.get_model(name, num_classes=5).eval()
