@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.data import IMAGENET
 from compress.data import Preprocessing as Preprocessing
 from compress.errors import DataError, first_few
-
-MEAN, STD = IMAGENET
 
 # Images (N, C, H, W) float32, normalized; N targets: classes (N,) int64, masks (N, H, W) int64, or a task's own.
 Batch = tuple[Tensor, Any]

@@ -24,16 +24,12 @@ from torch.utils.data import Dataset
 
 from compress.data.base import Preprocessing, uniform
 from compress.data.memory import to_device
-from compress.data.workers import Place
+from compress.data.workers import Decoded, Item, Place, collate
 from compress.errors import DataError
 from compress.files import read_regular
 from compress.kernels.resample import Window, resample
 from compress.support.imports import any_failure, described
 from compress.support.limits import IMAGE_PIXELS
-
-Item = tuple[int, Tensor | None, str, str]  # index, image (3, S, S) uint8 or None, file name, and the error
-# Images (n, 3, S, S) uint8, their indices (n,), and the file and error of each failure.
-Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
 
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
@@ -50,7 +46,7 @@ if hasattr(os, "register_at_fork"):  # a worker process that is forked from anot
 
 
 class Decoder(Dataset[Item]):
-    """Decodes images one at a time; the item of an unreadable one holds the error."""
+    """Decodes images one at a time; the target of each is its index."""
 
     def __init__(
         self,
@@ -75,8 +71,8 @@ class Decoder(Dataset[Item]):
             else:
                 pixels = random_crop(image, size, draws, interpolation=self.preprocessing.interpolation)
         except Exception as error:  # a damaged file can make its decoder fail in any way
-            return index, None, str(path), f"{type(error).__name__}: {error}"
-        return index, pixels, str(path), ""
+            return None, index, str(path), f"{path} is not a readable image ({type(error).__name__}: {error})"
+        return pixels, index, str(path), ""
 
     def path(self, index: int) -> Path:
         return self.folder / os.fsdecode(bytes(self.files[index]))
@@ -140,13 +136,6 @@ def rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
-
-
-def collate(items: list[Item]) -> Decoded:
-    good = [(index, pixels) for index, pixels, _, _ in items if pixels is not None]
-    failures = [(file, reason) for _, pixels, file, reason in items if pixels is None]
-    images = torch.stack([pixels for _, pixels in good]) if good else torch.empty((0, 3, 1, 1), dtype=torch.uint8)
-    return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
 
 
 def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
@@ -463,7 +452,7 @@ def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: fl
 
 
 def pack(items: Sequence[FileItem]) -> Packed:
-    read = [item for item in items if item.decoded is None or item.decoded[1] is not None]
+    read = [item for item in items if item.decoded is None or item.decoded[0] is not None]
     files = [item.file for item in read if item.file is not None]
     decoded = [item.decoded for item in items if item.decoded is not None]
     return Packed(
@@ -487,7 +476,7 @@ def decode_packed(
     """
     for reason, file in packed.reasons.items():
         reasons.setdefault(reason, file)
-    size, indices = decoder.preprocessing.height_width, torch.tensor(packed.indices, dtype=torch.int64)
+    size, indices = decoder.preprocessing.height_width, packed.indices
     pixels, _, failures = packed.decoded or collate([])
     if not packed.lengths:
         return to_device(pixels, device), indices, failures

@@ -12,20 +12,16 @@ from torch import Tensor
 
 from compress.data import DataSpec
 from compress.data.base import (
-    MEAN,
-    STD,
     Batch,
     BatchPlan,
     DataSet,
-    Preprocessing,
-    Split,
     bounded,
     file_parts,
     seed_of_changes,
 )
-from compress.data.decode import Decoded, Decoder, Reader, check_decoder, collate, decode_packed, pack, prepare
+from compress.data.decode import Decoder, Reader, check_decoder, decode_packed, pack, prepare
 from compress.data.memory import to_device
-from compress.data.workers import Workers, ahead, worker_count
+from compress.data.workers import ItemSplit, ahead
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 
@@ -87,7 +83,7 @@ def every_fourth(root: Path) -> tuple[list[Path], list[Path]]:
     return [file for number, file in enumerate(files) if number % _EACH != _EACH - 1], val
 
 
-class FolderSplit(Split):
+class FolderSplit(ItemSplit):
     """Image files of one folder.
 
     Args:
@@ -105,16 +101,14 @@ class FolderSplit(Split):
         limit: int | None,
         augment: bool,
     ) -> None:
-        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
-        super().__init__(labels=labels, preprocessing=preprocessing, seed=spec.seed)
+        super().__init__(labels, spec, augment=augment, crop_ratio=spec.crop_ratio)
         files, targets = found
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
-        self.augment, self.on_error, self.decode = augment, spec.on_error, spec.decode
-        self._workers = Workers(worker_count() if spec.workers is None else spec.workers)
+        self.decode = spec.decode
         self._on_cpu: dict[str, str] = {}
         self._folder, self._files = folder, files[chosen.numpy()]
-        self._decoder = Decoder(folder, self._files, preprocessing=preprocessing, max_pixels=spec.max_pixels)
+        self._decoder = Decoder(folder, self._files, preprocessing=self.preprocessing, max_pixels=spec.max_pixels)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -127,9 +121,11 @@ class FolderSplit(Split):
         yield self.targets.numpy().tobytes()
         yield from file_parts(self._folder, [os.fsdecode(bytes(name)) for name in self._files])
 
-    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        seed = seed_of_changes(self.seed, epoch, augment=self.augment)
-        return self._finish(collate([self._decoder[index, seed] for index in indices]), device)
+    def reader(self) -> Decoder:
+        return self._decoder
+
+    def targets_of(self, found: list[int], device: torch.device) -> Tensor:
+        return to_device(self.targets[found], device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
         device = torch.device(device)
@@ -138,38 +134,16 @@ class FolderSplit(Split):
             yield from self.device_batches(plan, device)
             return
         prepare()
-        shares, seed = self.batch_indices(plan), seed_of_changes(self.seed, plan.epoch, augment=self.augment)
-        for decoded in self._workers.read(self._decoder, collate, shares, seed, pin=device.type == "cuda"):
-            images, targets = self._finish(decoded, device)
-            if len(targets):
-                yield images, targets
+        yield from super().batches(plan, device=device)
 
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
-        pin = device.type == "cuda"
-        files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
-
-        def made() -> Iterator[Batch]:
-            for packed in files:
-                decoded = decode_packed(packed, self._decoder, seed, device, self._on_cpu)
-                images, targets = self._finish(decoded, device)
-                if len(targets):
-                    yield images, targets
-
-        yield from ahead(made(), device)
+        files = self.read(Reader(self._decoder), pack, plan, device)
+        decoded = (decode_packed(packed, self._decoder, seed, device, self._on_cpu) for packed in files)
+        yield from ahead(self.finished(decoded, device), device)
 
     def notes(self) -> list[str]:
         return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
-
-    def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
-        pixels, indices, failures = decoded
-        for file, reason in failures:
-            if self.on_error == "raise":
-                raise DataError(f"{file} is not a readable image ({reason}); data.on_error: skip leaves it out")
-            if file not in self.skipped:
-                self.skipped.append(file)
-        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
-        return images, to_device(self.targets[indices], device)
 
 
 class UnlabelledSplit(FolderSplit):

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -161,6 +161,15 @@ def worker_count() -> int:
 
 
 Item = tuple[Tensor | None, Any, str, str]  # pixels (3, H, W) uint8 or None, target, file name, and the error
+# Images (n, 3, H, W) uint8, their targets, and the file and error of each failure.
+Decoded = tuple[Tensor, list[Any], list[tuple[str, str]]]
+
+
+def collate(items: list[Item]) -> Decoded:
+    good = [(pixels, target) for pixels, target, _, _ in items if pixels is not None]
+    images = torch.stack([pixels for pixels, _ in good]) if good else torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+    failures = [(file, problem) for pixels, _, file, problem in items if pixels is None]
+    return images, [target for _, target in good], failures
 
 
 class ItemSplit(Split):
@@ -170,9 +179,9 @@ class ItemSplit(Split):
         augment: change training images at random.
     """
 
-    def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool) -> None:
+    def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool, crop_ratio: float = 1.0) -> None:
         mean, std = NORMALIZATION.get(spec.name, IMAGENET)
-        preprocessing = Preprocessing.of(spec, mean=mean, std=std)
+        preprocessing = Preprocessing.of(spec, mean=mean, std=std, crop_ratio=crop_ratio)
         super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
         self.augment, self.on_error, self.max_pixels = augment, spec.on_error, spec.max_pixels
         self._workers = Workers(worker_count() if spec.workers is None else spec.workers)
@@ -187,25 +196,32 @@ class ItemSplit(Split):
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         reader, seed = self.reader(), seed_of_changes(self.seed, epoch, augment=self.augment)
-        return self._finish([reader[index, seed] for index in indices], device)
+        return self._finish(collate([reader[index, seed] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        yield from self.finished(self.read(self.reader(), collate, plan, torch.device(device)), torch.device(device))
+
+    def read(
+        self, reader: Dataset[Any], together: Callable[[Any], T], plan: BatchPlan, device: torch.device
+    ) -> Iterator[T]:
+        """Batches of `plan`, put `together` from the reader's items by the workers, in memory fit for `device`."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
-        for items in self._workers.read(self.reader(), list, self.batch_indices(plan), seed):
-            images, targets = self._finish(items, torch.device(device))
+        return self._workers.read(reader, together, self.batch_indices(plan), seed, pin=device.type == "cuda")
+
+    def finished(self, found: Iterable[Decoded], device: torch.device) -> Iterator[Batch]:
+        for decoded in found:
+            images, targets = self._finish(decoded, device)
             if len(targets):
                 yield images, targets
 
-    def _finish(self, items: list[Any], device: torch.device) -> Batch:
-        good = []
-        for pixels, target, file, problem in items:
-            if not problem:
-                good.append((pixels, target))
-            elif self.on_error == "raise":
+    def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
+        pixels, targets, failures = decoded
+        for file, problem in failures:
+            if self.on_error == "raise":
                 raise DataError(f"{problem}; data.on_error: skip leaves it out")
-            elif file not in self.skipped:
+            if file not in self.skipped:
                 self.skipped.append(file)
-        height, width = self.preprocessing.height_width
-        pixels = torch.stack([p for p, _ in good]) if good else torch.empty(0, 3, height, width, dtype=torch.uint8)
+        if not targets:
+            pixels = pixels.new_empty(0, 3, *self.preprocessing.height_width)
         images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
-        return images, self.targets_of([target for _, target in good], device)
+        return images, self.targets_of(targets, device)
