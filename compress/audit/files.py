@@ -31,7 +31,7 @@ from compress.engines.tensorrt.metadata import (
     read_metadata,
 )
 from compress.errors import AuditError, EngineError
-from compress.files import parse_json
+from compress.files import parse_json, read_regular
 from compress.support.limits import JSON_BYTES
 
 
@@ -463,8 +463,6 @@ def _parsed(parse: Callable[[str], EngineListing], path: Path) -> EngineListing:
 
 def _text(path: Path) -> str:
     try:
-        if (size := path.stat().st_size) > JSON_BYTES:
-            raise AuditError(f"{path} has {size:,} bytes, and at most {JSON_BYTES:,} are read")
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_regular(path, JSON_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -227,7 +229,7 @@ def run() -> None:
 def main() -> None:
     try:
         _import_from_here()
-        sys.argv[1:] = [_at_home(word) for word in sys.argv[1:]]
+        sys.argv[1:] = [_at_home(word, before) for before, word in itertools.pairwise(sys.argv)]
         app()
     except CompressError as error:
         _fail(f"{type(error).__name__}: {error}")
@@ -241,8 +243,11 @@ def main() -> None:
         _fail(_os_error(error))
 
 
-def _at_home(word: str) -> str:
-    """A path with its `~` resolved, as no shell does after `--out=`, nor between quotes."""
+def _at_home(word: str, before: str) -> str:
+    """A path with its `~` resolved, as no shell does after `--out=`, nor between quotes; an empty one is refused."""
+    if re.fullmatch(r"(--[\w-]+=)?", word):
+        option = word.rstrip("=") or (before if before.startswith("-") else "an argument")
+        raise CompressError(f"{option} is empty, and an empty path would be the working folder: give a value, or .")
     option, equals, path = word.rpartition("=") if word.startswith("--") else ("", "", word)
     return f"{option}{equals}{expand_user(path)}" if path.startswith("~/") else word
 

@@ -117,8 +117,6 @@ def _example(recipe: Recipe) -> torch.Tensor:
 
 
 def _draw(recipe: Recipe, block: str, out: Path) -> None:
-    if not block:
-        raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     from compress.plots.layers import draw_block  # lazy: roofline, in this file too, has its answer sooner
     from compress.quantization.block_graph import block_graph  # lazy: as draw_block
     from compress.quantization.placement.insert import insert_quantizers  # lazy: as draw_block

@@ -12,6 +12,7 @@ VOC: root/JPEGImages/, root/Annotations/NAME.xml, root/ImageSets/Main/train.txt 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +264,7 @@ def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
         tree = ElementTree.fromstring(read_regular(file))
     except FileNotFoundError:
         raise DataError(f"there is no annotation {file}") from None
-    except (ElementTree.ParseError, OSError, ValueError) as error:
+    except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:  # LookupError: of its encoding
         raise DataError(f"{file} is not readable XML ({error})") from None
     sides = tuple(int(_number(tree, f"size/{side}", file)) for side in ("width", "height"))
     rows = []
@@ -285,9 +286,12 @@ def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
 def _number(tree: ElementTree.Element, path: str, file: Path) -> float:
     text = tree.findtext(path)
     try:
-        return float(text or "")
+        number = float(text or "")
     except ValueError:
-        raise DataError(f"{file}: {path} is {text!r}; it must be a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{file}: {path} is {text!r:.80}; it must be a finite number")
+    return number
 
 
 def coco_data(spec: DataSpec) -> DataSet:
@@ -333,8 +337,8 @@ def _coco_annotations(
     names = classes_in(content, file)
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
-        by_image.setdefault(item.get("image_id") if isinstance(item, dict) else None, []).append(item)
-    known = {image.get("id") for image in content["images"] if isinstance(image, dict)}
+        by_image.setdefault(_key(item, "image_id"), []).append(item)
+    known = {_key(image, "id") for image in content["images"]}
     if strays := [str(key) for key in by_image if key not in known]:
         raise DataError(f"{file} has annotations of images that it does not list: image_id {first_few(strays)}")
     for image in content["images"][:limit]:
@@ -347,8 +351,8 @@ def _coco_annotations(
             found = (_row(item, names, classes, spec) for item in by_image.get(image["id"], ()))
             rows = [row for row in found if row is not None]
             yield annotation(path, where, size if min(size) > 0 else None, rows)
-        except (DataError, KeyError, TypeError, ValueError) as error:
-            text = str(error) if isinstance(error, DataError) else f"{where}: {type(error).__name__}: {error}"
+        except (DataError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
+            text = str(error) if isinstance(error, DataError) else f"{where}: {type(error).__name__}: {error!s:.200}"
             text = text if text.startswith(str(file)) else f"{where}: {text}"
             if spec.on_error == "raise":
                 raise DataError(f"{text}; data.on_error: skip leaves the image out") from None
@@ -372,7 +376,12 @@ def _row(
 
 
 def _name(image: Any) -> str:
-    return str(image.get("file_name", image.get("id")) if isinstance(image, dict) else image)
+    return f"{image.get('file_name', image.get('id')) if isinstance(image, dict) else image!s:.200}"
+
+
+def _key(item: Any, name: str) -> float | str | None:
+    value = item.get(name) if isinstance(item, dict) else None
+    return value if isinstance(value, (int, float, str)) else None  # a list cannot be looked up
 
 
 _BESIDE = {"train": ("train",), "val": ("valid", "val")}
@@ -420,7 +429,7 @@ def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
     """Categories by id, sorted."""
     try:
         found = {int(item["id"]): str(item["name"]) for item in content["categories"]}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{file}: a category has no id or name ({type(error).__name__}: {error})") from None
     if len(found) != len(content["categories"]):
         raise DataError(f"{file}: two categories have the same id; each needs its own")

@@ -75,17 +75,17 @@ class Metric:
         known = [field.name for field in fields(cls)]
         for key in row:
             if key not in known:
-                raise RunError(f"metric {dict(row)}: unknown key {key!r}{near_misses(key, known)}")
+                raise RunError(f"metric {dict(row)!s:.300}: unknown key {key!r}{near_misses(key, known)}")
         missing = [key for key in ("name", "variant", "engine", "value", "unit") if key not in row]
         if missing:
-            raise RunError(f"metric {dict(row)}: missing {', '.join(missing)}")
+            raise RunError(f"metric {dict(row)!s:.300}: missing {', '.join(missing)}")
         values = {**row, "value": _number(row["value"], row)}
         for key in ("name", "variant", "engine", "unit", "method", "status", "reason", "direction"):
             if not isinstance(values.get(key, ""), str):
-                raise RunError(f"metric {dict(row)}: {key} is {values[key]!r}: it must be text")
+                raise RunError(f"metric {dict(row)!s:.300}: {key} is {values[key]!r}: it must be text")
         batch_size = values.get("batch_size")
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
-            raise RunError(f"metric {dict(row)}: batch_size is {batch_size!r}: it must be an integer or null")
+            raise RunError(f"metric {dict(row)!s:.300}: batch_size is {batch_size!r}: it must be an integer or null")
         return cls(**values)
 
 
@@ -122,6 +122,7 @@ def judged_by(metrics: Iterable[Metric]) -> Judged:
 def _number(value: Any, row: Mapping[str, Any]) -> float | None:
     if value in ("inf", "-inf"):
         return float(value)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise RunError(f"metric {dict(row)}: value is {value!r}: it must be a number, 'inf', '-inf' or null")
+    large = isinstance(value, int) and abs(value) >= 2**1024  # no float holds it
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or large):
+        raise RunError(f"metric {dict(row)!s:.300}: value is {value!r:.50}: it must be a number, 'inf', '-inf' or null")
     return None if value is None else float(value)

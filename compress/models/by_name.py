@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".th", ".ckpt", ".bin")
 
+_MOST_PACKED = 16  # times that the tensors of a file may be larger than the file
+
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # used in training alone, by googlenet and inception_v3
@@ -52,6 +55,11 @@ def read_state_dict(path: Path | str) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         else:
+            if zipfile.is_zipfile(path):  # torch stores its tensors as they are
+                with zipfile.ZipFile(path) as file:
+                    held = sum(entry.file_size for entry in file.infolist())
+                if held > _MOST_PACKED * path.stat().st_size:
+                    raise ValueError(f"it unpacks to {held:,} bytes")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -105,13 +113,17 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
             break
-    foreign = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    foreign = [str(name) for name, value in content.items() if not _is_plain(value)]
     if foreign or not content:
         raise CheckpointError(
             f"{path} does not hold named tensors alone (others: {first_few(foreign)}); save model.state_dict(), or "
             f"that under one of the names {', '.join(_WRAPPERS)}"
         )
     return {str(name): value for name, value in content.items()}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -18,11 +18,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from compress.audit.engine import AuditedLayer, EngineAudit, Finding
 from compress.errors import RunError
-from compress.files import parse_json, write_json
+from compress.files import parse_json, read_regular, write_json
 from compress.measure.latency import EndToEnd
 from compress.measure.metric import Metric
 from compress.quantization.block_graph import BlockGraph
 from compress.quantization.placement.decisions import Decision
+from compress.support.limits import JSON_BYTES
 from compress.training.log import EpochRow
 
 
@@ -282,12 +283,11 @@ class RecordFile(Generic[T]):
     def read(self, folder: Path) -> T | None:
         path = folder / self.name
         try:
-            text = path.read_text(encoding="utf-8")
+            return self.parse(read_regular(path, JSON_BYTES).decode("utf-8"), path)
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
-        return self.parse(text, path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,10 @@ BAD_VOC = {
     "corrupt": (lambda: xml([(10, 8, 30, 20, 1)])[:-20], r"a\.xml is not readable XML"),
     "empty": (lambda: "", r"a\.xml is not readable XML"),
     "class": (lambda: xml([(1, 1, 9, 9, 1)]).replace("bright", "brigt"), r"a\.xml names the class 'brigt'.*bright"),
-    "number": (lambda: xml([("x", 1, 9, 9, 1)]), r"a\.xml: bndbox/xmin is 'x'; it must be a number"),
-    "NaN": (lambda: xml([("nan", 1, 9, 9, 1)]), r"a\.xml: .* no finite number"),
+    "number": (lambda: xml([("x", 1, 9, 9, 1)]), r"a\.xml: bndbox/xmin is 'x'; it must be a finite number"),
+    "NaN": (lambda: xml([("nan", 1, 9, 9, 1)]), r"a\.xml: bndbox/xmin is 'nan'; it must be a finite number"),
+    "width": (lambda: xml([(1, 1, 9, 9, 1)], size=("1e999", 40)), r"a\.xml: size/\w+ is '1e999'"),
+    "encoding": (lambda: '<?xml version="1.0" encoding="hex"?>' + xml([]), r"a\.xml is not readable XML"),
 }
 
 
@@ -199,6 +201,12 @@ BAD_COCO = {
     "outside": (lambda c: c["annotations"][0].update(bbox=[-9, 1, 5, 5]), "image a.png: the box .* is outside"),
     "no box": (lambda c: c["annotations"][0].pop("bbox"), "image a.png: KeyError: 'bbox'"),
     "stray": (lambda c: c["annotations"][0].update(image_id=99), "images that it does not list: image_id 99"),
+    "image id": (lambda c: c["images"][0].update(id=[1]), "images that it does not list: image_id"),
+    "image_id": (lambda c: c["annotations"][0].update(image_id={}), "images that it does not list: image_id None"),
+    "width": (lambda c: c["images"][0].update(width=float("inf")), "image a.png: OverflowError"),
+    "large": (lambda c: c["annotations"][0].update(bbox=[1, 1, 10**400, 1]), "image a.png: OverflowError"),
+    "category id": (lambda c: c["categories"][0].update(id=float("inf")), "a category has no id or name"),
+    "long name": (lambda c: c["images"][0].update(file_name="z" * 10**6), "image z{200}: OSError"),
     "file": (lambda c: c["images"][0].update(file_name="z.png"), r"image z.png: there is no file .*z\.png"),
 }
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -159,11 +160,19 @@ def test_weights(name, tmp_path):
 
 def test_weights_that_hold_code_a_list_or_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for number, content in enumerate((Runs(), [1, 2], {"a": 1}, {}, torch.zeros(2))):
+    tensors = ({"a": tensor} for tensor in (torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()))
+    for number, content in enumerate((Runs(), [1, 2], {"a": 1}, {}, torch.zeros(2), *tensors)):
         torch.save(content, f"{number}.pt")
         with pytest.raises(CheckpointError):
             read_state_dict(f"{number}.pt")
     assert not (tmp_path / "was-run").exists()
+    torch.save({"a": torch.zeros(10**5)}, "whole.pt")
+    with zipfile.ZipFile("whole.pt") as whole, zipfile.ZipFile("bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for entry in whole.namelist():
+            bomb.writestr(entry, whole.read(entry))
+    assert torch.load("bomb.pt", weights_only=True)["a"].shape == (10**5,)  # torch unpacks it
+    with pytest.raises(CheckpointError, match="unpacks to 40"):
+        read_state_dict("bomb.pt")
     save_file({}, tmp_path / "none.safetensors")
     with pytest.raises(CheckpointError):
         read_state_dict("/dev/zero")
@@ -412,8 +421,10 @@ def test_engine_layers(name, tmp_path):
 @pytest.mark.parametrize("text", ["", "\0\xff" * 1000, "[" * 200_000, "Layer(Reformat): " + "a, " * 20_000 + "\n"])
 def test_engine_logs(text, tmp_path):
     (tmp_path / "e.log").write_text(text)
-    with pytest.raises(AuditError):
-        read_engine_layers(tmp_path / "e.log")
+    os.mkfifo(tmp_path / "pipe.log")
+    for name in ("e.log", "pipe.log"):
+        with pytest.raises(AuditError):
+            read_engine_layers(tmp_path / name)
 
 
 def png(width, height, data=b"\0" * 1000):
@@ -462,14 +473,16 @@ def test_a_program_for_a_printer_that_is_named_as_an_image_is_not_run(tmp_path, 
     assert not ran
 
 
+LARGE = json.dumps([{"name": "top1", "variant": "ptq", "engine": "torch", "unit": "%", "value": 10**400}])
 FOLDERS = {
     "recipe.yaml": ["a: [", LAUGHS, b"\xff"],
-    "metrics.json": ["{", "5", DEEP, '[{"a": 1}]', '[{"name": "top1", "value": NaN}]', b"\xff"],
+    "metrics.json": ["{", "5", DEEP, '[{"a": 1}]', '[{"name": "top1", "value": NaN}]', b"\xff", LARGE],
     "layers.json": ["{", "[5]", DEEP, b"\xff"],
     "histograms.json": ["{", "[5]", DEEP],
     "block.json": ["{", "[5]", DEEP],
     "notes.json": ["{", "[5]", DEEP],
-    "environment.json": ["{", "[5]", DEEP],
+    "environment.json": ["{", "[5]", DEEP, "pipe", "/dev/zero"],
+    "train.csv": ["pipe", "/dev/zero", "x" * 200_000],
 }
 
 
@@ -477,7 +490,14 @@ FOLDERS = {
 def test_run_folders(name, number, tmp_path):
     open_run(tmp_path, parse_recipe({}), "qat", resume=False).release()
     text = FOLDERS[name][number]
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    if text == "pipe":
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+    elif text == "/dev/zero":
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(text)
+    else:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises((RunError, RecipeError)) as caught:
         if name == "recipe.yaml":
             recipe_of(tmp_path)
