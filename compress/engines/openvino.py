@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, external_data_helper, numpy_helper
 
 from compress.engines.base import (
     Arrays,
@@ -34,6 +34,7 @@ from compress.engines.base import (
 )
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import extremes_apart, joins_signed, orders_in_two, to_unsigned
+from compress.onnx_graph import OnnxGraph
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -171,11 +172,18 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     changed = None
     with library_errors(EngineError, f"openvino cannot read {path}: "):
         if file is not None:
-            model = load_onnx(path, weights=True)
-            signed = "i8" in file.quantized_types and joins_signed(model)
-            if signed:
-                to_unsigned(model)
-            if signed + extremes_apart(model) + orders_in_two(model):
+            form = load_onnx(path)  # weights beside the file may take gigabytes: they are read if something changes
+            for tensor in OnnxGraph(form.graph).constants.values():
+                indices = tensor.data_type in {TensorProto.INT32, TensorProto.INT64}
+                if indices and external_data_helper.uses_external_data(tensor):
+                    external_data_helper.load_external_data_for_tensor(tensor, str(path.parent))
+            signed = "i8" in file.quantized_types and joins_signed(form)
+            if signed or extremes_apart(form) + orders_in_two(form):
+                model = load_onnx(path, weights=True)
+                if signed:
+                    to_unsigned(model)
+                extremes_apart(model)
+                orders_in_two(model)
                 changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
 
