@@ -27,11 +27,14 @@ def two(value):
     return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
-def demo_ms(variant, engine):
-    wanted = ("p50_ms", variant, engine, 1)
+def measured(run, *wanted):
     keys = ("name", "variant", "engine", "batch_size")
-    [value] = [row["value"] for row in read("demo/metrics.json") if tuple(row[key] for key in keys) == wanted]
+    [value] = [row["value"] for row in read(f"{run}/metrics.json") if tuple(row[key] for key in keys) == wanted]
     return value
+
+
+def demo_ms(variant, engine, run="demo"):
+    return measured(run, "p50_ms", variant, engine, 1)
 
 
 def median_s(variant):
@@ -109,6 +112,14 @@ THREE = (NETWORK, "MobileNetV2, random weights", "ResNet-50, random weights")
 
 
 def of_the_readme():
+    float_ms, bf16_ms = (demo_ms("float", f"openvino ({name})", "quickstart") for name in ("f32", "bf16"))
+    for variant in ("float", "ptq", "qat"):
+        top1 = measured("quickstart", "top1", variant, "openvino (f32)", None)
+        ms = demo_ms(variant, "openvino (f32)", "quickstart")
+        size = measured("quickstart", "file_bytes", variant, "", None) / 1e6
+        yield f"| {two(top1)} % | {ms:.3f} ms | {one(float_ms / ms)}x | {one(size)} MB |"
+    ptq_ms = demo_ms("ptq", "openvino (bf16)", "quickstart")
+    yield f"takes {bf16_ms:.3f} ms: INT8 is {one(bf16_ms / ptq_ms)}x faster"
     recorded, eager = step("fused", "time_ratio", mode="recorded"), step("fused", "time_ratio")
     yield f"A QAT step of ResNet-50 on an H200 is {one(1 / eager)}x faster than float training"
     yield f"Both recorded as CUDA graphs, ours is {one(1 / recorded)}x faster than float"
