@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from compress.errors import AuditError
 from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, subgraphs
+from compress.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, sort_nodes, subgraphs
 from compress.sparsity.parametrization import verify_nm
 from compress.support.imports import any_failure
 
@@ -222,7 +222,7 @@ def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsi
         if node.op_type not in WEIGHTED_OPS:
             continue
         source = view.dequantizer(node.input[1], PASSES)
-        weight = view.array(node.input[1] if source is None else source.input[0])
+        weight = _stored(node.input[1] if source is None else source.input[0], view)
         if weight is None or weight.ndim < 2:
             continue
         axis = 1
@@ -252,6 +252,7 @@ def _load(path: Path) -> onnx.ModelProto:
         raise AuditError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give an ONNX file")
     with any_failure(lambda e: AuditError(f"{path} is not a valid ONNX file: {' '.join(str(e).split())[:300]}")):
         proto = onnx.load(path)
+        sort_nodes(proto.graph)  # Quark's are in any order, and engines load them
         onnx.checker.check_model(proto)
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
@@ -280,6 +281,12 @@ def _transposes(name: str, view: OnnxGraph) -> int:
         count += producer.op_type == "Transpose"
         producer = view.producers.get(producer.input[0])
     return count
+
+
+def _stored(name: str, view: OnnxGraph) -> NDArray[Any] | None:
+    """A constant, or the float weight that a file quantizes itself, as ModelOpt's do."""
+    maker = view.producers.get(name)
+    return view.array(maker.input[0] if maker is not None and maker.op_type == "QuantizeLinear" else name)
 
 
 def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
@@ -342,9 +349,9 @@ def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None
 
 def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
     data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
-    constant = view.array(node.input[1] if weight is None else weight.input[0])
+    constant = _stored(node.input[1] if weight is None else weight.input[0], view)
     if constant is None and node.op_type == "MatMul":  # the weight may be on the left
-        left = view.array(node.input[0] if data is None else data.input[0])
+        left = _stored(node.input[0] if data is None else data.input[0], view)
         data, weight, constant = (data, weight, None) if left is None else (weight, data, left)
     scale = None if weight is None else view.array(weight.input[1])
     types = ["float" if source is None else _integer_type(source, view) for source in (data, weight)]

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,26 @@ def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
     for node in nodes:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
+
+
+def sort_nodes(graph: onnx.GraphProto) -> bool:
+    """Put nodes after those that they read; False if they are already, or read each other in a circle."""
+    made = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    before = [
+        {made[name] for name in inputs_of(node) if name in made and made[name] != place}
+        for place, node in enumerate(graph.node)
+    ]
+    if all(max(places, default=-1) < place for place, places in enumerate(before)):
+        return False
+    try:
+        order = list(TopologicalSorter(dict(enumerate(before))).static_order())
+    except CycleError:
+        return False
+    nodes = [graph.node[place] for place in order]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return True
 
 
 def free_name(name: str, taken: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""An ONNX file with Q/DQ as a PT2E program, and as an ExecuTorch file: the very integers of the file.
+"""ONNX files with Q/DQ as PT2E programs and back, and as ExecuTorch files, with the same integers.
 
 PT2E is torch's form of quantized networks (`torch.export` with operators of `quantized_decomposed`); its backends fuse
 a layer only between pairs of its own, so pairs are repeated where the ONNX file has one for several operators.
@@ -21,9 +21,11 @@ from torch import Tensor, fx, nn
 from compress.engines.base import TensorInfo, library_errors
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
-from compress.export.onnx import export_onnx, looked_up_once
+from compress.export.names import input_names, output_names
+from compress.export.onnx import export_onnx, looked_up_once, quiet
+from compress.export.targets import clean, finish_for
 from compress.graph.compare import alone
-from compress.graph.inputs import Inputs, flat_tensors
+from compress.graph.inputs import Inputs, flat_tensors, named_tensors
 from compress.onnx_graph import OnnxGraph, attribute, replacing_model
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_file, load_source
@@ -35,6 +37,8 @@ from compress.quantization.sensitivity import sqnr
 _QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
 _DEQUANTIZE_WEIGHT = "quantized_decomposed.dequantize_per_channel.default"
+_PAIR_LIBRARIES = ("quantized_decomposed.", "torchao.")
+_READ = frozenset({_QUANTIZE, _DEQUANTIZE, _DEQUANTIZE_WEIGHT, _DEQUANTIZE_WEIGHT.replace("dequantize", "quantize")})
 _LAYERS = frozenset(f"aten.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "linear"))
 _BOUNDED = frozenset({"aten.relu", "aten.hardtanh", "aten.relu6", "aten.clamp"})
 """Activations that a backend fuses into the layer before them."""
@@ -71,7 +75,7 @@ _MOVES = frozenset(
 _PADS = ((), ("constant",), ("constant", None), ("constant", 0.0))
 """Further arguments of a padding by 0, which every grid has."""
 _LOWEST_DB = 5.0
-"""Below this signal to noise a file computes something else; random deep networks round apart, and have 15 or more."""
+"""Below this signal to noise a file computes something else; random deep networks have 15 or more."""
 
 
 @alone
@@ -87,8 +91,7 @@ def to_pt2e(
         batch_size: of a file with an open batch; all sizes of the program are fixed.
 
     Returns:
-        A program of ATen operators and `quantized_decomposed` pairs, signed, one for each operator that reads one. It
-        is compared with the file on ONNX Runtime.
+        A program of ATen operators and `quantized_decomposed` pairs, signed, one for each reader.
 
     Raises:
         AuditError: the file is missing, truncated or not valid ONNX.
@@ -145,6 +148,70 @@ def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.Exported
 
 
 @alone
+def from_pt2e(program: torch.export.ExportedProgram, path: Path | str) -> Path:
+    """Write a program quantized by PT2E, as with XNNPACKQuantizer, as ONNX with its scales and integers.
+
+    Args:
+        program: exported from the result of `convert_pt2e`.
+        path: file to write, whole or not at all.
+
+    Raises:
+        ExportError: nothing is quantized, or ranges are found at run time; an operator has no form in ONNX, or the file
+            computes something else.
+
+    Examples:
+        >>> program = compress.to_pt2e("int8.onnx")
+        >>> print(compress.from_pt2e(program, "again.onnx"))
+        again.onnx
+    """
+    import torch.ao.quantization.fx._decomposed  # lazy: registers the operators of PT2E
+
+    _check_pairs(program)
+    given, named = program.example_inputs or ((), {})
+    with library_errors(ExportError, "the program does not run on its example inputs: "), torch.no_grad():
+        result = program.module()(*given, **named)
+    inputs = flat_tensors((given, named))
+    names = input_names(len(inputs))
+    results = output_names([key for key, _ in named_tensors(result)], taken=names)
+    with library_errors(ExportError, "torch.onnx cannot export the program: "), quiet(), looked_up_once():
+        exported: Any = torch.onnx.export(
+            program, dynamo=True, opset_version=19, input_names=names, output_names=results, verbose=False
+        )
+    proto = exported.model_proto
+    clean(proto)
+    finish_for(proto, "litert")
+    proto.producer_name, proto.producer_version = "compress", ""
+    with replacing_model(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+        feed = {name: value.detach().numpy() for name, value in zip(names, inputs, strict=True)}
+        found = FloatSession(load_source(temporary, quantized=True), results).run(feed)
+        wanted = [value.detach().numpy() for value in flat_tensors(result)]
+        _compare(Path(path), wanted, [found[name] for name in results], "of the program")
+    return Path(path)
+
+
+def _check_pairs(program: torch.export.ExportedProgram) -> None:
+    """Refuse a program without pairs, or with some that ONNX lacks."""
+    nodes = program.graph.nodes if isinstance(program, torch.export.ExportedProgram) else ()
+    called = {node: str(node.target) for node in nodes if node.op == "call_function"}
+    quantizing = {node: name for node, name in called.items() if name.startswith(_PAIR_LIBRARIES)}
+    if not quantizing:
+        raise ExportError("the program has no pair of quantized_decomposed: give what convert_pt2e returned, exported")
+    for node, name in quantizing.items():
+        if name not in _READ:
+            raise ExportError(
+                f"{node.name} is {name}: pairs with fixed ranges for a tensor or for each channel are read; "
+                "quantize with is_dynamic=False, and weights of 8 bits"
+            )
+        limits = torch.iinfo(node.args[5]) if name == _QUANTIZE else None
+        if limits is not None and node.args[3:5] != (limits.min, limits.max):
+            raise ExportError(
+                f"{node.name} rounds to integers from {node.args[3]} to {node.args[4]}, and ONNX's QuantizeLinear to "
+                f"all of {node.args[5]}: give the quantizer of activations the whole range"
+            )
+
+
+@alone
 def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1) -> Path:
     """Write an ONNX file as an ExecuTorch file for XNNPACK, with its own scales, zero points and integers.
 
@@ -154,18 +221,14 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
         batch_size: of an open batch; the file has fixed shapes.
 
     Returns:
-        `path`. The file was run once and compared with its PT2E program; names of inputs and outputs and the metadata
-        are those of the ONNX file, in its method `information`.
+        `path`. Names of inputs and outputs and the metadata are those of the ONNX file, in its method `information`.
 
     Raises:
         EngineUnavailableError: ExecuTorch is not installed.
         ExportError: ExecuTorch has no operator for a node, or runs the file wrong; and all that `to_pt2e` raises.
 
     Examples:
-        >>> spec = compress.QuantSpec(target="litert")
-        >>> qmodel = compress.quantize(model, images[:1], batches, spec=spec)
-        >>> file = compress.export_onnx(qmodel, images[:1], "phone.onnx")
-        >>> print(compress.export_executorch(file, "int8.pte"))  # doctest: +SKIP
+        >>> print(compress.export_executorch("int8.onnx", "int8.pte"))  # doctest: +SKIP
         int8.pte
     """
     lower = imported("executorch.exir").to_edge_transform_and_lower

@@ -67,6 +67,7 @@ from compress.quantization.placement.decisions import (
     shared_tensors,
 )
 from compress.quantization.placement.place import place
+from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.improve import methods
 from compress.quantization.ptq.on_images import looks_at_layers
@@ -190,7 +191,7 @@ def _quantized(
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
         improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
-    index, types, reading = _read(source, first)
+    index, types, reading = _read(source, first, spec)
     if fine_tuned is None:
         placement = _placed(source, reading, first, seen, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
@@ -224,16 +225,17 @@ def _with_remainder(
     return source, types | casting.types | types_of(source.proto), casting
 
 
-def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
+def _read(source: SourceFile, feed: Arrays, spec: QuantSpec) -> tuple[Index, Types, Reading]:
     index, shapes, types = inferred(source, feed)
-    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source))
+    opened = TABLES[spec.only_target].opened
+    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source), opened)
 
 
 def scale_channels(
     source: SourceFile, first: Arrays, batches: Sequence[Arrays], spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """Do what `smooth: auto` is in a float file, in place; see `smooth_file`, which says what is returned."""
-    _, _, reading = _read(source, first)
+    _, _, reading = _read(source, first, spec)
     return smooth_file(source, reading, place_on_images(source, reading, spec, batches), batches, spec)
 
 

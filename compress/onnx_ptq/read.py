@@ -8,11 +8,12 @@ out. Compounds are found by their form, which counts only if no other node reads
     silu, hardswish, mish, gelu (with Erf, or approximated with Tanh), quick_gelu    arithmetic around the function
     softplus    with its threshold, as torch's exporter writes it
     layer_norm  (x - mean) / Sqrt(variance + epsilon), and the affine part
+    roll        two slices of a tensor, joined in the other order
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -130,10 +131,27 @@ def _of_last_axis(index: Index, name: str) -> bool:
     return value is not None and value.size in (1, *value.shape[-1:])
 
 
+def _roll(node: onnx.NodeProto, index: Index) -> Compound | None:
+    makers = [index.producers.get(name) for name in node.input]
+    parts = [maker for maker in makers if maker is not None and maker.op_type == "Slice"]
+    if len(parts) != 2 or len(makers) != 2:
+        return None
+    name = parts[0].input[0]
+    shape = index.shapes.get(name, ())
+    spans = [span for part in parts if (span := _span(part, name, shape, index) if shape else None)]
+    if len(spans) != 2:
+        return None
+    (axis, start, end), second = spans
+    joined = attribute(node, "axis", 0) % len(shape)
+    whole = axis == joined and end == shape[axis] and second == (axis, 0, start)
+    return Compound(kind="roll", nodes=(*parts, node), input=name) if whole else None
+
+
 _FINDERS: dict[str, Finder] = {
     "MatMul": _linear,
     **dict.fromkeys(TELLING, _activation),
     "ReduceMean": _layer_norm,
+    "Concat": _roll,
 }
 
 
@@ -144,8 +162,7 @@ Span = tuple[int, int, int]
 def find_parts(index: Index, shapes: Shapes) -> dict[str, Span]:
     """Return where each part of a tensor lies, by name: slices and gathers along one axis, without gap or overlap.
 
-    Exporters write `chunk`, `unbind` and `split` so when they do not know the sizes. torch.fx sees one operation, and
-    each part is quantized with a range of its own; a single slice is a view of the whole tensor.
+    Exporters write `chunk`, `unbind` and `split` so. torch.fx sees one operation, whose parts have ranges of their own.
     """
     found: dict[str, Span] = {}
     for name, readers in index.consumers.items():
@@ -213,13 +230,15 @@ class Reading:
     weights: dict[str, Weight] = field(default_factory=dict)
 
 
-def read_onnx_graph(index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str]) -> Reading:
+def read_onnx_graph(
+    index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str], opened: Set[str] = frozenset()
+) -> Reading:
     """Return the view of a graph.
 
     `shapes` are those of the inputs that it is calibrated with. `unknown` has the reasons why tensors cannot be
-    measured, by name: they come from or after operators that no engine here knows.
+    measured, by name. Compounds `opened` are not joined.
     """
-    reader = _Reader(index, shapes, types, unknown)
+    reader = _Reader(index, shapes, types, unknown, opened)
     for value in index.graph.input:
         if value.name not in index.constants:
             reader.add(Node(name=value.name, kind="input"))
@@ -235,7 +254,9 @@ def read_onnx_graph(index: Index, shapes: Shapes, types: Types, unknown: Mapping
 
 
 class _Reader:
-    def __init__(self, index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str]) -> None:
+    def __init__(
+        self, index: Index, shapes: Shapes, types: Types, unknown: Mapping[str, str], opened: Set[str]
+    ) -> None:
         self.index, self.shapes, self.types, self.unknown = index, shapes, types, unknown
         self.view: list[Node] = []
         self.made: dict[str, Node] = {}
@@ -243,7 +264,7 @@ class _Reader:
         self.weights: dict[str, Weight] = {}
         self.parts = find_parts(index, shapes)
         self.channels_last: set[str] = set()
-        compounds = find_compounds(index)
+        compounds = [found for found in find_compounds(index) if found.kind not in opened]
         self.last = {compound.nodes[-1].output[0]: compound for compound in compounds}
         self.inside = {part.output[0] for compound in compounds for part in compound.nodes[:-1]}
 
@@ -394,6 +415,8 @@ class _Reader:
             made.mode = "bicubic" if mode == "cubic" else mode
         elif made.kind == "pad":
             made.filling = self._filling(node)
+        elif made.kind.endswith(("pool", "conv", "conv_transpose")):
+            made.window = max(attribute(node, "kernel_shape", []), default=0)
         elif made.kind == "mean":
             made.axes = self._mean_axes(node)
         elif made.kind == "batch_norm":

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from compress.onnx_graph import (
     constant_tensor,
     inputs_of,
     opset_of,
+    sort_nodes,
     subgraphs,
     tensors_of,
     without_weights,
@@ -170,7 +171,7 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
     outputs, and scripts append nodes in any order.
     """
     notes = []
-    if _sort(proto.graph):
+    if sort_nodes(proto.graph):
         notes.append("the nodes of the file are put in order")
     newer = _newer_operators(proto)
     if newer and not proto.functions:
@@ -185,26 +186,6 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
     if bare:
         notes.append("the file's outputs get their number of dimensions")
     return tuple(notes)
-
-
-def _sort(graph: onnx.GraphProto) -> bool:
-    """Put nodes after those that they read; False if they are already, or read each other in a circle."""
-    made = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
-    before = [
-        {made[name] for name in inputs_of(node) if name in made and made[name] != place}
-        for place, node in enumerate(graph.node)
-    ]
-    if all(max(places, default=-1) < place for place, places in enumerate(before)):
-        return False
-    try:
-        order = list(TopologicalSorter(dict(enumerate(before))).static_order())
-    except CycleError:
-        return False
-    nodes = [graph.node[place] for place in order]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
-    return True
 
 
 def _newer_operators(proto: onnx.ModelProto) -> dict[str, int]:
@@ -701,7 +682,7 @@ class Index(OnnxGraph):
                 self.consumers.setdefault(name, []).append(node)
             if node.op_type not in RANDOM and self.unchanging.issuperset(read):
                 self.unchanging.update(node.output)
-        self._shapes = shapes or {}
+        self.shapes = shapes or {}
         self._values: dict[str, NDArray[Any] | None] = {}
 
     def value(self, name: str) -> NDArray[Any] | None:
@@ -738,13 +719,13 @@ class Index(OnnxGraph):
         if node is None or name not in self.fixed or list(subgraphs([node])):
             return None
         if node.op_type == "Shape":
-            shape = self._shapes.get(node.input[0])
+            shape = self.shapes.get(node.input[0])
             part = slice(attribute(node, "start", 0), attribute(node, "end", None))
             return None if shape is None else np.asarray(shape[part], np.int64)
         feeds = {key: value for key in node.input if key and (value := self.value(key)) is not None}
         if not feeds.keys() >= {key for key in node.input if key}:
             return None
-        shape = self._shapes.get(name)
+        shape = self.shapes.get(name)
         small = shape is not None and math.prod(shape) <= _COMPUTED
         if node.op_type in _GROWING and not small and not _stays_small(node, feeds):
             return None
@@ -766,6 +747,8 @@ def _evaluated(
         helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for k, v in feeds.items()
     ]
     graph = helper.make_graph([node], "constant", inputs, [onnx.ValueInfoProto(name=name)])
+    if node.op_type in QUANTIZED:  # onnx 1.23 evaluates no older ones, which compute the same
+        opset = opset | {"": max(opset.get("", 1), 19)}
     imports = [helper.make_opsetid(domain, version) for domain, version in opset.items()]
     try:
         results: Any = ReferenceEvaluator(helper.make_model(graph, opset_imports=imports)).run([name], feeds)

@@ -899,7 +899,9 @@ def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> B
         if value.name not in index.constants:
             builder.input(value.name)
     compounds = [
-        found for found in find_compounds(index) if found.kind != "layer_norm" or plain_layer_norm(builder, found)
+        found
+        for found in find_compounds(index)
+        if found.kind != "roll" and (found.kind != "layer_norm" or plain_layer_norm(builder, found))
     ]
     last = {found.nodes[-1].output[0]: found for found in compounds}
     inside = {part.output[0] for found in compounds for part in found.nodes[:-1]}

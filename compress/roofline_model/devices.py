@@ -150,6 +150,7 @@ _VECTOR_FLOPS = {"fp32": 64}
 _VNNI_FLOPS = {**_VECTOR_FLOPS, "int8": 256}
 _AMX_FLOPS = {**_VECTOR_FLOPS, "bf16": 1024, "int8": 2048}
 _ARM_FLOPS = {"fp32": 16, "fp16": 32, "int8": 64}  # two Neon units of 128 bits, with SDOT
+_ESTIMATED = "peaks are estimated from two Neon units of 128 bits a core"
 _PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 
 
@@ -340,8 +341,8 @@ TABLE: tuple[Device, ...] = (
     _device(
         "hexagon-x-elite",
         "Hexagon NPU of Qualcomm Snapdragon X Elite",
-        135,
-        "Qualcomm Snapdragon X Elite product brief (45 TOPS, LPDDR5x at 135 GB/s)",
+        136,
+        "Qualcomm's announcement of Snapdragon X Elite, 2023-10 (45 TOPS; LPDDR5x, 8 x 16 bits at 8533 MT/s, 136 GB/s)",
         dense={"int8": 45.0},
         note="Qualcomm publishes no figure for a phone's NPU, and none for 16 bits",
     ),
@@ -349,16 +350,17 @@ TABLE: tuple[Device, ...] = (
         "raspberry-pi-5",
         "Raspberry Pi 5 (four Cortex-A76 at 2.4 GHz)",
         17.1,
-        "Raspberry Pi 5 product brief (LPDDR4X-4267, 32 bits); Arm Cortex-A76 Software Optimization Guide",
+        "Raspberry Pi 5 product brief (LPDDR4X-4267, four Cortex-A76 at 2.4 GHz)",
         dense={precision: 4 * 2.4 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
+        note=f"{_ESTIMATED}; bandwidth of 32 bits at 4267 MT/s",
     ),
     _device(
         "cortex-x3",
         "one Cortex-X3 at 3.2 GHz, of a phone's CPU (Qualcomm Snapdragon 8 Gen 2)",
         67.2,
-        "Qualcomm Snapdragon 8 Gen 2 product brief (LPDDR5X at 4200 MHz); Arm Cortex-X3 Software Optimization Guide",
+        "Qualcomm's announcement of Snapdragon 8 Gen 2, 2022-11 (Cortex-X3 at 3.2 GHz, LPDDR5X at 4200 MHz)",
         dense={precision: 3.2 * 2 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
-        note="four Neon units; the other cores of the phone are not counted",
+        note=f"{_ESTIMATED} (four in this core); bandwidth of 64 bits; the other cores of the phone are not counted",
     ),
     _xeon("xeon-8380", "Intel Xeon Platinum 8380 (Ice Lake)", 40, 3.4, 204.8, _VNNI_FLOPS),
     _xeon("xeon-8480", "Intel Xeon Platinum 8480+ (Sapphire Rapids)", 56, 3.8, 307.2, _AMX_FLOPS),

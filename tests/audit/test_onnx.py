@@ -6,7 +6,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import nn
 
-from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx
+from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx, to_pt2e
 from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 
@@ -81,6 +81,20 @@ def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
 def test_the_share_of_weights_in_int8(parts, share, tmp_path):
     onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", parts)), tmp_path / "m.onnx")
     assert audit_onnx(tmp_path / "m.onnx").int8_share == share
+
+
+def test_a_file_that_quantizes_its_own_weights_in_nodes_of_any_order_is_int8(tmp_path):
+    own = FOREIGN.replace("int8[8,8,1,1] q =", "float[8,8,1,1] v =").replace(
+        "w = Deq", "q = QuantizeLinear(v, s, zero) w = Deq"
+    )
+    proto = onnx.parser.parse_model(own.replace("21", "17").replace("BODY", f"c = Conv(d, w) {BETWEEN}"))
+    nodes = list(proto.graph.node)[::-1]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.ir_version = 8
+    onnx.save(proto, tmp_path / "m.onnx")
+    assert audit_onnx(tmp_path / "m.onnx").int8_share == 1.0
+    assert "int8" in str({value.dtype for _, value in to_pt2e(tmp_path / "m.onnx").named_buffers()})
 
 
 def test_a_scale_of_zero_is_refused_by_the_result_of_a_node_without_a_name(tmp_path):

@@ -234,8 +234,7 @@ NETWORKS = {
     "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
     **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
 }
-# A roll is slices and a concat in a file, whose parts keep scales of their own before a sum of `dla` and `qnn`.
-LEFT_OUT = {("Swin", "dla"), ("Swin", "qnn")} | {(name, "any") for name in NETWORKS.keys() - OWN.keys()}
+LEFT_OUT = {(name, "any") for name in NETWORKS.keys() - OWN.keys()}
 SAME_CASES = [(name, t) for name in NETWORKS for t in TARGETS if (name, t) not in LEFT_OUT and t != "xnnpack"]
 # Networks whose file holds BatchNorm as it is.
 UNFOLDED = {"resnet", "DenseNet"}

@@ -73,6 +73,44 @@ def test_a_program_holds_the_integers_of_the_file(network):
         compress.to_pt2e(model)
 
 
+def converted(model, images, **options):
+    package = pytest.importorskip("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+    pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
+    settings = package.get_symmetric_quantization_config(is_per_channel=True, **options)
+    network = torch.export.export(model, (images,)).module()
+    network = pt2e.prepare_pt2e(network, package.XNNPACKQuantizer().set_global(settings))
+    network(images)
+    return torch.export.export(pt2e.convert_pt2e(network), (images,))
+
+
+def test_a_program_of_xnnpacks_quantizer_becomes_a_file_with_its_scales(tmp_path):
+    torch.manual_seed(0)
+    model, images = Block().eval(), torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        program = converted(model, images)
+        wanted = program.module()(images).numpy()
+    file = compress.from_pt2e(program, tmp_path / "model.onnx")
+    with compress.build_engine(file, "onnxruntime") as engine:
+        assert sqnr(wanted, engine.run({"input": images.numpy()})["logits"]) > 30
+    pairs = [node.args[1:3] for node in program.graph.nodes if f".{PAIRS[0]}." in str(node.target)]
+    proto = onnx.load(file)
+    value = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    nodes = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    got = {(float(value[node.input[1]]), int(value[node.input[2]])) for node in nodes}
+    assert got == {(float(np.float32(scale)), zero) for scale, zero in pairs} and len(got) > 5
+    weights = [array for array in value.values() if array.dtype == np.int8 and array.ndim > 1]
+    assert len(weights) == 5
+    for wrong, message in (
+        (model, "no pair"),
+        (torch.export.export(model, (images,)), "no pair"),
+        (converted(nn.Sequential(nn.Linear(16, 4)), images, is_dynamic=True), "is_dynamic=False"),
+        (converted(model, images, act_qmin=0, act_qmax=100), "from 0 to 100"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            compress.from_pt2e(wrong, tmp_path / "wrong.onnx")
+    assert not (tmp_path / "wrong.onnx").exists()
+
+
 def test_a_command_writes_what_executorch_runs_in_int8(network):
     pytest.importorskip("executorch", reason="the extra executorch is not installed")
     model, file, images = network

@@ -169,6 +169,8 @@ def test_files_that_cannot_be_read_are_counted_in_the_run(tmp_path):
     run(recipe, "train", tmp_path / "run", device="cpu")
     (note,) = [n for n in json.loads((tmp_path / "run" / "notes.json").read_text()) if n.startswith("data: ")]
     assert "1 of the 5 files of val could not be read" in note and "bad.png" in note
+    run(recipe, "train", tmp_path / "again", device="cpu", start=tmp_path / "run")
+    assert [note for note in json.loads((tmp_path / "again" / "notes.json").read_text()) if "bad.png" in note]
 
 
 def test_files_of_one_name_are_told_apart(tmp_path):

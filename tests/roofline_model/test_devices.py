@@ -53,7 +53,7 @@ PROCESSORS = {
     "xeon-8592": (8 * 5.6 * 8, 64 * 3.9 * 2 * 2 * 16 / 1e3, 64 * 3.9 * 2 * 16 * 64 / 1e3),
 }
 # name: (GB/s, dense int8 TOPS), which is all that their makers publish.
-ACCELERATORS = {"orin-dla": (204.8, 105 / 2 / 2), "hexagon-x-elite": (135, 45)}
+ACCELERATORS = {"orin-dla": (204.8, 105 / 2 / 2), "hexagon-x-elite": (136, 45)}
 
 
 def test_table_holds_the_devices_of_the_sheets():
@@ -71,7 +71,7 @@ def test_peaks_of_processors_are_cores_times_clock(name):
     assert device.bandwidth_bytes_per_s == pytest.approx(bandwidth * 1e9, rel=0.01)
     assert device.peak_flops_per_s("fp32") == pytest.approx(fp32 * 1e12)
     assert device.peak_flops_per_s("int8") == pytest.approx(int8 * 1e12)
-    assert ("turbo" in device.note and "Intel" in device.source) or "Arm" in device.source
+    assert ("turbo" in device.note and "Intel" in device.source) or "estimated" in device.note
     assert ("bf16" in device.precisions) == (name in ("xeon-8480", "xeon-8592"))  # AMX began with Sapphire Rapids
 
 

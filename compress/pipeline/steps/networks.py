@@ -153,7 +153,8 @@ def check_start(start: Path | None, recipe: Recipe, data: DataSet) -> None:
 
 def _take_over(run: Run, start: Path, model: nn.Module) -> None:
     load_model(model, start / Variant.FLOAT.weights_file)
-    facts = {name: value for name, value in read_state(start).facts_of(Variant.FLOAT.step).items() if name != "notes"}
+    found = read_state(start).facts_of(Variant.FLOAT.step)
+    facts = {name: value for name, value in found.items() if name not in {"notes", "left_out"}}  # of that run's files
     run.notes.append(f"the float network is that of {start}")
     if run.processes.is_main and (start / TRAIN.name).is_file():
         write_text(run.path(TRAIN.name), (start / TRAIN.name).read_text(encoding="utf-8"))

@@ -20,13 +20,14 @@ from compress.graph.report import Leaf, attach_report, leaves_of, report_of
 from compress.quantization import QuantSpec, check_quant_spec
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place, scaled_layers
+from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 from compress.quantization.ptq.rescaling import (
     batchnorm_moments,
     ensure_biases,
     equalize,
     multiply_inputs,
-    replace_relu6,
+    replace_activations,
 )
 from compress.quantization.quantizer import Quantizer, can_quantize, quantized_layer, weight_axis
 from compress.quantization.report import Prepared, QuantizationReport, QuantizedModule
@@ -123,6 +124,9 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
         node.low = float(low) if isinstance(low, (int, float)) else node.low
     elif node.kind == "resize":
         node.mode = str(getattr(module, "mode", "") if module is not None else _argument(source, 3, "mode"))
+    elif node.kind.endswith(("pool", "conv", "conv_transpose")):
+        size = getattr(module, "kernel_size", 0) if module is not None else _argument(source, 1, "kernel_size")
+        node.window = max(size) if isinstance(size, (tuple, list)) else size if isinstance(size, int) else 0
     elif node.kind == "mean":
         dims = _argument(source, 1, "dim")
         shape = source.all_input_nodes[0].meta.get("shape")
@@ -145,7 +149,7 @@ def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tu
     It is compared with the model, in which ReLU already replaces ReLU6 if the recipe asks for that.
     """
     graph_module = canonical_graph(model, example_inputs, fold=False)
-    replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()
+    replaced = replace_activations(graph_module, "relu6") if spec.relu6 == "relu" else ()
     reference = Reference.of(copy.deepcopy(graph_module) if replaced else model, example_inputs)
     moments = batchnorm_moments(graph_module) if spec.bias_correction == "analytic" else {}
     if spec.batchnorm == "fold":
@@ -211,6 +215,8 @@ def insert_placed(
 ) -> QuantizedModule:
     """Insert quantizers into a float graph, in place, with the placement that a function decides on."""
     graph_module, prepared = made
+    for kind in TABLES[spec.only_target].opened:
+        replace_activations(graph_module, kind)
     placement = placed(graph_module)
     if spec.bias_correction in ("analytic", "empirical"):
         ensure_biases(graph_module, [site.path for site in placement.weights])

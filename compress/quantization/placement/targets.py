@@ -31,11 +31,10 @@ class TargetTable:
         joined_parts: True also traces a part of a concat's result (`chunk`, `split`) back to the inputs of that concat,
             if these need a sign all or none: one range for the blocks of ShuffleNetV2.
         concat_shares: False gives the result of a concat of tensors with and without a sign a scale of its own: ONNX
-            Runtime's QLinearConcat takes a scale for each input, and a shared one with a sign keeps the activation out
-            of the convolution before it. Elsewhere one scale is faster.
+            Runtime's QLinearConcat takes a scale for each input. Elsewhere one scale is faster.
         plain_paths: kinds of layer whose signed input is quantized where the layer reads it, if it is a part of a
             concat's result, of a roll's, or of a concat along another axis than the channels: OpenVINO 2026.4 does not
-            carry a zero point through these, and computes the layer in float.
+            carry a zero point through these.
         fuses: activations that an engine computes in the epilogue of the layer before.
         clips_at_zero: True lets clips of `fuses` fuse only if their lower limit is 0.
         unsigned: True quantizes tensors that are never negative unsigned: twice the resolution, and the x86 kernels
@@ -45,9 +44,8 @@ class TargetTable:
             a convolution to it by itself, with a concat often with 9 levels instead of 256.
         zero_points: kinds of layer whose inputs may have any zero point: tensors with a known lowest value (GELU, SiLU)
             are stored as unsigned integers from there. They need the form of `offset`; linear layers take either.
-        symmetric: kinds of layer that an engine computes in 8 bits without a zero point only. A signed input is
-            quantized where they read it: OpenVINO 2026.4 gives a tensor that a convolution reads too a zero point,
-            carries it through what lies between, computes the layer in float and, after a concat, wrongly.
+        symmetric: kinds of layer that OpenVINO 2026.4 computes in 8 bits without a zero point only, and after a concat
+            wrongly with one. A signed input is quantized where they read it.
         signed_second: True stores the second factor of a product of two activations as int8 without a zero point, also
             if it is never negative: OpenVINO multiplies in float by any other.
         stays_float, grouped_float: kinds that stay float, always or where they have groups, each with the reason.
@@ -56,6 +54,8 @@ class TargetTable:
         results: True also quantizes results that the model returns.
         one_scale: kinds whose input and result have one scale.
         wide: kinds that are quantized with more than 8 bits alone, each with the reason that 8 bits leave it float.
+        opened: activations that are placed as several operations: SiLU as x * sigmoid(x).
+        windows: largest side of the kernel of some kinds; beyond it they stay float.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
@@ -81,6 +81,8 @@ class TargetTable:
     results: bool = False
     one_scale: frozenset[str] = frozenset()
     wide: dict[str, str] = field(default_factory=dict)
+    opened: frozenset[str] = frozenset()
+    windows: dict[str, int] = field(default_factory=dict)
     all_integers: bool = False
 
 
@@ -114,9 +116,8 @@ _CPU_FLOAT = _FLOAT | {
     "mul": "an elementwise product (squeeze-and-excite, gating) gains nothing in 8 bits: the engine's kernel for it "
     "took the time of the float product"
 }
-"""Measured with MobileNetV3-small at 224 pixels, batch 1, one core of an AMD EPYC with AVX512-VNNI, in turn (on a busy
-machine, 6 % noise): with all nine squeeze-and-excite products in 8 bits the network took 1.00 of the time on ONNX
-Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime, which needs their results in 8 bits too.
+"""MobileNetV3-small, batch 1, one core of an AMD EPYC (6 % noise): with all nine squeeze-and-excite products in 8 bits
+the network took 1.00 of the time on ONNX Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime.
 """
 
 _COMPUTING = kinds(
@@ -129,7 +130,6 @@ _DLA = dict.fromkeys(
     ("relu", "relu6", "leaky_relu", "batch_norm", "sigmoid", "tanh"),
     "DLA takes it between INT8 tensors (sigmoid and tanh are computed in fp16 inside)",
 )
-_TWO_OPERATORS = "it is several operators in a file, and nothing quantizes what lies between them"
 
 _QNN = dict.fromkeys(
     (*_WEIGHTED, *_POOLS, *("add", "sub", "mul", "div", "maximum", "minimum", "relu", "relu6", "leaky_relu")),
@@ -198,12 +198,14 @@ TABLES: dict[Target, TargetTable] = {
         clips_at_zero=True,
         results=True,
         one_scale=frozenset(_POOLS[:3]),
+        opened=frozenset({"silu"}),
+        windows={"conv": 32, "conv_transpose": 32, "avg_pool": 8, "max_pool": 8},
         stays_float=dict.fromkeys(
             _COMPUTING.difference(_DLA), "it is not among the layers that DLA takes in INT8: the GPU computes it"
         )
         | dict.fromkeys(_SOFTMAX, "DLA computes a softmax in fp16 (on Orin): it falls back to that, or to the GPU")
-        | dict.fromkeys(TAKES_APART, "DLA takes a slice in fp16 alone: it falls back to that, or to the GPU")
-        | dict.fromkeys(("silu", "hardswish", "gelu"), f"{_TWO_OPERATORS}: DLA falls back to fp16, or to the GPU"),
+        | dict.fromkeys((*TAKES_APART, "roll"), "DLA takes a slice in fp16 alone: it falls back to that, or to the GPU")
+        | dict.fromkeys(("hardswish", "gelu"), "DLA has no operator for it: the GPU computes it"),
         grouped_float={"conv_transpose": "DLA has no transposed convolution with groups: the GPU computes it"},
     ),
     "qnn": TargetTable(
@@ -216,7 +218,8 @@ TABLES: dict[Target, TargetTable] = {
         results=True,
         wide=dict.fromkeys(_SOFTMAX, f"{_FLOAT['softmax']}; with activations of 16 bits it is quantized"),
         stays_float={kind: text for kind, text in _FLOAT.items() if kind not in _QNN}
-        | dict.fromkeys(("silu", "gelu"), f"{_TWO_OPERATORS}: HTP computes it in fp16, or the CPU"),
+        | {"gelu": "HTP quantizes it as one operator (opset 20), and files have five: it computes them in fp16"},
+        opened=frozenset({"silu"}),
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

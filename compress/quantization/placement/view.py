@@ -66,6 +66,7 @@ class Node:
         axes: of a reduction, counted from the front; None means all, or unknown.
         cast: type of an explicit cast, such as `float32`; `converts`: its result has another type than its input.
         filling: what it pads with; 0.0 if that is taken from the tensor.
+        window: largest side of its kernel, or 0.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Node:
     cast: str = ""
     converts: bool = False
     filling: float = 0.0
+    window: int = 0
 
     @property
     def layer(self) -> str:

@@ -2,16 +2,15 @@
 
 Between two layers joined by a function with f(s x) = s f(x) for s > 0 (ReLU, pooling, nothing), a channel may be
 divided by s in the first layer and multiplied by s in the second without a change of the outputs (Nagel et al., arXiv
-1906.04721, section 4.1). The choice s = sqrt(r1 / r2), r1 and r2 being the ranges of the weights on both sides, makes
-both sqrt(r1 r2), the best for both layers when a tensor has one scale. ReLU6 does not scale with its input. Ranges of
-activations change, and are calibrated afterwards.
+1906.04721, section 4.1). With s = sqrt(r1 / r2), r1 and r2 being the ranges of the weights on both sides, both become
+sqrt(r1 r2). ReLU6 does not scale with its input.
 
 A weight has the shape (out, in / groups, k...) in convolutions and linear layers and (in, out / groups, k...) in
 transposed ones: one side is its first axis, the other is repeated for each group.
 
 SmoothQuant (Xiao et al., arXiv 2211.10438, section 4, equation 4) divides channel j of a LayerNorm's output by s_j in
 its affine parameters, and multiplies the consumers' weights of that channel by s_j = max|X_j|^a / max|W_j|^(1 - a); a =
-0.5 is usual, 1 moves all of the difficulty into the weights.
+0.5 is usual.
 
 A BatchNorm with shift beta and factor gamma returns values of mean beta and deviation |gamma|, taken as normal (arXiv
 1906.04721, section 4.2.1). A ReLU or ReLU6 clips the normal distribution, sums add means (and variances, as if
@@ -212,15 +211,20 @@ def equalize(graph_module: fx.GraphModule) -> Equalization:
     return Equalization(pairs=pairs, refused=refused, divided=divided, rounds=rounds)
 
 
-def replace_relu6(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def replace_activations(graph_module: fx.GraphModule, kind: str) -> tuple[str, ...]:
+    """Replace ReLU6 by ReLU, or SiLU by x * sigmoid(x), in place."""
     replaced = []
     for node in list(graph_module.graph.nodes):
-        if node_kind(node) != "relu6":
+        if node_kind(node) != kind:
             continue
+        x = tensor_args(node)[0]
         with graph_module.graph.inserting_before(node):
-            relu = graph_module.graph.call_function(torch.relu, (tensor_args(node)[0],))
+            made = graph_module.graph.call_function(torch.relu if kind == "relu6" else torch.sigmoid, (x,))
+            if kind == "silu":
+                made.meta.update(node.meta)
+                made = graph_module.graph.call_function(torch.mul, (x, made))
         replaced.append(node.name)
-        replace_node(node, relu)
+        replace_node(node, made)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(replaced)

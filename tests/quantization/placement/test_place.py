@@ -237,7 +237,7 @@ def without_scale(path):
 
 
 def gated(net, x):
-    x = torch.cat([net.one(x).relu(), F.avg_pool2d(net.two(x), 3, 1, 1)], 1)
+    x = torch.cat([F.silu(net.one(x)), F.avg_pool2d(net.two(x), 3, 1, 1)], 1)
     return net.last(net.norm(x).relu() * net.gate(x).sigmoid() + x).mean((2, 3))
 
 
@@ -264,9 +264,12 @@ def test_every_tensor_has_a_scale_for_dla_and_qnn(target, source, make, tmp_path
 
 
 def test_what_dla_does_not_take_is_named_and_its_averages_keep_their_scale():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.AvgPool2d(2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardswish(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.AvgPool2d(2))
+    model += nn.Sequential(nn.Conv2d(4, 4, 33, padding=16), nn.MaxPool2d(9, 1, 4), nn.AvgPool2d(8, 8, 4))
     result = placement(model, QuantSpec(target="dla"), (2, 3, 8, 8))
-    assert {d.layer: "GPU" in d.reason for d in result.decisions if d.decision == "float"} == {"1": True, "3": True}
+    floats = {d.layer: d.reason for d in result.decisions if d.decision == "float"}
+    assert floats.keys() == {"1", "3", "5", "6"} and all("GPU" in reason for reason in floats.values())
+    assert "window of 33 is larger than 32" in floats["5"] and "window of 9 is larger than 8" in floats["6"]
     assert {d.quantizer for d in result.decisions if d.tensor in ("_3", "_4")} == {"", "quantizers._3"}
 
 

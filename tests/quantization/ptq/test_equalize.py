@@ -17,7 +17,7 @@ from compress.quantization.ptq.rescaling import (
     find_pairs,
     input_ranges,
     output_ranges,
-    replace_relu6,
+    replace_activations,
     scale_inputs,
     scale_outputs,
     smooth,
@@ -126,12 +126,12 @@ def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
     pairs, refused = find_pairs(folded(model))
     assert any(RELU6 in reason and "relu6: relu" in reason for reason in refused.values())
     graph_module = folded(model)
-    assert len(replace_relu6(graph_module)) == 4
+    assert len(replace_activations(graph_module, "relu6")) == 4
     assert len(find_pairs(graph_module)[0]) == 7 > len(pairs)
     small = X / 1e4  # nothing reaches 6, where both are one function
     calm = compress.trace(mobile(nn.ReLU6, spread=0.0), small)
     before = calm(small)
-    replace_relu6(calm)
+    replace_activations(calm, "relu6")
     torch.testing.assert_close(calm(small), before)
 
 
