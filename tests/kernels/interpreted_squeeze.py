@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import compress
 from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.fake_quantize import SMOOTH_ACTIVATIONS
 from compress.kernels.triton import squeeze as triton_squeeze
@@ -20,7 +19,7 @@ from compress.quantization.numerics import fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
 from tests.kernels.interpreted_rows import FORMATS, sure
 from tests.networks import Net
-from tests.qat_fusion.common import assert_same, gradients, quantized
+from tests.qat_fusion.common import fused_as_plain, gradients, quantized
 
 ACTIVATIONS = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
 SHAPES = ((2, 8, 3, 5), (2, 40, 5, 7), (1, 72, 2, 2))
@@ -135,8 +134,7 @@ def response_net():
 
 def check_response_network():
     qmodel, x = quantized(response_net)
-    fused = compress.fuse_for_training(qmodel, kernels="triton")
-    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+    fused_as_plain(qmodel, x, rtol=1e-3, atol=1e-3, kernels="triton")
 
 
 def check_parts():
@@ -189,9 +187,8 @@ def in_channels_last(made):
 
 def check_network(activation, gate):
     qmodel, x = in_channels_last(quantized(lambda: squeeze_net(activation, gate)))
-    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    fused = fused_as_plain(qmodel, x, rtol=1e-3, atol=1e-3, kernels="triton")
     assert sum(isinstance(module, FusedSqueezeModule) for module in fused.modules()) == 1
-    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
     found, wanted = (gradients(run, qmodel, x, autocast=True) for run in (fused, qmodel))
     exact = gradients(qmodel, qmodel, x)
     for name, grad in exact[2].items():
@@ -203,8 +200,7 @@ def check_other_layouts():
     # Images with channels first take torch's operations, also where the layer's bias is apart from it.
     qmodel, x = quantized(squeeze_net)
     qmodel, x = qmodel.to(memory_format=torch.contiguous_format), x.contiguous()
-    fused = compress.fuse_for_training(qmodel, kernels="triton")
-    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+    fused_as_plain(qmodel, x, rtol=1e-3, atol=1e-3, kernels="triton")
 
 
 def main():
