@@ -6,6 +6,7 @@ Checks of arrays, the import of a library, and times by a GPU's clock are the sa
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
@@ -375,6 +376,7 @@ class OnnxFile:
         output_batch_names: symbol of the first dimension of each output; "" if it has none.
         float_types: types of floating-point weights and activations: `f32`, `f16`, `bf16`, `f64`.
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
+        clipped_scale: least scale that integers after a Clip have; infinity without one.
         weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 
@@ -387,6 +389,7 @@ class OnnxFile:
     opset: int
     quantized_types: frozenset[str]
     metadata: Mapping[str, str]
+    clipped_scale: float = math.inf
     weight_files: tuple[Path, ...] = ()
 
 
@@ -433,6 +436,7 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
         float_types=frozenset(_float_types(graph)),
         opset=opset_of(model),
         quantized_types=frozenset(_quantized_types(graph)),
+        clipped_scale=_clipped_scale(graph),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         weight_files=tuple(
             sorted(
@@ -483,6 +487,15 @@ _FP8 = (
     *(TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ),
 )
 _QUANTIZED: dict[int, str] = {TensorProto.UINT8: "u8", TensorProto.INT8: "i8", **dict.fromkeys(_FP8, "fp8")}
+
+
+def _clipped_scale(graph: onnx.GraphProto) -> float:
+    constants = OnnxGraph(graph).constants
+    clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}
+    readers = [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in clipped]
+    scales = [constants.get(node.input[1]) for node in readers]
+    values = [numpy_helper.to_array(one) for one in scales if one is not None and not one.external_data]
+    return min((float(value.min()) for value in values if value.size), default=math.inf)
 
 
 def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:

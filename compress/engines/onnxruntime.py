@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from compress.engines.base import (
     read_onnx,
     with_batch,
 )
-from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.onnxruntime import weights_to_unsigned
 from compress.files import parse_json
 from compress.support.process import sums_bytes_in_16_bits
@@ -94,6 +95,10 @@ _ERRORS_ONLY = 3
 # Optimizers that quantize biases with the product of two scales, which may underflow in float16. Measured on one
 # ResNet-50: 6 dB of signal to noise with it, 29 without; that underflow is the cause is likely, not proven.
 _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
+# It leaves out a Clip whose bounds are within float32's epsilon of those of the integers, an absolute difference that
+# is many steps of a smaller scale: a ReLU6 before zero point 0 passes negative values (1.31).
+_HARMFUL_BELOW_EPSILON = ["ClipQuantRewrite"]
+_EPSILON = 2.0**-23
 
 # First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
 # does not change that name in its own nodes (`output_dtype INT8 does not match y_zero_point type UINT8`), unless an
@@ -153,7 +158,7 @@ class ONNXRuntimeEngine(Engine):
                 form,
                 session_options,
                 providers=[provider],
-                disabled_optimizers=_HARMFUL_IN_HALF if file.float_types & {"f16", "bf16"} else None,
+                disabled_optimizers=_harmful(file),
             )
         used = self._session.get_providers()[0]
         if used != provider:
@@ -203,6 +208,19 @@ class ONNXRuntimeEngine(Engine):
         self._session = None
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _harmful(file: OnnxFile) -> list[str]:
+    harmful = _HARMFUL_IN_HALF if file.float_types & {"f16", "bf16"} else []
+    if file.clipped_scale >= _EPSILON:
+        return harmful
+    warnings.warn(
+        f"{file.path.name} has a Clip before a scale of {file.clipped_scale:.1g}, which ONNX Runtime leaves out by "
+        f"default. Here it is computed; give sessions of your own disabled_optimizers={_HARMFUL_BELOW_EPSILON}",
+        CompressWarning,
+        stacklevel=4,
+    )
+    return harmful + _HARMFUL_BELOW_EPSILON
 
 
 def _form(file: OnnxFile) -> str | bytes:

@@ -69,6 +69,29 @@ def test_without_vnni_weights_are_unsigned_and_the_results_the_same(tmp_path, mo
             np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
 
 
+TINY_SCALE = """
+<ir_version: 9, opset_import: ["" : 19]> g (float[N, 8] x) => (float[N, 8] y) {
+  s = Constant <value = float {1e-10}> ()
+  n = Neg (x)
+  c = Clip (n, low, high)
+  q = QuantizeLinear (c, s, z)
+  y = DequantizeLinear (q, s, z)
+}
+"""
+
+
+@both
+def test_a_clip_before_a_tiny_scale_is_computed(tmp_path, name):
+    path = write(tmp_path / "q.onnx", TINY_SCALE, {"low": np.float32(0), "high": np.float32(6), "z": np.int8(0)})
+    x = np.linspace(-1e-8, 1e-8, 8, dtype=np.float32)[None]
+    expected = ReferenceEvaluator(str(path)).run(None, {"x": x})[0]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        engine = build_engine(path, name, precision="f32")
+    assert ["ClipQuantRewrite" in str(one.message) for one in seen] == [True] * (name == "onnxruntime")
+    np.testing.assert_allclose(engine.run({"x": x})["y"], expected, atol=2e-10)
+
+
 @pytest.mark.parametrize("largest", [64, 65])
 def test_openvino_warns_of_weights_that_saturate_without_vnni(tmp_path, monkeypatch, largest):
     path = quantized_classifier(tmp_path / "q.onnx")
