@@ -371,6 +371,8 @@ def _row(
             f"annotation {item.get('id')} has category_id {category}{named}, which is none of the classes "
             f"({first_few(classes)}){AS_BACKGROUND if named else ''}"
         )
+    if not isinstance(item["bbox"], list):  # of a text, each letter would count
+        raise DataError(f"annotation {item.get('id')} has bbox {item['bbox']!r:.80}: give left, top, width, height")
     left, top, width, height = (float(value) for value in item["bbox"])
     return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))
 

@@ -98,16 +98,16 @@ def model_sha256(onnx: Path) -> str:
 
 
 def metadata_path(engine: Path) -> Path:
-    return engine.with_name(engine.name + ".json")
+    return engine.parent / f"{engine.name}.json"
 
 
 def log_path(engine: Path) -> Path:
-    return engine.with_name(engine.name + ".log")
+    return engine.parent / f"{engine.name}.log"
 
 
 def layers_path(engine: Path) -> Path:
     """The file with the inspector's layers; written for TensorRT alone, on the GPU."""
-    return engine.with_name(engine.name + ".layers.json")
+    return engine.parent / f"{engine.name}.layers.json"
 
 
 def read_metadata(engine: Path) -> EngineMetadata:
