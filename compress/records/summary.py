@@ -120,7 +120,8 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     if not made:
         return None
     near = [row for row in made if (family(row.engine), row.batch_size) == (family(made[0].engine), made[0].batch_size)]
-    place = min(near, key=lambda row: (row.p50_ms or math.inf) * (row.speedup or math.inf))  # float's time
+    of_float = {(row.engine, row.batch_size): row.p50_ms for row in rows if row.variant == Variant.FLOAT}
+    place = min(near, key=lambda row: of_float.get((row.engine, row.batch_size)) or math.inf)
     here = {row.variant: row for row in rows if (row.engine, row.batch_size) == (place.engine, place.batch_size)}
     before = here.pop(Variant.FLOAT, None)
     sign = 1 if judged.direction == "higher" else -1
