@@ -113,6 +113,10 @@ def read_rows(file: Path) -> list[Row]:
     return [json.loads(line) for line in lines]
 
 
+def newest_rows(file: Path, key: str) -> dict[str, Row]:
+    return {row[key]: row for row in read_rows(file)}
+
+
 def append_row(file: Path, row: Row) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as opened:

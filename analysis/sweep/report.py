@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from analysis.common.study import Row, read_rows, report_from_file
+from analysis.common.study import Row, newest_rows, report_from_file
 from analysis.sweep.names import names
 from analysis.sweep.unit import TARGETS
 from compress.files import write_text
@@ -19,7 +19,7 @@ LEGEND = (
 
 
 def write(log: Path) -> None:
-    rows = {row["model"]: row for row in read_rows(log)}
+    rows = newest_rows(log, "model")
     order = {name: i for i, name in enumerate(names())}
     models = sorted(rows, key=lambda name: (rows[name]["status"] == "ok", order.get(name, len(order))))
     failed = [name for name in models if rows[name]["status"] != "ok"]

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from analysis.common.side_by_side import Ended, side_by_side
-from analysis.common.study import Row, append_row, read_rows, software, study_parser
+from analysis.common.study import Row, append_row, newest_rows, software, study_parser
 from analysis.sweep import report
 from analysis.sweep.names import names
 from compress.measure.machine import describe_machine
@@ -21,9 +21,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, help="seconds for all; unfinished models get no row")
     arguments = parser.parse_args()
     log = arguments.out / "sweep.jsonl"
-    todo = queue(arguments.models, {row["model"]: row for row in read_rows(log)}, retry=arguments.retry)[
-        : arguments.limit
-    ]
+    todo = queue(arguments.models, newest_rows(log, "model"), retry=arguments.retry)[: arguments.limit]
     run(todo, log, arguments)
     report.write(log)
 

@@ -587,7 +587,7 @@ def _same_rows(layer: EngineLayer, one: tuple[int, ...], other: tuple[int, ...])
     if len(one) != len(other) or one.index(-1) != other.index(-1):
         return False
     if one[:-1] == other[:-1] and 1 in (one[-1], other[-1]) and one[-1] != other[-1]:
-        return True  # a mean over the last dimension, and what it is the mean of
+        return True  # the other input is the mean of this one over its last dimension
     steps = fused_steps(layer.name)
     if steps:
         return not set(steps) & _MIXES or (set(steps) & _MIXES == {"Repl"} and "Conc" in steps)

@@ -342,7 +342,7 @@ class DetectorHead:
         return DetectorNetwork(detector)
 
     def _prepare(self, detector: Any) -> tuple[int, int | None]:
-        """Take out what the network computes, in place; (the number of the first class, outputs for classes)."""
+        """Remove what the network computes; return the first class's number and the number of classes."""
         detector.backbone = _Features(list(self._maps.values()))
         detector.head.to("meta")
         return int(has_background(detector)), self.shapes["cls_logits"][-1]

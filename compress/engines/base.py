@@ -425,7 +425,7 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
             f"{path}: not an ONNX model, or a truncated one (IR version {model.ir_version}, "
             f"{len(model.opset_import)} opsets, {len(graph.output)} outputs); export it again"
         )
-    weights = {tensor.name for tensor in graph.initializer}
+    weights, constants = {tensor.name for tensor in graph.initializer}, OnnxGraph(graph).constants
     inputs = [value for value in graph.input if value.name not in weights]
     return OnnxFile(
         path=path,
@@ -435,8 +435,8 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
         output_batch_names=tuple(map(_batch_name, graph.output)),
         float_types=frozenset(_float_types(graph)),
         opset=opset_of(model),
-        quantized_types=frozenset(_quantized_types(graph)),
-        clipped_scale=_clipped_scale(graph),
+        quantized_types=frozenset(_quantized_types(graph, constants)),
+        clipped_scale=_clipped_scale(graph, constants),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         weight_files=tuple(
             sorted(
@@ -489,8 +489,7 @@ _FP8 = (
 _QUANTIZED: dict[int, str] = {TensorProto.UINT8: "u8", TensorProto.INT8: "i8", **dict.fromkeys(_FP8, "fp8")}
 
 
-def _clipped_scale(graph: onnx.GraphProto) -> float:
-    constants = OnnxGraph(graph).constants
+def _clipped_scale(graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) -> float:
     clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}
     readers = [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in clipped]
     scales = [constants.get(node.input[1]) for node in readers]
@@ -498,8 +497,7 @@ def _clipped_scale(graph: onnx.GraphProto) -> float:
     return min((float(value.min()) for value in values if value.size), default=math.inf)
 
 
-def _quantized_types(graph: onnx.GraphProto) -> Iterator[str]:
-    constants = OnnxGraph(graph).constants
+def _quantized_types(graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) -> Iterator[str]:
     points = [node.input[2] for node in graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
     kinds = [constants[name].data_type for name in points if name in constants]
     return (_QUANTIZED[kind] for kind in kinds if kind in _QUANTIZED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from compress.engines.base import (
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
 from compress.graph.inputs import named_tensors
+from compress.support.process import restored
 
 NAME = "torch"
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -135,17 +136,10 @@ def _named(output: Any) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads(count: int | None) -> AbstractContextManager[None]:
+    if count is None or count == torch.get_num_threads():
+        return nullcontext()
+    return restored(torch.get_num_threads, torch.set_num_threads, count)
 
 
 @contextmanager

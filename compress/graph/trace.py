@@ -1003,7 +1003,7 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
 
 
 _SIZES_APART = "takes 1 positional argument but"
-"""What torch says of a tensor's method whose first size is a proxy and whose others are numbers."""
+"""Torch's message for a method of a tensor that gets a proxy as its first size and numbers as the others."""
 
 
 def _with_leaves(

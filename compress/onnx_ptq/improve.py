@@ -1,4 +1,4 @@
-"""What images and torch do to a file: its parameters change, its operations stay.
+"""Improves the parameters of a file, by images or by training in torch; its operations stay.
 
 Methods beyond calibration, and fine-tuning, work on the file as a torch network and come back into its own graph:
 weights, biases and factors of norms change, and ReLU6 becomes ReLU. `Trained` is a network that was fine-tuned with

@@ -609,7 +609,7 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
 
 
 def _unbounded(proto: onnx.ModelProto) -> bool:
-    """Whether a graph has loops, or sizes that follow from anything but constants and other sizes."""
+    """Whether a graph has loops, or sizes computed from values of tensors, not from sizes and constants alone."""
     functions = [node for function in proto.functions for node in function.node]
     if any(node.op_type in _LOOPS for node in (*functions, *all_nodes(proto.graph.node))):
         return True

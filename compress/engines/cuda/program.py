@@ -158,7 +158,7 @@ class StepDifference:
 
 
 def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference]:
-    """Run a network step by step, each compared on what the device computed before it."""
+    """Run a network step by step, and compare each step for the inputs that the device computed."""
     tensors = executor.start(x)
     found = []
     for index, step in enumerate(executor.layout.steps):
@@ -169,7 +169,7 @@ def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference
 
 
 def compared_with_exact(step: Step, run: Runner, tensors: dict[str, Tensor]) -> list[StepDifference]:
-    """Run one step by `run`, which overwrites `tensors`, and compare what it writes with exact arithmetic."""
+    """Run one step, which overwrites `tensors`, and compare its results with exact arithmetic."""
     expected = {name: value.clone() for name, value in reference.compute(step, tensors).items()}
     run(tensors)
     kind = type(step).__name__

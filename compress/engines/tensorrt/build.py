@@ -573,7 +573,7 @@ def _program(target: str) -> str:
 def _flags(
     target: str, engine: str, dynamic: Mapping[str, Profile], options: TensorRTOptions, sparse: bool
 ) -> list[tuple[bool, list[str], list[str]]]:
-    """True for what is asked for, and the words that ask trtexec and Polygraphy for it."""
+    """Whether each option is set, and the arguments that set it for trtexec and for Polygraphy."""
     rtx, sms, hardware = target == "TensorRT-RTX", options.sms or PORTABLE_SMS, options.hardware
     mib, level, times = options.workspace_mib, str(options.optimization_level), "tensorrt.timing"
     kept = [f"--timingCacheFile={times}", "--profilingVerbosity=detailed", f"--exportLayerInfo={engine}.layers.json"]

@@ -234,7 +234,6 @@ _FLOAT32_PRODUCT = (
 )
 _MULTIPLYING = WEIGHTED | {"matmul", "addmm"}
 _ON_THE_WAY = frozenset({"mul", "div", "add", "sub", "neg", "concat", "stack", "identity"})
-_LARGEST = "the largest that DLA takes: the GPU computes it"
 _PHASE = "sines and cosines alone consume it, and a step of 8 bits is a large part of their period"
 _CONSTANT_FACTOR = (
     "a factor is a parameter or constant that is no layer's weight, and an engine computes in 8 bits only where both "
@@ -275,9 +274,9 @@ def requests_of(
 ) -> Requests:
     """The requests of one operation, from the target's table, the settings after the rules and the `depths`."""
     found, own = Requests(), settings[node]
-    if node.window > table.windows.get(node.kind, node.window):
-        limit = table.windows[node.kind]
-        found.refuse(node, "float on the engine", f"its window of {node.window} is larger than {limit}, {_LARGEST}")
+    limit, larger = table.windows.get(node.kind, (node.window, ""))
+    if node.window > limit:
+        found.refuse(node, "float on the engine", f"its window of {node.window} is larger than {limit}, {larger}")
         return found
     residual = is_residual_add(node, table.residual_after)
     if node.kind not in table.inputs and node.kind not in table.outputs and not residual:

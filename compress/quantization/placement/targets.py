@@ -55,7 +55,7 @@ class TargetTable:
         one_scale: kinds whose input and result have one scale.
         wide: kinds that are quantized with more than 8 bits alone, each with the reason that 8 bits leave it float.
         opened: activations that are placed as several operations: SiLU as x * sigmoid(x).
-        windows: largest side of the kernel of some kinds; beyond it they stay float.
+        windows: largest side of the kernel of some kinds, and what computes larger ones, in float.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
@@ -82,7 +82,7 @@ class TargetTable:
     one_scale: frozenset[str] = frozenset()
     wide: dict[str, str] = field(default_factory=dict)
     opened: frozenset[str] = frozenset()
-    windows: dict[str, int] = field(default_factory=dict)
+    windows: dict[str, tuple[int, str]] = field(default_factory=dict)
     all_integers: bool = False
 
 
@@ -130,6 +130,8 @@ _DLA = dict.fromkeys(
     ("relu", "relu6", "leaky_relu", "batch_norm", "sigmoid", "tanh"),
     "DLA takes it between INT8 tensors (sigmoid and tanh are computed in fp16 inside)",
 )
+
+_LARGER = "the largest that DLA takes: the GPU computes it"
 
 _QNN = dict.fromkeys(
     (*_WEIGHTED, *_POOLS, *("add", "sub", "mul", "div", "maximum", "minimum", "relu", "relu6", "leaky_relu")),
@@ -199,7 +201,8 @@ TABLES: dict[Target, TargetTable] = {
         results=True,
         one_scale=frozenset(_POOLS[:3]),
         opened=frozenset({"silu"}),
-        windows={"conv": 32, "conv_transpose": 32, "avg_pool": 8, "max_pool": 8},
+        windows=dict.fromkeys(("conv", "conv_transpose"), (32, _LARGER))
+        | dict.fromkeys(("avg_pool", "max_pool"), (8, _LARGER)),
         stays_float=dict.fromkeys(
             _COMPUTING.difference(_DLA), "it is not among the layers that DLA takes in INT8: the GPU computes it"
         )

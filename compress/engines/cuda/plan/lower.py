@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import axes_of
-from compress.engines.cuda.plan.activation import NONE, Activation, recognize_activations
+from compress.engines.cuda.plan.activation import NONE, recognize_activations
 from compress.engines.cuda.plan.graph import Graph, Node, read_graph
 from compress.engines.cuda.plan.quantizers import (
     MOVES,
     TAKES,
-    Grid,
     QuantizedConstant,
     QuantizedGraph,
     move_quantizers,
@@ -25,7 +24,6 @@ from compress.engines.cuda.plan.quantizers import (
     resolve_quantizers,
 )
 from compress.engines.cuda.plan.steps import (
-    NOTHING,
     Attention,
     AveragePool,
     Combination,
@@ -143,16 +141,9 @@ def match_product(view: View, node: Node) -> tuple[Product, int] | None:
         return None
     outputs = base.weight.shape[0]
     factor = x.grid.scale[0] * (weight.scale if weight.axis is not None else weight.scale.expand(outputs))
-    chain = _follow(view, node, _Chain(node.outputs[0], 1 if node.op == "Conv" else -1, factor.clone(), bias))
-    epilogue = Epilogue(
-        factor=chain.factor,
-        bias=chain.bias,
-        first=chain.first,
-        middle=chain.middle,
-        residual=chain.residual,
-        second=chain.second,
-        out=view.output(chain.name, channels=True),
-    )
+    begun = Epilogue(factor=factor.clone(), bias=bias)
+    chain = _follow(view, node, _Chain(node.outputs[0], 1 if node.op == "Conv" else -1, begun))
+    epilogue = replace(chain.epilogue, out=view.output(chain.name, channels=True))
     nodes = [node, *chain.nodes]
     origins = tuple(o for n in nodes for o in n.origins)
     if isinstance(base, Linear):
@@ -226,20 +217,20 @@ def _linear(node: Node, x: Source, weight: QuantizedConstant) -> Linear | None:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The extent of an epilogue: the tensor that it has computed, and its operations (see `Epilogue`)."""
+    """How far an epilogue reaches: the tensor that it has computed, the axis of its channels, and its operations."""
 
     name: str
     axis: int
-    factor: Tensor
-    bias: Tensor
-    first: Activation = NONE
-    middle: Grid | None = None
-    residual: Source = NOTHING
-    second: Activation = NONE
+    epilogue: Epilogue
     nodes: tuple[Node, ...] = ()
 
-    def past(self, *nodes: Node, **changes: Any) -> _Chain:
-        return replace(self, name=nodes[-1].outputs[0], nodes=(*self.nodes, *nodes), **changes)
+    def past(self, *nodes: Node, axis: int | None = None, **changes: Any) -> _Chain:
+        return _Chain(
+            name=nodes[-1].outputs[0],
+            axis=self.axis if axis is None else axis,
+            epilogue=replace(self.epilogue, **changes),
+            nodes=(*self.nodes, *nodes),
+        )
 
 
 def _follow(view: View, product: Node, chain: _Chain) -> _Chain:
@@ -262,7 +253,7 @@ def _follow(view: View, product: Node, chain: _Chain) -> _Chain:
 
 
 def _affine(view: View, chain: _Chain, reader: Node) -> _Chain | None:
-    if reader.op not in {"Add", "Sub", "Mul", "Div"} or chain.first != NONE or chain.residual.name:
+    if reader.op not in {"Add", "Sub", "Mul", "Div"} or chain.epilogue.first != NONE or chain.epilogue.residual.name:
         return None
     shape = view.shape(reader.outputs[0])
     if shape != view.shape(chain.name):
@@ -273,26 +264,32 @@ def _affine(view: View, chain: _Chain, reader: Node) -> _Chain | None:
         return None
     if reader.op in {"Mul", "Div"}:
         vector = vector if reader.op == "Mul" else 1 / vector
-        return chain.past(reader, factor=chain.factor * vector, bias=chain.bias * vector)
+        return chain.past(reader, factor=chain.epilogue.factor * vector, bias=chain.epilogue.bias * vector)
     if reader.op == "Add":
-        return chain.past(reader, bias=chain.bias + vector)
+        return chain.past(reader, bias=chain.epilogue.bias + vector)
     sign = 1 if place == 0 else -1
-    return chain.past(reader, factor=chain.factor * sign, bias=sign * (chain.bias - vector))
+    return chain.past(reader, factor=chain.epilogue.factor * sign, bias=sign * (chain.epilogue.bias - vector))
 
 
 def _activated(chain: _Chain, reader: Node) -> _Chain | None:
     if reader.op != "Activation":
         return None
     activation = reader.attributes["activation"]
-    if not chain.residual.name and chain.middle is None and chain.first == NONE:
+    if not chain.epilogue.residual.name and chain.epilogue.middle is None and chain.epilogue.first == NONE:
         return chain.past(reader, first=activation)
-    return chain.past(reader, second=activation) if chain.second == NONE else None
+    return chain.past(reader, second=activation) if chain.epilogue.second == NONE else None
 
 
 def _turned(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
     """A Transpose from (N, H, W, C) to (N, C, H, W) after a matrix product."""
     image = len(view.shape(chain.name)) == 4 and tuple(reader.attributes.get("perm", ())) == (0, 3, 1, 2)
-    if reader.op != "Transpose" or product.op == "Conv" or chain.axis != -1 or chain.residual.name or not image:
+    if (
+        reader.op != "Transpose"
+        or product.op == "Conv"
+        or chain.axis != -1
+        or chain.epilogue.residual.name
+        or not image
+    ):
         return None
     return chain.past(reader, axis=1)
 
@@ -307,7 +304,7 @@ def _added(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | N
 
 
 def _rounded(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
-    if reader.op != "Quantize" or chain.middle is not None or len(reader.attributes["grid"].scale) != 1:
+    if reader.op != "Quantize" or chain.epilogue.middle is not None or len(reader.attributes["grid"].scale) != 1:
         return None
     back = view.only_consumer(reader.outputs[0])
     added = view.only_consumer(back.outputs[0]) if back is not None and back.op == "Dequantize" else None
@@ -321,7 +318,12 @@ def _rounded(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain |
 
 
 def _other(view: View, chain: _Chain, reader: Node) -> str | None:
-    if reader.op != "Add" or chain.residual.name or chain.second != NONE or reader.inputs[0] == reader.inputs[1]:
+    if (
+        reader.op != "Add"
+        or chain.epilogue.residual.name
+        or chain.epilogue.second != NONE
+        or reader.inputs[0] == reader.inputs[1]
+    ):
         return None
     other = reader.inputs[1 - reader.inputs.index(chain.name)]
     source = view.source(other)
