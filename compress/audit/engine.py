@@ -17,7 +17,7 @@ import onnx
 
 from compress.engines.base import RuntimeLayer, load_onnx
 from compress.export.names import is_node
-from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, without_weights
 
 Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
 
@@ -433,7 +433,6 @@ _KEEPS = {
 }
 """Steps that write one element for each that they read."""
 _TWO, _THREE = 2, 3
-_SMALL = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,9 +610,6 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
     """The shapes of a file; {} if it cannot be read or shape inference fails."""
     try:
         model = onnx.load(str(path), load_external_data=False)
-        for tensor in model.graph.initializer:
-            if len(tensor.raw_data) > _SMALL:
-                tensor.ClearField("raw_data")
         two, three = (_inferred(model, batch) for batch in (_TWO, _THREE))
     except Exception:  # protobuf and shape inference have many classes of errors; rows are then unknown
         return {}
@@ -632,14 +628,12 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
 
 def _inferred(model: onnx.ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
     """The shapes that are known in all dimensions if the open batch of the inputs is `batch`."""
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(model)
+    fixed = without_weights(model)
     weights = {tensor.name for tensor in fixed.graph.initializer}
     for value in fixed.graph.input:
         dims = value.type.tensor_type.shape.dim
         if value.name not in weights and dims and not dims[0].HasField("dim_value"):
             dims[0].dim_value = batch
-    del fixed.graph.value_info[:]
     for value in fixed.graph.output:
         value.type.tensor_type.ClearField("shape")
     graph = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
@@ -696,46 +690,42 @@ def find(
     """
     weighted = [layer for layer in layers if layer.role == "weighted"]
     eight = [layer for layer in weighted if layer.precision in EIGHT_BITS]
-    found: list[Finding] = []
-    if eight:
-        loose = [layer for layer in weighted if layer.precision not in {*EIGHT_BITS, "unknown"}]
-        _add(
-            found,
-            "float layer",
-            loose,
-            "convolutions and products that multiply in floating point: {n} of {all}",
-            weighted,
-        )
-        wide = [layer for layer in eight if not set(layer.output_types) <= EIGHT_BITS]
-        text = "8-bit convolutions and products that write {types}, not 8 bits: {n} of {all}"
-        _add(found, "float output", wide, text, eight)
+    loose = [layer for layer in weighted if eight and layer.precision not in {*EIGHT_BITS, "unknown"}]
+    wide = [layer for layer in eight if not set(layer.output_types) <= EIGHT_BITS]
     quantizing = [x for x in layers if x.role == "requantize" or (x.role == "add" and set(x.output_types) & EIGHT_BITS)]
-    _add(found, "requantize", quantizing, "kernels that quantize what a convolution wrote in {read}: {n}, {mb}")
     moved = [layer for layer in layers if layer.role == "reformat"]
-    _add(found, "reformat", moved, "kernels that only change layout or type: {n}, {mb}")
     sums = [layer for layer in layers if layer.role == "add"]
-    _add(found, "add", sums, "residual sums that did not fuse into a convolution: {n}, {mb}")
-    found += _fp32(layers, listing, per)
-    found += _sparsity(layers, listing, sparse_nodes)
+    sparse = layers_with_sparse_weights(layers, listing, sparse_nodes)
+    dense = [layer for layer in sparse if layer.sparse is False]
+    later = [layer for layer in sparse if layer.sparse is None]
     unknown = [layer for layer in layers if layer.unknown_sizes]
-    text = (
+    uncounted = (
         "layers with activations of unknown type or size, whose bytes are not counted: {n}. Give the ONNX file, or set "
         "a context's shapes and run the inspector again"
     )
-    _add(found, "unknown", unknown, text)
-    found += [Finding(kind="unknown", text=note, layers=()) for note in listing.notes]
-    return found
+    chosen_later = "layers with 2:4 weights whose kernel is chosen when the engine first runs, sparse or dense: {n}"
+    return [
+        *_of(loose, "float layer", "convolutions and products that multiply in floating point: {n} of {all}", weighted),
+        *_of(
+            wide, "float output", "8-bit convolutions and products that write {types}, not 8 bits: {n} of {all}", eight
+        ),
+        *_of(quantizing, "requantize", "kernels that quantize what a convolution wrote in {read}: {n}, {mb}"),
+        *_of(moved, "reformat", "kernels that only change layout or type: {n}, {mb}"),
+        *_of(sums, "add", "residual sums that did not fuse into a convolution: {n}, {mb}"),
+        *_fp32(layers, listing, per),
+        *_of(dense, "dense tactic", "layers with 2:4 weights that run a dense kernel: {n} of {all}", sparse),
+        *_of(later, "unknown", chosen_later),
+        *_of(unknown, "unknown", uncounted),
+        *(Finding(kind="unknown", text=note, layers=()) for note in listing.notes),
+    ]
 
 
-def _add(
-    found: list[Finding],
-    kind: FindingKind,
-    layers: list[AuditedLayer],
-    text: str,
-    among: list[AuditedLayer] | None = None,
-) -> None:
+def _of(
+    layers: list[AuditedLayer], kind: FindingKind, text: str, among: list[AuditedLayer] | None = None
+) -> list[Finding]:
+    """The finding about layers, if there are any."""
     if not layers:
-        return
+        return []
     total = sum(layer.activation_bytes for layer in layers)
     filled = text.format(
         n=len(layers),
@@ -744,7 +734,7 @@ def _add(
         types=_listed(t for layer in layers for t in layer.output_types if t not in EIGHT_BITS),
         read=_listed(t for layer in layers for t in layer.input_types if t not in EIGHT_BITS),
     )
-    found.append(Finding(kind=kind, text=filled, layers=tuple(layer.name for layer in layers), bytes=total))
+    return [Finding(kind=kind, text=filled, layers=tuple(layer.name for layer in layers), bytes=total)]
 
 
 def _listed(types: Iterable[str]) -> str:
@@ -805,17 +795,6 @@ def sparse_kernels_text(masked: int, sparse: int, unknown: int) -> str:
     if unknown == masked:
         return f"{masked}, kernels chosen when it runs"
     return f"{sparse} of {masked} sparse" + (f", {unknown} unknown" if unknown else "")
-
-
-def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]) -> list[Finding]:
-    asked = layers_with_sparse_weights(layers, listing, sparse_nodes)
-    found: list[Finding] = []
-    dense = [layer for layer in asked if layer.sparse is False]
-    _add(found, "dense tactic", dense, "layers with 2:4 weights that run a dense kernel: {n} of {all}", asked)
-    unknown = [layer for layer in asked if layer.sparse is None]
-    text = "layers with 2:4 weights whose kernel is chosen when the engine first runs, sparse or dense: {n}"
-    _add(found, "unknown", unknown, text)
-    return found
 
 
 Require = Literal["int8", "fp16"]

@@ -32,6 +32,7 @@ from compress.engines.tensorrt.metadata import (
 )
 from compress.errors import AuditError, EngineError
 from compress.files import parse_json, read_regular
+from compress.support.imports import any_failure
 from compress.support.limits import JSON_BYTES
 
 
@@ -452,17 +453,12 @@ def onnx_beside(path: Path | str) -> Path | None:
 
 
 def _parsed(parse: Callable[[str], EngineListing], path: Path) -> EngineListing:
+    with any_failure(lambda error: AuditError(f"{path} cannot be read: {error}")):
+        text = read_regular(path, JSON_BYTES).decode("utf-8", "replace")
     try:
-        return parse(_text(path))
+        return parse(text)
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise AuditError(
             f"{path} lists its layers in a form that is not known ({type(error).__name__}: {error}); write it again "
             "with trtexec, or build the engine again"
         ) from error
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_regular(path, JSON_BYTES).decode("utf-8", "replace")
-    except OSError as error:
-        raise AuditError(f"{path} cannot be read: {error}") from None

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import onnx
@@ -32,6 +32,7 @@ from compress.onnx_graph import OnnxGraph, opset_of, tensors_of
 from compress.support.imports import any_failure
 
 Arrays = dict[str, NDArray[np.generic]]
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +276,12 @@ class Engine(ABC):
             EngineError: this engine takes arrays alone, or a tensor is of another device, type, shape or layout.
         """
         raise EngineError(f"{self.info.label} takes arrays, not tensors of a GPU; use run")
+
+    def held(self, part: Part | None) -> Part:
+        """Return a part that `close` frees (EngineError: the engine is closed)."""
+        if part is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        return part
 
     def close(self) -> None:  # noqa: B027  (most engines have nothing to free)
         """Free what the engine holds."""

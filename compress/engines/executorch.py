@@ -40,6 +40,8 @@ INSTALL = "pip install 'compress-vision[executorch]'"
 INFORMATION = "information"
 """The method of a file that returns names of inputs and outputs, and metadata, as the bytes of a JSON text."""
 _ALIVE: weakref.WeakSet[ExecuTorchEngine] = weakref.WeakSet()
+# ATen's numbers of types, by which ExecuTorch names them.
+_ATEN = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 11: "bool"}
 _DATATYPES = {"fp32": "float32", "fp16": "float16", "qint8": "int8", "qcint8": "int8", "qcint32": "int32"}
 
 
@@ -84,7 +86,7 @@ class ExecuTorchEngine(Engine):
         shown = self._method.metadata
         tensors = [
             [
-                TensorInfo(name=name, dtype=_dtype(meta), shape=tuple(meta.sizes()))
+                TensorInfo(name=name, dtype=_ATEN[meta.dtype()], shape=tuple(meta.sizes()))
                 for name, meta in zip(written[key], metas, strict=True)
             ]
             for key, metas in (
@@ -166,13 +168,6 @@ def _set_threads(threads: int) -> None:
 
 def _open(tensor: TensorInfo) -> TensorInfo:
     return tensor.with_batch(-1) if tensor.shape else tensor
-
-
-def _dtype(meta: Any) -> str:
-    """Return numpy's name of a tensor's type, which ExecuTorch gives as the number of ATen's."""
-    return {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 11: "bool"}[
-        meta.dtype()
-    ]
 
 
 def _delegated(payload: bytes, place: int) -> list[RuntimeLayer]:

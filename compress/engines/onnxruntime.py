@@ -175,11 +175,10 @@ class ONNXRuntimeEngine(Engine):
         )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        if self._session is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
+        session = self.held(self._session)
         checked, self._ran = check_inputs(inputs, self.inputs, label=self.info.label), True
         with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
-            results = self._session.run([tensor.name for tensor in self.outputs], checked)
+            results = session.run([tensor.name for tensor in self.outputs], checked)
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:

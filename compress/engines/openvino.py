@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -116,19 +117,14 @@ class OpenVINOEngine(Engine):
         )
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
-        if self._request is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
-        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        request, checked = self.held(self._request), check_inputs(inputs, self.inputs, label=self.info.label)
         with library_errors(EngineError, f"{self.info.label} failed to run {self.info.path}: "):
-            results = self._request.infer(checked, share_inputs=True)
+            results = request.infer(checked, share_inputs=True)
         return {tensor.name: np.asarray(results[tensor.name]) for tensor in self.outputs}
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        if self._compiled is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
-        rows = [
-            (op.get_friendly_name(), _texts(op.get_rt_info())) for op in self._compiled.get_runtime_model().get_ops()
-        ]
+        operators = self.held(self._compiled).get_runtime_model().get_ops()
+        rows = [(op.get_friendly_name(), _texts(op.get_rt_info())) for op in operators]
         rows = sorted(
             (row for row in rows if row[1].get("layerType") != "Const"), key=lambda row: int(row[1].get("execOrder", 0))
         )
@@ -145,12 +141,11 @@ class OpenVINOEngine(Engine):
         )
 
     def layer_times_ms(self) -> dict[str, float]:
-        if self._request is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
+        request = self.held(self._request)
         if "PERF_COUNT" not in self.info.options:
             raise EngineError(f"{self.info.label} was not built to time its layers; give build_engine profile='yes'")
-        rows = self._request.get_profiling_info()
-        return {row.node_name: row.real_time.total_seconds() * 1e3 for row in rows if row.real_time}
+        timed = [row for row in request.get_profiling_info() if row.real_time]
+        return {row.node_name: row.real_time.total_seconds() * 1e3 for row in timed}
 
     def close(self) -> None:
         self._request = self._compiled = None
@@ -172,19 +167,17 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     changed = None
     with library_errors(EngineError, f"openvino cannot read {path}: "):
         if file is not None:
-            form = load_onnx(path)  # weights beside the file may take gigabytes: they are read if something changes
+            form, folder = load_onnx(path), str(path.parent)
             for tensor in OnnxGraph(form.graph).constants.values():
-                indices = tensor.data_type in {TensorProto.INT32, TensorProto.INT64}
-                if indices and external_data_helper.uses_external_data(tensor):
-                    external_data_helper.load_external_data_for_tensor(tensor, str(path.parent))
+                read = tensor.data_type in {TensorProto.INT32, TensorProto.INT64} or math.prod(tensor.dims) == 1
+                if read and external_data_helper.uses_external_data(tensor):
+                    external_data_helper.load_external_data_for_tensor(tensor, folder)
             signed = "i8" in file.quantized_types and joins_signed(form)
-            if signed or extremes_apart(form) + orders_in_two(form):
-                model = load_onnx(path, weights=True)
-                if signed:
-                    to_unsigned(model)
-                extremes_apart(model)
-                orders_in_two(model)
-                changed = model.SerializeToString()
+            if signed:
+                to_unsigned(form)
+            if extremes_apart(form) + orders_in_two(form) + signed:  # only then are weights read, maybe gigabytes
+                external_data_helper.load_external_data_for_model(form, folder)
+                changed = form.SerializeToString()
         return core.read_model(changed or str(path)), file
 
 

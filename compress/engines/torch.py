@@ -96,12 +96,11 @@ class TorchEngine(Engine):
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
         """Run once, with the array of `input`."""
-        if self._module is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
+        module = self.held(self._module)
         (array,) = check_inputs(inputs, self.inputs, label=self.info.label).values()
         with _threads(self._threads), _precision(self._device, self._precision), torch.inference_mode():
             with library_errors(EngineError, f"{self.info.label} failed to run the module: "):
-                output = self._module(torch.from_numpy(array).to(self._device))
+                output = module(torch.from_numpy(array).to(self._device))
             return {name: array_of(tensor) for name, tensor in _named(output)}
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from compress.export.names import added_tensor
 from compress.graph.ops import onnx_operators
 from compress.onnx_graph import (
     SMALL_CONSTANT,
+    OnnxGraph,
     attribute,
     drop_unread,
     free_name,
@@ -31,7 +32,6 @@ from compress.onnx_graph import (
     opset_of,
     replace_attributes,
     subgraphs,
-    tensor_names,
     without_weights,
 )
 from compress.support.meters import decibel
@@ -268,24 +268,17 @@ class _Caster:
         self.opset = opset_of(proto)
         self.functions = {(function.domain, function.name) for function in proto.functions}
         self.nodes = list(self.graph.node)
+        view = OnnxGraph(self.graph)
         self.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.constants = dict(self.initializers)
+        self.constants, self.outputs, self.taken = view.constants, view.outputs, view.taken
         self.producers: dict[str, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.captured: set[str] = set()
         for i, node in enumerate(self.nodes):
-            if (
-                node.op_type == "Constant"
-                and node.domain in _STANDARD
-                and node.attribute
-                and node.attribute[0].HasField("t")
-            ):
-                self.constants[node.output[0]] = node.attribute[0].t
             self.producers.update((name, i) for name in node.output if name)
             for name in dict.fromkeys(node.input):
                 self.readers.setdefault(name, []).append(i)
             self.captured.update(set(inputs_of(node)) - set(node.input))
-        self.outputs = {value.name for value in self.graph.output}
         self.roles = [self._roles(node) for node in self.nodes]
         self.masks = self._masks()
         self.kept: dict[int, str] = {}
@@ -570,7 +563,7 @@ class _Rewriting:
 
     def __init__(self, chosen: _Caster, keep_io_types: bool) -> None:
         self.chosen, self.graph = chosen, chosen.graph
-        self.taken = tensor_names(chosen.graph) | {node.name for node in chosen.nodes}
+        self.taken = chosen.taken | {node.name for node in chosen.nodes}
         self.made: list[onnx.NodeProto] = []
         self.named: dict[tuple[str, bool], str] = {}
         self.casts: Counter[int] = Counter()

@@ -581,10 +581,8 @@ class _Converter:
         """Let a tensor be another in all forms that are there; as integers, it has the scales of the other."""
         if source in self.scales:
             self.scales[name] = self.scales[source]
-        for last in (False, True):
-            for integers in (False, True):
-                if (source, last, integers) in self.forms:
-                    self.forms[name, last, integers] = self.forms[source, last, integers]
+        held = [(form, place) for form, place in self.forms.items() if form[0] == source]
+        self.forms |= {(name, last, integers): place for (_, last, integers), place in held}
 
     def chain(self, name: str, *, bias: bool = False) -> _Chain:
         """What one operator computes after a product: a bias, an activation, the quantizer of the result."""

@@ -31,7 +31,8 @@ from compress.onnx_graph import (
 _SMALLEST = {np.dtype(np.float32): np.finfo(np.float32).tiny, np.dtype(np.float16): np.float16(2**-24)}
 
 
-def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
+@each_node
+def bias_shared_convolutions(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Add a bias to every convolution of an INT8 weight that has none and has several consumers.
 
     OpenVINO dequantizes the result of an INT8 convolution. Of two consumers, a quantizer merges the dequantization into
@@ -39,19 +40,15 @@ def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
     gets values that are dequantized already (0 dB). With a bias both read one sum. Zeros would be removed: it is the
     smallest number.
     """
-    view = OnnxGraph(proto.graph)
-    changed = 0
-    for node in proto.graph.node:
-        output = node.output[0]
-        weight = view.dequantizer(node.input[1]) if node.op_type == "Conv" and len(node.input) == 2 else None
-        if weight is None or len(view.consumers.get(output, ())) + (output in view.outputs) < 2:
-            continue
-        channels, scale = view.constants[weight.input[0]].dims[0], view.array(weight.input[1])
-        dtype = scale.dtype if scale is not None else np.dtype(np.float32)
-        bias = np.full(channels, _SMALLEST[dtype], dtype)
-        node.input.append(view.add_constant(added_tensor(output, "bias"), bias))
-        changed += 1
-    return changed
+    output = node.output[0]
+    weight = view.dequantizer(node.input[1]) if node.op_type == "Conv" and len(node.input) == 2 else None
+    if weight is None or len(view.consumers.get(output, ())) + (output in view.outputs) < 2:
+        return None
+    channels, scale = view.constants[weight.input[0]].dims[0], view.array(weight.input[1])
+    dtype = scale.dtype if scale is not None else np.dtype(np.float32)
+    bias = np.full(channels, _SMALLEST[dtype], dtype)
+    node.input.append(view.add_constant(added_tensor(output, "bias"), bias))
+    return [node]
 
 
 def products_apart(proto: onnx.ModelProto) -> int:

@@ -93,23 +93,26 @@ class _Known:
     __array_priority__ = 1000  # as torch's tensors: a number of numpy leaves `number * x` to the proxy
 
     def __len__(self) -> int:
-        return len(self.tracer.sized(self))
+        return len(self.tracer.values.sized(self.node))
 
     def __index__(self) -> int:
-        return self.tracer.known(self).__index__()
+        return self._known().__index__()
 
     def __int__(self) -> int:
-        return int(self.tracer.known(self))
+        return int(self._known())
 
     def __float__(self) -> float:
-        return float(self.tracer.known(self))
+        return float(self._known())
 
     def __format__(self, spec: str) -> str:
         value = _seen(self)
         return str(self) if isinstance(value, (Tensor, fx.Proxy)) else format(value, spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self.tracer.known(self), dtype)
+        return np.array(self._known(), dtype)
+
+    def _known(self) -> Any:
+        return self.tracer.values.known(self.node)
 
 
 class _KnownProxy(_Known, fx.Proxy):
@@ -119,7 +122,7 @@ class _KnownProxy(_Known, fx.Proxy):
 
     def __getattr__(self, k: str) -> Any:
         _check_attribute(self, k)
-        if k == "ndim" and isinstance(value := self.tracer.value_of(self), Tensor):
+        if k == "ndim" and isinstance(value := self.tracer.values.values.get(self.node), Tensor):
             return value.ndim  # the same for any batch; einops looks it up in a dictionary
         return (_KnownShape if k == "shape" else _KnownAttribute)(self, k)
 
@@ -128,7 +131,7 @@ class _KnownAttribute(_Known, Attribute):
     def __getattr__(self, k: str) -> Any:
         _check_attribute(self, k)
         if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
-            return self.tracer.sized(self.root).device.type
+            return self.tracer.values.sized(self.root.node).device.type
         return _KnownAttribute(self, k)
 
 
@@ -145,7 +148,7 @@ Sequence.register(_KnownShape)
 
 
 def _check_attribute(proxy: Any, name: str) -> None:
-    value = proxy.tracer.value_of(proxy)
+    value = proxy.tracer.values.values.get(proxy.node)
     lacks = value is not None and not hasattr(type(value), name) and name not in getattr(value, "__dict__", {})
     if name.startswith("__array_") or lacks:
         raise AttributeError(name)
@@ -314,7 +317,7 @@ class _Limits:
         self._kind = getattr(torch, name)
 
     def __call__(self, *dtype: Any) -> torch.finfo | torch.iinfo:
-        return self._kind(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
+        return self._kind(*(value._known() if isinstance(value, _Known) else value for value in dtype))
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self._kind)
@@ -351,7 +354,7 @@ def _record_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def _seen(value: Any) -> object:
     """The value of a symbolic value where it is known; C++ takes a proxy that calls itself a tensor for one."""
-    found = value.tracer.value_of(value) if isinstance(value, _Known) else None
+    found = value.tracer.values.values.get(value.node) if isinstance(value, _Known) else None
     return value if found is None else found
 
 
@@ -631,25 +634,12 @@ class Tracer(fx.Tracer):
         """True if another thread has called a method that fx replaced."""
         return threading.get_ident() != self._thread
 
-    def known(self, proxy: fx.Proxy) -> Any:
-        if self.values is None:
-            raise fx.proxy.TraceError("no values are known")
-        return self.values.known(proxy.node)
-
-    def sized(self, proxy: fx.Proxy) -> Any:
-        if self.values is None:
-            raise fx.proxy.TraceError("no values are known")
-        return self.values.sized(proxy.node)
-
-    def value_of(self, proxy: fx.Proxy) -> Any:
-        return None if self.values is None else self.values.values.get(proxy.node)
-
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide an `if` by the value of the example, if that follows from sizes alone."""
-        return super().to_bool(obj) if self.values is None else bool(self.known(obj))
+        return super().to_bool(obj) if self.values is None else bool(self.values.known(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
+        return super().iter(obj) if self.values is None else unrolled(obj, self.values.known(obj.node))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import torch
 from numpy.typing import NDArray
 from onnx.utils import Extractor
@@ -29,7 +29,7 @@ from compress.graph.compare import Noise
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind, walk
 from compress.kernels.memory_format import along_axis
-from compress.onnx_graph import WEIGHTED_OPS
+from compress.onnx_graph import WEIGHTED_OPS, all_nodes, subgraphs
 from compress.onnx_ptq.source import (
     FloatSession,
     feeds,
@@ -582,32 +582,17 @@ def model_sizes(path: Path | str) -> Sizes:
     return Sizes(file_bytes=sum(file.stat().st_size for file in files), weight_bytes=sum(map(_bytes, tensors)))
 
 
-def _tensors(model: Any) -> Iterator[Any]:
-    yield from _of_graph(model.graph)
-    for function in model.functions:
-        yield from _of_nodes(function.node)
-
-
-def _of_graph(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _of_nodes(graph.node)
-
-
-def _of_nodes(nodes: Any) -> Iterator[Any]:
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    nodes = [*all_nodes(model.graph.node), *(one for each in model.functions for one in all_nodes(each.node))]
+    for graph in (model.graph, *subgraphs(nodes)):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
     for node in nodes:
-        for attribute in node.attribute:
-            if node.op_type == "Constant" and attribute.HasField("t"):
-                yield attribute.t
-            for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from _of_graph(graph)
+        yield from (own.t for own in node.attribute if node.op_type == "Constant" and own.HasField("t"))
 
 
-def _bytes(tensor: Any) -> int:
-    name = tensor.DataType.Name(tensor.data_type).lower()
-    if name == "string":
+def _bytes(tensor: onnx.TensorProto) -> int:
+    if tensor.data_type == onnx.TensorProto.STRING:
         return sum(map(len, tensor.string_data))
-    found = re.search(r"\d+", {"float": "float32", "double": "float64"}.get(name, name))
-    bits = int(found.group()) if found else 8  # bool, the only name without a number, takes a byte
-    return math.ceil(math.prod(tensor.dims) * bits / 8)
+    return math.ceil(math.prod(tensor.dims) * onnx_ir.DataType(tensor.data_type).itemsize)

@@ -89,7 +89,8 @@ class OnnxGraph:
         self.constants |= {tensor.name: tensor for tensor in graph.initializer}
         self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
-        self.taken = tensor_names(graph)
+        self.taken = {value.name for one in graphs_of(graph) for value in (*one.input, *one.output, *one.initializer)}
+        self.taken.update(name for node in all_nodes(graph.node) for name in (*node.input, *node.output) if name)
         self.outputs = {value.name for value in graph.output}
         self.fixed = {*self.constants, ""}
         for node in graph.node:
@@ -283,15 +284,6 @@ def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 
-def tensor_names(graph: onnx.GraphProto) -> set[str]:
-    found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
-    for node in graph.node:
-        found.update(name for name in (*node.input, *node.output) if name)
-        for inner in subgraphs([node]):
-            found |= tensor_names(inner)
-    return found
-
-
 def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a model in which large constants have types and shapes, but no values."""
     model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph
@@ -393,6 +385,12 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for graph in subgraphs([node]):
             yield from all_nodes(graph.node)
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph, and the graphs inside its nodes."""
+    yield graph
+    yield from subgraphs(all_nodes(graph.node))
 
 
 def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

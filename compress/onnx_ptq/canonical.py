@@ -55,8 +55,8 @@ _SINCE = {"Gelu": 20, "LayerNormalization": 17}
 _FUSED_LAYERS = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 
 
-def open_fused(source: SourceFile) -> tuple[str, ...]:
-    """Write ONNX Runtime's fused operators as those that they were made of, in place; return the kinds.
+def open_fused(source: SourceFile) -> list[str]:
+    """Write ONNX Runtime's fused operators as those that they were made of, in place; return a sentence if any.
 
     Those that need a higher opset than the file's stay.
     """
@@ -69,7 +69,8 @@ def open_fused(source: SourceFile) -> tuple[str, ...]:
             )
     opened = _Opening(source)
     opened.index.rewrite(opened.rule)
-    return tuple(sorted(opened.kinds))
+    kinds = ", ".join(sorted(opened.kinds))
+    return [f"{kinds} of ONNX Runtime's optimizer are written as ONNX's own operators"] if kinds else []
 
 
 Step = tuple[str, Sequence[str], str, Mapping[str, Any]]
@@ -199,7 +200,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
-    notes += opened_fused(source)
+    notes += open_fused(source)
     for rewrite, text in (
         (open_einsums, "{} Einsum operations that are products of two matrices are written as MatMul"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
@@ -217,11 +218,6 @@ def _pads_into_convolutions(source: SourceFile) -> int:
     if padded:
         drop_unread(source.proto.graph)  # what computed the amounts
     return padded
-
-
-def opened_fused(source: SourceFile) -> list[str]:
-    kinds = open_fused(source)
-    return [f"{', '.join(kinds)} of ONNX Runtime's optimizer are written as ONNX's own operators"] if kinds else []
 
 
 def copied(source: SourceFile) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
-from compress.onnx_ptq.canonical import copied, name_nodes, opened_fused, shape_outputs
+from compress.onnx_ptq.canonical import copied, name_nodes, open_fused, shape_outputs
 from compress.onnx_ptq.source import (
     FloatSession,
     SourceFile,
@@ -31,6 +31,7 @@ from compress.onnx_ptq.source import (
     unknown_to_runtime,
 )
 from compress.onnx_ptq.write import other_file, save_model
+from compress.quantization.ptq.on_images import parts_in_memory
 from compress.support.meters import decibel
 
 GOAL_DB = {"fp16": 40.0, "bf16": 25.0}
@@ -40,8 +41,6 @@ OPSETS = {"fp16": 19, "bf16": 22}
 
 _ROUNDS, _WORST = 6, 8
 """Rounds in which further operations are left float32, and how many in each."""
-_BYTES = 1 << 30
-"""Bytes of results that are in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def check_precision(precision: str, allowed: Iterable[str]) -> None:
 def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[str]]:
     source = replace(source, proto=copied(source))
     name_nodes(source.proto.graph)
-    notes = [*source.notes, *opened_fused(source)]
+    notes = [*source.notes, *open_fused(source)]
     opset, wanted = opset_of(source.proto), OPSETS[precision]
     if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
         return source, notes
@@ -159,7 +158,7 @@ def cast_source(
     _, shapes, types = inferred(source, data[0])
     tensors = _float_tensors(source, types)
     ranges = Ranges(source.proto.graph, precision)
-    for part in _parts(tensors, shapes):
+    for part in parts_in_memory(tensors, lambda name: 4 * elements(shapes.get(name))):
         session = FloatSession(source, part, plain=True)
         for feed in data:
             ranges.add(session.run(feed))
@@ -201,18 +200,6 @@ def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:
     given = {tensor.name for tensor in graph.initializer}
     wanted = (name for name in names if name not in unknown and name not in given)
     return [name for name in wanted if name and types.get(name) == onnx.TensorProto.FLOAT]
-
-
-def _parts(tensors: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name in tensors:
-        size += 4 * elements(shapes.get(name))
-        if size > _BYTES and parts[-1]:
-            parts.append([])
-            size = 4 * elements(shapes.get(name))
-        parts[-1].append(name)
-    return parts
 
 
 def _distance(exact: Arrays, made: SourceFile, casting: Casting, feed: Arrays) -> float | None:

@@ -113,17 +113,11 @@ class _Lifting:
         return zeros.dtype == np.int32 and float(scales) == 1.0
 
     def _rule(self, node: onnx.NodeProto) -> Callable[[onnx.NodeProto], None] | None:
-        kind = node.op_type
-        for kinds, rule in (
-            (_UNARY, self._unary),
-            (_POOLS, self._unary),
-            (_BINARY, self._binary),
-            (_DYNAMIC, self._dynamic),
-            (_INTEGER, self._integer),
-        ):
-            if kind in kinds:
-                return rule
-        return {
+        rules = {
+            **dict.fromkeys([*_UNARY, *_POOLS], self._unary),
+            **dict.fromkeys(_BINARY, self._binary),
+            **dict.fromkeys(_DYNAMIC, self._dynamic),
+            **dict.fromkeys(_INTEGER, self._integer),
             "QuantizeLinear": self._quantize,
             "DequantizeLinear": self._dequantize,
             "DynamicQuantizeLinear": self._quantize_dynamic,
@@ -132,7 +126,8 @@ class _Lifting:
             "QLinearConcat": self._concat,
             "QLinearWhere": self._where,
             "MatMulNBits": self._blocks,
-        }.get(kind)
+        }
+        return rules.get(node.op_type)
 
     def _value(self, name: str) -> NDArray[Any]:
         value = self.index.value(name) if name in self.index.unchanging else None

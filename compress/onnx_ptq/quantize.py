@@ -2,44 +2,46 @@
 
 Names, inputs, outputs, open dimensions, metadata and all nodes that no quantizer and no folding touches stay as they
 are. Quantizers are placed by the same rules as for torch models, and calibrated on ONNX Runtime.
+
+Methods beyond calibration, and fine-tuning, work on the file as a torch network and come back into its own graph:
+weights, biases and factors of norms change, and ReLU6 becomes ReLU. `Trained` is a network that was fine-tuned with
+quantizers (`quantize(from_onnx(file), ...)`).
+
+Channel scales, zero points and biases are measured on some images; `quantization.ptq` switches them on
+(`channel_scales`, `zero_points`, `bias_correction`). A channel scale is folded into the operation before it if that is
+linear (a layer, a normalization, a product with a constant); else it is a Mul.
 """
 
 from __future__ import annotations
 
+import copy
+import fnmatch
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import onnx
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
-from torch import nn
+from torch import Tensor, nn
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.export.casting import HALVES, Casting, types_of
-from compress.export.names import TARGET_KEY
+from compress.export.names import TARGET_KEY, added_tensor
 from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
-from compress.onnx_graph import drop_unread, tensors_of
+from compress.onnx_graph import attribute, drop_unread, tensors_of
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
-from compress.onnx_ptq.improve import (
-    Improved,
-    correct_biases,
-    file_names,
-    for_network,
-    improve_file,
-    on_images,
-    place_on_images,
-    smooth_file,
-    write_trained,
-)
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.source import (
     FloatSession,
@@ -53,26 +55,48 @@ from compress.onnx_ptq.source import (
     inferred,
     inputs_of_file,
     load_source,
+    one_image,
     unknown_to_runtime,
 )
-from compress.onnx_ptq.to_torch import OPSET, Converted, converted
+from compress.onnx_ptq.to_torch import OPSET, Converted, Place, compare_network, converted
 from compress.onnx_ptq.write import insert_pairs, other_file, save_model
 from compress.quantization import MOST_BITS, QuantSpec, Rule, check_quant_spec
 from compress.quantization.calibration.calibrate import check_batches
+from compress.quantization.numerics import fake_quantize, scale_from_amax
 from compress.quantization.placement.decisions import (
+    ActivationSite,
     Placement,
+    WeightSite,
     around_closed,
     closed_branches,
     concats_apart,
     shared_tensors,
 )
+from compress.quantization.placement.insert import float_graph
 from compress.quantization.placement.place import place
 from compress.quantization.placement.targets import TABLES
-from compress.quantization.placement.view import GraphView
-from compress.quantization.ptq.improve import methods
-from compress.quantization.ptq.on_images import looks_at_layers
+from compress.quantization.placement.view import GraphView, Node, Parameters
+from compress.quantization.ptq.bias_correction import Window, certain_shift, mean_inputs
+from compress.quantization.ptq.on_images import (
+    ChannelScale,
+    Consumer,
+    Group,
+    choose_scales,
+    convolve,
+    groups_of,
+    looks_at_layers,
+    lowest_expected,
+    poor_products,
+    products_of,
+    scaling_note,
+    signed_tensors,
+    spread,
+)
+from compress.quantization.ptq.quantize import kept, methods, quantize, smoothed
+from compress.quantization.ptq.rescaling import column_factor
 from compress.quantization.ptq.walk import IMAGES
-from compress.quantization.report import CalibrationReport
+from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.quantization.sensitivity import Mended, mend
 from compress.support.progress import Progress
 
@@ -234,9 +258,20 @@ def _read(source: SourceFile, feed: Arrays, spec: QuantSpec) -> tuple[Index, Typ
 def scale_channels(
     source: SourceFile, first: Arrays, batches: Sequence[Arrays], spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Do what `smooth: auto` is in a float file, in place; see `smooth_file`, which says what is returned."""
+    """Scale channels of a float file in canonical form; in place; return rules for products that stay float, and notes.
+
+    `batches` are some of the calibration data.
+    """
     _, _, reading = _read(source, first, spec)
-    return smooth_file(source, reading, place_on_images(source, reading, spec, batches), batches, spec)
+    placement = place_on_images(source, reading, spec, batches)
+    choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
+    scales, rules = on_images(choose, source, batches)
+    index, used = Index(source), list[ChannelScale]()
+    for group, scale in scales:
+        if _write(index, reading, group, scale, spec.only_target):
+            used.append(scale)
+            index = Index(source)
+    return rules, scaling_note(used)
 
 
 def _some_of(
@@ -425,3 +460,563 @@ def _renamed(
         specs=tuple(map(mended_spec, found.specs)),
         changes=tuple(changes),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improved:
+    """Result of the methods beyond calibration.
+
+    `later` are parameters that make up for rounding: ranges are calibrated without them.
+    """
+
+    later: tuple[tuple[Place, Tensor], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def finish(self, index: Index) -> None:
+        for where, value in self.later:
+            write_parameter(index, where, value)
+
+
+def improve_file(
+    source: SourceFile, batches: list[Arrays], spec: QuantSpec, *, progress: Progress | None = None
+) -> Improved:
+    """Apply the methods of a specification to the parameters of a float file in canonical form; in place.
+
+    Equalization, smoothing and ReLU instead of ReLU6 are written at once. AdaRound and bias correction belong to the
+    quantized network: the caller writes them when the ranges are calibrated.
+    """
+    made, order = converted(source, batches[0]), [tensor.name for tensor in inputs_of_file(source)]
+    data = [tensors_of_feed(feed, order) for feed in batches]
+    auto: dict[str, Any] = {name: None for name in ("smooth", "bias_correction") if getattr(spec, name) == "auto"}
+    own = for_network(replace(spec, **auto), made, Index(source))  # they are of the file itself
+    qmodel = quantize(made.network, data[0], data, spec=own, progress=progress)
+    ready, _ = smoothed(made.network, data[0], data, kept(qmodel, own))
+    rescaled, prepared = float_graph(ready, data[0], replace(kept(qmodel, own), bias_correction=None))
+    index, later = Index(source), []
+    for path, places in made.places.items():
+        before, between, after = (net.get_submodule(path) for net in (made.network, rescaled, qmodel))
+        for name, where in places.items():
+            old, middle, new = (getattr(layer, name, None) for layer in (before, between, after))
+            if not isinstance(new, Tensor):
+                continue
+            middle = torch.zeros_like(new) if middle is None else middle
+            if old is None or not torch.equal(old, middle):
+                where = write_parameter(index, where, middle.detach())
+            if not torch.equal(middle, new):
+                later.append((where, new.detach()))
+    replaced = {made.origin[name] for name in prepared.relu6}
+    for node in index.graph.node:
+        if replaced.intersection(node.output):
+            node.op_type = "Relu"
+            del node.input[1:]
+            del node.attribute[:]
+    return Improved(later=tuple(later), notes=tuple(quantization_report_of(qmodel).notes()))
+
+
+def tensors_of_feed(feed: Arrays, order: Iterable[str]) -> tuple[Tensor, ...]:
+    found = [torch.from_numpy(np.asarray(feed[name])) for name in order]
+    return tuple(x.float() if x.is_floating_point() else x for x in found)
+
+
+def for_network(spec: QuantSpec, made: Converted, index: Index) -> QuantSpec:
+    """Return a specification whose rules match the operations of the network that the file's rules match."""
+    names = file_names(made, index)
+    rules: list[Rule] = []
+    for rule in spec.rules:
+        matched = [own for own, name in names.items() if fnmatch.fnmatchcase(name, rule.match)]
+        rules += [replace(rule, match=own) for own in matched] or [rule]
+    return replace(spec, rules=tuple(rules))
+
+
+def file_names(made: Converted, index: Index) -> dict[str, str]:
+    """Return the name of the file's node by that of the network's operation: a layer's path, or a node's name."""
+    found = {path: name for name, path in made.path.items()}
+    for node in made.network.graph.nodes:
+        producer = index.producers.get(made.origin.get(node.name, ""))
+        if producer is not None and node.op != "call_module":
+            found[node.name] = producer.name
+    return found
+
+
+def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
+    """Give a node of the file a parameter of its own, and return the place where it is now."""
+    node = next(node for node in index.graph.node if node.name == place.node)
+    reads = node.input[place.input] if place.input < len(node.input) else ""
+    like = index.value(reads if reads else node.input[1])
+    array: NDArray[Any] = (value.T if place.transposed and value.dim() == 2 else value).contiguous().numpy()
+    if reads and like is not None and like.size == array.size:
+        array = array.reshape(like.shape)
+    wanted = added_tensor(node.output[0], f"improved_{place.input}")
+    name = index.add_constant(wanted, array.astype(np.float32 if like is None else like.dtype))
+    if place.input < len(node.input):
+        node.input[place.input] = name
+    elif node.op_type == "MatMul":
+        return _added_after(index, node, name)
+    else:
+        node.input.append(name)
+    return place
+
+
+def _added_after(index: Index, node: onnx.NodeProto, bias: str) -> Place:
+    result = node.output[0]
+    node.output[0] = index.free(added_tensor(result, "product"))
+    add = helper.make_node("Add", [node.output[0], bias], [result], name=added_tensor(node.name, "bias"))
+    index.replace_nodes(
+        part for old in list(index.graph.node) for part in ((old, add) if old.name == node.name else (old,))
+    )
+    return Place(node=add.name, input=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A fine-tuned network with quantizers, and `made`, the file that holds its parameters now as a torch network."""
+
+    network: nn.Module
+    made: Converted
+
+    def lowest(self) -> dict[str, float]:
+        """Return the values that tensors of the file are not expected below, which images showed before."""
+        sites = placement_of(self.network).activations
+        found = {name: self._quantizer(site.name).format.lowest for site in sites for name in _tensors(site, self.made)}
+        return {name: least for name, least in found.items() if least}
+
+    def ranges(self, placement: Placement) -> CalibrationReport:
+        """Return the ranges of the network's quantizers under the names of the file's."""
+        own = {_tensors(site, self.made): site for site in placement_of(self.network).activations}
+        amax: dict[str, Tensor] = {}
+        for site in placement.activations:
+            trained = own.pop(frozenset(tensor for tensor, _ in site.edges), None)
+            if trained is None or self._quantizer(trained.name).format != site.format:
+                raise _other_placement(site.name)
+            amax[site.name] = self._amax(trained.name)
+        if own:
+            raise _other_placement(next(iter(own.values())).name)
+        formats = {site.path: site.format for site in placement_of(self.network).weights}
+        for weight in placement.weights:
+            path = self.made.path.get(weight.path, weight.path)
+            if formats.pop(path, None) != weight.format:
+                raise _other_placement(weight.path)
+            amax[f"{weight.path}.weight_quantizer"] = self._amax(f"{path}.weight_quantizer")
+        if formats:
+            raise _other_placement(next(iter(formats)))
+        seen = quantization_report_of(self.network).calibration
+        return CalibrationReport(images=seen.images if seen else 0, amax=amax, histograms={})
+
+    def _amax(self, path: str) -> Tensor:
+        return self._quantizer(path).amax.detach().float().cpu()
+
+    def _quantizer(self, path: str) -> Quantizer:
+        found = self.network.get_submodule(path)
+        if not isinstance(found, Quantizer):
+            raise _other_placement(path)
+        return found
+
+
+def write_trained(source: SourceFile, network: nn.Module, feed: Arrays) -> Trained:
+    """Write the parameters of a fine-tuned network into the file that it came from; in place.
+
+    The float file is in canonical form, and is compared with the network on a batch, `feed`.
+    """
+    placement_of(network)
+    network = copy.deepcopy(network).cpu().eval()
+    made = converted(source, feed)
+    index = Index(source)
+    for path, places in made.places.items():
+        for name, where in places.items():
+            old, new = (_parameter(model, path, name) for model in (made.network, network))
+            if new is not None and (old is None or not torch.equal(old, new)):
+                if old is not None and old.shape != new.shape:
+                    raise _not_of(source, f"{path}.{name} has the shape {tuple(new.shape)}, there {tuple(old.shape)}")
+                write_parameter(index, where, new)
+    _compare_float(source, network, feed)
+    return Trained(network=network, made=made)
+
+
+def _parameter(network: nn.Module, path: str, name: str) -> Tensor | None:
+    try:
+        value = getattr(network.get_submodule(path), name, None)
+    except AttributeError:
+        return None
+    return value.detach().float() if isinstance(value, Tensor) else None
+
+
+def _compare_float(source: SourceFile, network: nn.Module, feed: Arrays) -> None:
+    """Refuse a network that computes something else without its quantizers than the file with its parameters."""
+    plain = copy.deepcopy(network)
+    for _, quantizer in quantizers(plain):
+        quantizer.enabled = False
+    try:
+        compare_network(source, plain, feed)
+    except ModelError as error:
+        raise _not_of(
+            source, f"its parameters in the file do not compute what it does without quantizers: {error}"
+        ) from None
+
+
+def _tensors(site: ActivationSite, made: Converted) -> frozenset[str]:
+    return frozenset(made.origin.get(tensor, tensor) for tensor, _ in site.edges)
+
+
+def _not_of(source: SourceFile, text: str) -> QuantizationError:
+    return QuantizationError(
+        f"the trained network cannot be written into {source.path}: {text}. Train the network that "
+        "compress.from_onnx(file) returns, quantized by compress.quantize without methods that change what it computes"
+    )
+
+
+def _other_placement(name: str) -> QuantizationError:
+    return QuantizationError(
+        f"the trained network and the specification differ at quantizer {name!r}: one of them has none there, or of "
+        "another format. Give the specification that the network was quantized with"
+    )
+
+
+T = TypeVar("T")
+
+_THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
+"""Operators that a positive factor for each channel passes."""
+_BATCHES = 8
+"""Batches that are looked at where they cannot be split into images."""
+
+
+def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
+    """Return images of a file's batches, each alone where the file takes that, evenly spread over all."""
+    if one_image(source.proto, batches[0]) is None:
+        return [batches[i * len(batches) // IMAGES] for i in range(IMAGES)] if len(batches) > IMAGES else list(batches)
+    lengths = [max((len(value) for value in feed.values() if value.ndim), default=1) for feed in batches]
+    places = [(feed, start) for feed, length in zip(batches, lengths, strict=True) for start in range(length)]
+    chosen = [places[i * len(places) // IMAGES] for i in range(IMAGES)] if len(places) > IMAGES else places
+    return [{name: v[start : start + 1] if v.ndim else v for name, v in feed.items()} for feed, start in chosen]
+
+
+def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches: Sequence[Arrays]) -> T:
+    """Return what `work` finds on images of a file's batches, or on batches where they cannot be split."""
+    try:
+        return work(images_of(source, batches))
+    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
+        return work(batches[:_BATCHES])
+
+
+def _chosen(
+    source: SourceFile,
+    reading: Reading,
+    groups: Sequence[Group],
+    products: Sequence[Node],
+    spec: QuantSpec,
+    images: Sequence[Arrays],
+) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
+    def watch(names: Sequence[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
+        session = FloatSession(source, names)
+        return lambda feed: {
+            name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
+        }
+
+    consumer = partial(_consumer, reading)
+    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, least=lambda _: 0.0)
+    return scales, (*clipped, *poor_products(products, images, spec, watch=watch))
+
+
+def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
+    index = Index(source)
+
+    def plain(node: Node) -> bool:
+        """True for a layer of float32 that reads the tensor and its weight as they are in the file."""
+        if node.path not in reading.weights:
+            return False
+        own = reading.weights[node.path].node
+        weight = index.value(own.input[1])
+        return own.input[0] == node.inputs[0].name and weight is not None and weight.dtype == np.float32
+
+    return groups_of(reading.view, placement, plain)
+
+
+def _products(reading: Reading, placement: Placement) -> list[Node]:
+    found = [node for node in products_of(reading.view, placement) if node.path]
+    made = {node.name: reading.nodes[node.name][0] for node in found}
+    plain = {name for name, node in made.items() if node.op_type == "MatMul"}
+    return [n for n in found if n.name in plain and [each.name for each in n.inputs] == list(made[n.name].input)]
+
+
+def _consumer(reading: Reading, layer: Node) -> Consumer | None:
+    parameters, node = layer.parameters, reading.weights[layer.path].node
+    weight = parameters.weight() if parameters is not None else None
+    if weight is None or parameters is None:
+        return None
+    if layer.kind == "linear":
+        return Consumer(weight=weight, groups=1, compute=lambda x, w: x @ w.T)
+    rank = weight.ndim - 2
+    strides, dilations = (list(attribute(node, name, [1] * rank)) for name in ("strides", "dilations"))
+    groups = parameters.groups
+    return Consumer(weight=weight, groups=groups, compute=convolve(strides, dilations, groups))
+
+
+def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, target: str) -> bool:
+    """Write a scale into the graph of an index; False if the target would compute a Mul before a convolution."""
+    factor = (1 / scale.scale).numpy().astype(np.float32)
+    nodes = [reading.weights[layer.path].node for layer in group.layers]
+    alone = group.tensor not in index.outputs and len(index.consumers[group.tensor]) == len(nodes)
+    plan = _absorbed(index, reading, group, factor) if alone else None
+    if plan is None and target == "onnxruntime" and group.convolution:
+        return False  # its kernels for convolutions want a pair before the Mul, whose range would have the outliers
+    graph = index.graph
+
+    def constant(node: onnx.NodeProto, place: int, value: NDArray[np.float32]) -> None:
+        old, name = node.input[place], index.free(f"{node.input[place]}_smooth")
+        if old in index.unchanging:
+            node.input[place] = index.add_constant(name, value.astype(np.float32))
+            return
+        factors = index.add_constant(f"{name}_scale", value.astype(np.float32))
+        node.input[place] = name
+        at = next(i for i, each in enumerate(graph.node) if each is node or each.name == node.name)
+        graph.node.insert(at, helper.make_node("Mul", [old, factors], [name], name=name))
+
+    if plan is None:
+        name = index.free(f"{group.tensor}_smooth")
+        shape = (1, -1, *(1,) * (len(group.layers[0].inputs[0].shape or ()) - 2)) if group.convolution else (-1,)
+        first = next(place for place, node in enumerate(graph.node) if group.tensor in node.output)
+        constants = index.add_constant(f"{name}_scale", factor.reshape(shape))
+        added = helper.make_node("Mul", [group.tensor, constants], [name], name=name)
+        graph.node.insert(first + 1, added)
+        for node in nodes:
+            node.input[0] = name
+    for node, position, value in plan or []:
+        constant(node, position, value)
+    for layer in group.layers:
+        weight = reading.weights[layer.path]
+        own: Tensor = layer.parameters.weight()  # type: ignore
+        value = (own * column_factor(own, scale.scale, layer.parameters.groups)).numpy()  # type: ignore
+        constant(weight.node, weight.place, value.T if weight.transposed else value)
+    return True
+
+
+_Change = tuple[onnx.NodeProto, int, NDArray[np.float32]]
+"""A node, the place of an input, and the new value of that constant, or the factor of an input that is computed."""
+
+
+def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.float32]) -> list[_Change] | None:
+    """Return the new constants of the operations before, which make the tensor times a factor; None if none do."""
+    compound = {id(node): name for name, members in reading.nodes.items() if len(members) > 1 for node in members}
+    kinds = {node.name: node.kind for node in reading.view.nodes}
+    changes: list[_Change] = []
+    name = group.tensor
+    while (node := index.producers.get(name)) is not None:
+        if name != group.tensor and index.alone(name) is None:
+            return None
+        if kinds.get(compound.get(id(node), ""), "layer_norm") not in ("layer_norm", "linear"):
+            return None
+        if node.op_type in _THROUGH:
+            name = node.input[0]
+            continue
+        value = _constants(index, node)
+        if node.op_type == "Add" and len(value) == 1:
+            ((place, old),) = value.items()
+            changes.append((node, place, _times(old, factor, group)))
+            name = node.input[1 - place]
+            continue
+        done = _scaled(index, reading, node, value, factor, group)
+        return None if done is None else changes + done
+    return None
+
+
+def _scaled(
+    index: Index,
+    reading: Reading,
+    node: onnx.NodeProto,
+    values: Mapping[int, NDArray[np.float32]],
+    factor: NDArray[np.float32],
+    group: Group,
+) -> list[_Change] | None:
+    """Return the new constants of an operation whose result is to be times a factor; None if it has none."""
+    if (node.op_type == "Mul" and len(values) == 1) or (node.op_type == "Div" and list(values) == [1]):
+        ((place, old),) = values.items()
+        return [(node, place, _times(old, factor if node.op_type == "Mul" else 1 / factor, group))]
+    gate = _gate(reading, node, factor) if node.op_type == "Mul" and group.convolution else None
+    if gate is not None:
+        return [(node, gate, factor.reshape(1, -1, *(1,) * (len(group.layers[0].inputs[0].shape or ()) - 2)))]
+    weighted = node.op_type == "Conv" if group.convolution else node.op_type in ("MatMul", "Gemm")
+    if weighted and 1 in values and (len(node.input) < 3 or not node.input[2] or 2 in values):
+        weight = values[1]
+        columns = node.op_type == "MatMul" or (node.op_type == "Gemm" and not attribute(node, "transB", 0))
+        if weight.shape[-1 if columns else 0] != len(factor):
+            return None
+        by = factor if columns else factor.reshape(-1, *(1,) * (weight.ndim - 1))
+        return [
+            (node, 1, weight * by),
+            *[
+                (node, 2, np.broadcast_to(value, factor.shape) * factor)
+                for place, value in values.items()
+                if place == 2
+            ],
+        ]
+    axis = attribute(node, "axis", -1)
+    norm = (
+        node.op_type == "BatchNormalization"
+        if group.convolution
+        else (node.op_type == "LayerNormalization" and axis in (-1, len(group.layers[0].inputs[0].shape or ()) - 1))
+    )
+    if norm and {place for place in (1, 2) if len(node.input) > place and node.input[place]} <= values.keys():
+        return [(node, place, values[place] * factor) for place in (1, 2) if place in values]
+    return None
+
+
+def _gate(reading: Reading, node: onnx.NodeProto, factor: NDArray[np.float32]) -> int | None:
+    """The operand of a product that has one number a channel, as in squeeze and excite: a factor is free there."""
+    shapes = {made.name: made.shape or () for made in reading.view.nodes if made.name in node.input}
+    found = [shapes.get(name, ()) for name in node.input]
+    gates = [shape[1:2] == (len(factor),) and math.prod(shape[2:]) == 1 for shape in found]
+    return gates.index(True) if any(gates) and all(found) else None
+
+
+def _constants(index: Index, node: onnx.NodeProto) -> dict[int, NDArray[np.float32]]:
+    found = {}
+    for position, name in enumerate(node.input):
+        value = index.value(name) if name in index.unchanging and name else None
+        if value is not None and value.dtype == np.float32:
+            found[position] = value
+    return found
+
+
+def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDArray[np.float32]:
+    rank = len(group.layers[0].inputs[0].shape or ())
+    return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)
+
+
+def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batches: Sequence[Arrays]) -> Placement:
+    """Place quantizers, with zero points from images where the specification looks at them."""
+    placement = place(reading.view, spec)
+    tensors = signed_tensors(placement, spec)
+    if not tensors:
+        return placement
+    seen = on_images(lambda images: _ranges(FloatSession(source, tensors), images), source, batches)
+    index = Index(source)
+
+    def constant(user: Node, node: Node) -> Tensor | None:
+        made = reading.nodes.get(user.name, ())
+        others = [name for each in made for name in each.input if name != node.name]
+        value = index.value(others[0]) if len(made) == len(others) == 1 and others[0] in index.unchanging else None
+        return None if value is None else torch.tensor(value, dtype=torch.float32)
+
+    return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
+
+
+def _ranges(session: FloatSession, images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for image in spread(images):
+        for name, value in session.run(image).items():
+            array = np.asarray(value)
+            if array.size:
+                low, high = found.get(name, (math.inf, -math.inf))
+                found[name] = min(low, float(array.min())), max(high, float(array.max()))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A quantized layer: its input, constants, the quantizers of input and weight, its window, where its bias is."""
+
+    input: str
+    parameters: Parameters
+    site: ActivationSite
+    weight: WeightSite
+    window: Window | None
+    place: Place
+
+
+@torch.no_grad()
+def correct_biases(
+    source: SourceFile,
+    index: Index,
+    reading: Reading,
+    placement: Placement,
+    amax: Mapping[str, Tensor],
+    images: Sequence[Arrays],
+) -> tuple[str, ...]:
+    """Write the bias of each quantized layer so that the mean of its quantized results is right; return a note if any.
+
+    `index` is of the float graph `source`, and is changed; at most `zero_points.LOOKED_AT` images, evenly spread, are
+    looked at.
+    """
+    layers = _layers(reading, placement)
+    if not layers:
+        return ()
+    session = FloatSession(source, dict.fromkeys(layer.input for layer in layers))
+    means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+    for image in spread(images):
+        found = session.run(image)
+        rounded: dict[tuple[str, str], Tensor] = {}
+        for layer, own in zip(layers, means, strict=True):
+            x = torch.from_numpy(np.asarray(found[layer.input], np.float32))
+            key, scale = (layer.input, layer.site.name), scale_from_amax(amax[layer.site.name], layer.site.format)
+            if key not in rounded:
+                rounded[key] = fake_quantize(x, scale, layer.site.format)
+            own.append((mean_inputs(x, layer.window), mean_inputs(rounded[key], layer.window)))
+    for layer, own in zip(layers, means, strict=True):
+        _correct(index, layer, own, amax[f"{layer.weight.path}.weight_quantizer"])
+    return (f"the biases of {len(layers)} layers make up for the mean error of rounding (bias_correction: auto)",)
+
+
+def _correct(index: Index, layer: _Layer, means: Sequence[tuple[Tensor, Tensor]], amax: Tensor) -> None:
+    """Write a bias; `means` are the inputs of each image, in float and rounded."""
+    weight, bias = cast(Tensor, layer.parameters.weight()), layer.parameters.bias()  # read again: all may be too many
+    rounded = fake_quantize(weight, scale_from_amax(amax, layer.weight.format), layer.weight.format)
+    bias = torch.zeros(len(weight)) if bias is None else bias.reshape(-1)
+    write_parameter(index, layer.place, bias - certain_shift(weight, rounded, means, layer.parameters.groups))
+
+
+def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
+    weights = {site.path: site for site in placement.weights}
+    sites, found = {edge: site for site in placement.activations for edge in site.edges}, list[_Layer]()
+    for node in reading.view.nodes:
+        if node.kind not in ("conv", "linear") or node.path not in weights:
+            continue
+        site, place, parameters = _site(node, sites), _place(reading, node), node.parameters
+        weight = None if parameters is None else parameters.weight()
+        if site is None or place is None or parameters is None or weight is None:
+            continue
+        found.append(
+            _Layer(
+                input=node.inputs[0].name,
+                parameters=parameters,
+                site=site,
+                weight=weights[node.path],
+                window=_window(reading.weights[node.path].node, tuple(weight.shape[2:])),
+                place=place,
+            )
+        )
+    return found
+
+
+def _site(layer: Node, sites: Mapping[tuple[str, str], ActivationSite]) -> ActivationSite | None:
+    """The quantizer of a layer's input, which may be before operations that Q/DQ pass."""
+    consumer, tensor = layer, layer.inputs[0]
+    while (tensor.name, consumer.name) not in sites:
+        if not tensor.inputs:
+            return None
+        consumer, tensor = tensor, tensor.inputs[0]
+    return sites[tensor.name, consumer.name]
+
+
+def _place(reading: Reading, layer: Node) -> Place | None:
+    """Where the bias of a layer is, or can be without another operation; None where that is not known."""
+    made, own = reading.nodes[layer.name], reading.weights[layer.path].node
+    given = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    if own.op_type == "Gemm" and any(attribute(own, name, usual) != usual for name, usual in given.items()):
+        return None
+    bias = None if layer.parameters is None else layer.parameters.bias()
+    if own.op_type != "Conv" and bias is not None and bias.numel() != (bias.shape[-1] if bias.ndim else 1):
+        return None  # one of each row
+    if own.op_type == "Conv" and attribute(own, "auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        return None
+    if len(made) == 1:
+        return None if own.op_type == "MatMul" else Place(node=own.name, input=2)
+    add = made[-1]
+    return Place(node=add.name, input=int(add.input[0] in own.output)) if add.op_type == "Add" else None
+
+
+def _window(node: onnx.NodeProto, kernel: tuple[int, ...]) -> Window | None:
+    if node.op_type != "Conv":
+        return None
+    rank = len(kernel)
+    strides, dilations = (tuple(attribute(node, name, [1] * rank)) for name in ("strides", "dilations"))
+    pads = tuple(attribute(node, "pads", [0] * 2 * rank))
+    return Window(kernel=kernel, strides=strides, dilations=dilations, before=pads[:rank], after=pads[rank:])

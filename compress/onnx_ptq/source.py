@@ -45,6 +45,7 @@ from compress.onnx_graph import (
     all_nodes,
     attribute,
     constant_tensor,
+    graphs_of,
     inputs_of,
     opset_of,
     sort_nodes,
@@ -306,7 +307,7 @@ def unknown_to_runtime(source: SourceFile) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in source.proto.graph.node if not source.ops else ():
         before = next((found[name] for name in inputs_of(node) if name in found), "")
-        if not _known(node):
+        if not all(part.domain in _RUNTIMES or onnx.defs.has(part.op_type, part.domain) for part in all_nodes([node])):
             before = f"{node.op_type} of the domain {node.domain!r} runs with its own library only (--ops, or ops=)"
             text = before
         else:
@@ -319,10 +320,6 @@ def unknown_to_runtime(source: SourceFile) -> dict[str, str]:
 def known_results(source: SourceFile) -> list[str]:
     unknown = unknown_to_runtime(source)
     return [value.name for value in source.proto.graph.output if value.name not in unknown]
-
-
-def _known(node: onnx.NodeProto) -> bool:
-    return all(part.domain in _RUNTIMES or onnx.defs.has(part.op_type, part.domain) for part in all_nodes([node]))
 
 
 def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any:
@@ -613,13 +610,7 @@ def _unbounded(proto: onnx.ModelProto) -> bool:
     functions = [node for function in proto.functions for node in function.node]
     if any(node.op_type in _LOOPS for node in (*functions, *all_nodes(proto.graph.node))):
         return True
-    return any(_sized_by_values(graph) for graph in _graphs(proto.graph)) or any(n.op_type in _SIZES for n in functions)
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for inner in subgraphs(graph.node):
-        yield from _graphs(inner)
+    return any(map(_sized_by_values, graphs_of(proto.graph))) or any(n.op_type in _SIZES for n in functions)
 
 
 def _sized_by_values(graph: onnx.GraphProto) -> bool:

@@ -6,7 +6,8 @@ name: float state_dicts load, and masks on it keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -158,6 +159,19 @@ def quantizers(qmodel: nn.Module) -> Iterator[tuple[str, Quantizer]]:
     for name, module in qmodel.named_modules():
         if isinstance(module, Quantizer):
             yield name, module
+
+
+@contextmanager
+def switched_off(found: Iterable[Quantizer]) -> Iterator[None]:
+    """Let tensors pass quantizers unchanged for a while."""
+    states = [(quantizer, quantizer.enabled) for quantizer in found]
+    for quantizer, _ in states:
+        quantizer.enabled = False
+    try:
+        yield
+    finally:
+        for quantizer, enabled in states:
+            quantizer.enabled = enabled
 
 
 class _QuantWeight(nn.Module):

@@ -329,12 +329,11 @@ class TensorRTEngine(Engine):
         return config, cache
 
     def _context(self) -> ExecutionContext:
-        if self._engine is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
+        engine = self.held(self._engine)
         if self._made is None:
             with self._library.listening() as log, torch.cuda.device(self._device):
                 arguments = () if self._config is None else (self._config,)
-                context = self._engine.create_execution_context(*arguments)
+                context = engine.create_execution_context(*arguments)
             if context is None:
                 raise EngineError(
                     f"{self.info.label}: no execution context ({log.errors() or 'no reason given'}); free memory of "
@@ -365,10 +364,8 @@ class TensorRTEngine(Engine):
         return time_batch(*steps, context.stream, batch_size=size, warmup=warmup, runs=runs)
 
     def inspector_json(self) -> str:
-        if self._engine is None:
-            raise EngineError(f"{self.info.label}: the engine is closed")
         with self._library.listening() as log:
-            inspector = self._engine.create_engine_inspector()
+            inspector = self.held(self._engine).create_engine_inspector()
             text = inspector.get_engine_information(self._library.trt.LayerInformationFormat.JSON)
         if not text:
             raise EngineError(f"{self.info.label}: the inspector returns nothing ({log.errors() or 'no reason given'})")

@@ -35,8 +35,7 @@ from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import bake_weights, freeze_scales, learn_scales, normalize_weights
 from compress.quantization.placement.decisions import measured_rule
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.improve import methods, without
-from compress.quantization.ptq.quantize import quantize_targets
+from compress.quantization.ptq.quantize import methods, quantize_targets, without
 from compress.quantization.quantizer import LOWEST
 from compress.quantization.report import (
     CalibrationReport,

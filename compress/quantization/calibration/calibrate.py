@@ -34,7 +34,7 @@ from compress.quantization.numerics import amax_from_scale, scale_from_amax
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.view import GraphView, Node, always_zero
-from compress.quantization.quantizer import Collector, Quantizer, quantizers, weight_quantizer_of
+from compress.quantization.quantizer import Collector, Quantizer, quantizers, switched_off, weight_quantizer_of
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
 from compress.support.imports import any_failure
 from compress.support.progress import NoProgress, Progress
@@ -278,17 +278,15 @@ def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str
 @contextmanager
 def calibrating(qmodel: nn.Module, watching: Mapping[str, Collector]) -> Iterator[None]:
     """Attach calibrators, in evaluation mode and without quantizing; restore everything afterwards."""
-    training = qmodel.training
-    states = {name: quantizer.enabled for name, quantizer in quantizers(qmodel)}
+    training, found = qmodel.training, dict(quantizers(qmodel))
     qmodel.eval()
     try:
-        for name, quantizer in quantizers(qmodel):
-            quantizer.enabled = False
-            quantizer.calibrator = watching.get(name)
-        yield
+        with switched_off(found.values()):
+            for name, quantizer in found.items():
+                quantizer.calibrator = watching.get(name)
+            yield
     finally:
-        for name, quantizer in quantizers(qmodel):
-            quantizer.enabled = states[name]
+        for quantizer in found.values():
             quantizer.calibrator = None
         qmodel.train(training)
 

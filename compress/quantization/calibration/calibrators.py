@@ -62,9 +62,11 @@ class Calibrator(ABC):
     """
 
     statistics: ClassVar[str]  # what is counted; calibrators that count alike can share it
+    kept: ClassVar[tuple[str, ...]]  # attributes that hold the statistics, None before any
     lowest: float = 0.0  # values below it, which is below 0, count as it; 0.0 = all count
     _channels: int  # channels of the tensors so far; 0 = no tensor yet
     _read: Tensor | None  # largest magnitudes on the CPU, set by `choose_together`
+    _chosen: Tensor | None  # amax of each row, set by `choose_together`
 
     def __init__(self, *, axis: int | None = None) -> None:
         self.axis = axis
@@ -84,7 +86,7 @@ class Calibrator(ABC):
                 f"a tensor has {len(rows)} channels along axis {self.axis}, those before it {self._channels}: "
                 "per-channel ranges need the same number in every batch; use axis None"
             )
-        self._channels, self._read = len(rows), None
+        self._changed(len(rows))
         self._observe(rows if rows.is_floating_point() else rows.float())
 
     @torch.no_grad()
@@ -101,7 +103,7 @@ class Calibrator(ABC):
     @torch.no_grad()
     def collect_parts(self, parts: Sequence[Any]) -> None:
         """Collect a tensor, without axis, of which `part` was given every stretch, in order."""
-        self._channels, self._read = 1, None
+        self._changed(1)
         self._add(parts)
 
     @torch.no_grad()
@@ -156,12 +158,18 @@ class Calibrator(ABC):
 
     def take(self, other: Calibrator) -> None:
         """Take over what another calibrator of the same `statistics` collected; neither may collect afterwards."""
-        self._channels, self._read = other._channels, other._read
-        self._share(other)
+        self._changed(other._channels)
+        self._read = other._read
+        for name in self.kept:
+            setattr(self, name, getattr(other, name))
 
     def reset(self) -> None:
-        self._channels, self._read = 0, None
-        self._forget()
+        self._changed(0)
+        for name in self.kept:
+            setattr(self, name, None)
+
+    def _changed(self, channels: int) -> None:
+        self._channels, self._read, self._chosen = channels, None, None
 
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
@@ -188,14 +196,6 @@ class Calibrator(ABC):
     def _choose(self, largest: Tensor) -> Tensor:
         """The amax of each row, (rows,), from the largest magnitude of each; arbitrary for rows of zeros."""
 
-    @abstractmethod
-    def _forget(self) -> None:
-        """Delete the statistics."""
-
-    @abstractmethod
-    def _share(self, other: Any) -> None:
-        """Refer to the statistics of another calibrator, which counts alike."""
-
     @staticmethod
     @abstractmethod
     def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
@@ -206,6 +206,7 @@ class MaxCalibrator(Calibrator):
     """Clips nothing: amax is the largest magnitude."""
 
     statistics = "largest"
+    kept: ClassVar[tuple[str, ...]] = ("_amax",)
     _amax: Tensor | None
 
     def _observe(self, rows: Tensor) -> None:
@@ -225,12 +226,6 @@ class MaxCalibrator(Calibrator):
     def _choose(self, largest: Tensor) -> Tensor:
         return largest
 
-    def _forget(self) -> None:
-        self._amax = None
-
-    def _share(self, other: Any) -> None:
-        self._amax = other._amax
-
     @staticmethod
     def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:
         mine = [torch.zeros(c._channels, device=device) if c._amax is None else c._amax for c in alike]
@@ -244,16 +239,14 @@ class HistogramCalibrator(Calibrator):
     `choice` returns the amax of each row, (rows,), from counts (rows, bins) and the bins' width (rows,).
     """
 
-    statistics = "histogram"
+    statistics, kept = "histogram", ("_counted",)
     _counted: Histogram | None
-    _chosen: Tensor | None  # set by `choose_together`
 
     def __init__(self, choice: partial[Tensor], *, axis: int | None = None) -> None:
         super().__init__(axis=axis)
         self.choice = choice
 
     def _observe(self, rows: Tensor) -> None:
-        self._chosen = None
         self._counted = self._counted or self._empty(len(rows), rows.device)
         self._counted.add(rows)
 
@@ -270,7 +263,6 @@ class HistogramCalibrator(Calibrator):
         return sample.copied() if counted is None else counted.counted(sample)
 
     def _add(self, parts: Sequence[Any]) -> None:
-        self._chosen = None
         self._counted = self._counted or self._empty(1, torch.device("cpu"))
         self._counted.add_parts(parts)
 
@@ -285,12 +277,6 @@ class HistogramCalibrator(Calibrator):
             return self._chosen
         counted = self._counted or self._empty(len(largest), largest.device)
         return self.choice(*counted.live())
-
-    def _forget(self) -> None:
-        self._counted = self._chosen = None
-
-    def _share(self, other: Any) -> None:
-        self._counted, self._chosen = other._counted, None
 
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
@@ -314,7 +300,7 @@ class HistogramCalibrator(Calibrator):
         dist.all_reduce(whole.counts, group=group)
         parts = (_rows_of_each(tensor, alike) for tensor in (whole.counts, whole.width, whole.amax))
         for calibrator, counts, widths, largest in zip(alike, *parts, strict=True):
-            calibrator._counted, calibrator._chosen = Histogram(counts=counts, width=widths, amax=largest), None
+            calibrator._counted = Histogram(counts=counts, width=widths, amax=largest)
 
 
 def all_reduce_together(calibrators: Sequence[Calibrator], group: ProcessGroup | None = None) -> None:
@@ -337,7 +323,7 @@ def all_reduce_together(calibrators: Sequence[Calibrator], group: ProcessGroup |
             raise CalibrationError(
                 f"the processes collected tensors of {-least} to {most} channels along axis {calibrator.axis}"
             )
-        calibrator._channels, calibrator._read = most, None
+        calibrator._changed(most)
         alike.setdefault((calibrator.statistics, calibrator.axis is None), []).append(calibrator)
     with torch.no_grad():
         for same in alike.values():
@@ -370,7 +356,7 @@ class LSQCalibrator(MaxCalibrator):
     At many bits that range would be wider than the values; it ends at the largest magnitude.
     """
 
-    statistics = "mean"
+    statistics, kept = "mean", ("_amax", "_sums")
     _sums: Tensor | None  # (2, rows) float64: of the magnitudes, and their number
 
     def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
@@ -397,14 +383,6 @@ class LSQCalibrator(MaxCalibrator):
         sums = torch.ones(2, 1, dtype=torch.float64) if self._sums is None else self._sums
         mean = (sums[0] / sums[1]).to(largest.device)
         return torch.minimum((2 * math.sqrt(self.high) * mean).float(), largest)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._sums = None
-
-    def _share(self, other: Any) -> None:
-        super()._share(other)
-        self._sums = other._sums
 
     @staticmethod
     def _reduce(alike: Sequence[Any], group: ProcessGroup | None, device: torch.device) -> None:

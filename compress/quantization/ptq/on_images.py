@@ -38,6 +38,8 @@ from compress.quantization.placement.place import place
 from compress.quantization.placement.targets import TABLES
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.ptq.rescaling import (
+    column_factor,
+    column_ranges,
     multiply_inputs,
     scale_inputs,
     scale_outputs,
@@ -146,7 +148,7 @@ def choose_scales(
     `least` is the gain in dB that is worth scaling a group. The tensors of a part of the groups are computed at a time.
     """
     scales, rules = list[tuple[Group, ChannelScale]](), list[Rule]()
-    for part in _parts(groups, lambda group: _bytes(group.layers[0].inputs[0])):
+    for part in parts_in_memory(groups, lambda group: _bytes(group.layers[0].inputs[0])):
         run, generator = watch([group.tensor for group in part]), torch.Generator().manual_seed(0)
         samples: dict[str, list[Sample]] = {group.tensor: [] for group in part}
         for image in images:
@@ -177,7 +179,7 @@ def poor_products(
 ) -> tuple[Rule, ...]:
     rules, asked = list[Rule](), spec.activations.resolved(whole=True)
     images = (images[1::2] or images)[:_PRODUCT_IMAGES]
-    for part in _parts(products, lambda node: sum(map(_bytes, node.inputs))):
+    for part in parts_in_memory(products, lambda node: sum(map(_bytes, node.inputs))):
         run = watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)))
         found = [run(image) for image in images]
         for node in part:
@@ -199,7 +201,8 @@ def scaling_note(used: Sequence[ChannelScale]) -> tuple[str, ...]:
     )
 
 
-def _parts(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+def parts_in_memory(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield items in parts, whose `size` in bytes together fits in memory."""
     part: list[T] = []
     total = 0
     for item in items:
@@ -268,7 +271,7 @@ def channel_scale(
 ) -> ChannelScale | None:
     """Choose a scale for the channels of a tensor; None if 8 bits cost little, or scales gain less than `least` dB."""
     largest = torch.stack([sample.ranges for sample in samples]).amax(0)
-    inner = torch.stack([_input_ranges(consumer) for consumer in consumers]).amax(0)
+    inner = torch.stack([column_ranges(consumer.weight, consumer.groups) for consumer in consumers]).amax(0)
     live = (largest > 0) & (inner > 0)
     if math.isinf(least) or not bool(live.any()) or not bool(largest.isfinite().all()):
         return None
@@ -335,7 +338,7 @@ def _measured(
         least = min(float(part.min()) for part in inputs) if signed and lowest else 0.0
         noise = []
         for consumer, results in zip(consumers, wanted, strict=True):
-            weight = with_scale(consumer.weight, scale, consumer.groups)
+            weight = consumer.weight * column_factor(consumer.weight, scale, consumer.groups)
             rounded = _rounded(weight, weight.abs().flatten(1).amax(1).reshape(-1, *(1,) * (weight.ndim - 1)), True)
             noise += [
                 _noise(y, consumer.compute(_rounded(part, amax, signed, least), rounded), axes)
@@ -344,18 +347,6 @@ def _measured(
         return float(-10 * torch.log10(torch.stack(noise).mean().clamp_min(1e-12)))
 
     return found
-
-
-def with_scale(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """A weight (out, in / groups, k...) with its input channels multiplied by a scale (in,)."""
-    each = scale.reshape(groups, 1, -1).expand(groups, len(weight) // groups, -1).reshape(len(weight), -1)
-    return weight * each.reshape(*each.shape, *(1,) * (weight.ndim - 2))
-
-
-def _input_ranges(consumer: Consumer) -> Tensor:
-    """The largest weight of each input channel, (in,)."""
-    flat = consumer.weight.abs().flatten(2).amax(2) if consumer.weight.ndim > 2 else consumer.weight.abs()
-    return flat.reshape(consumer.groups, -1, flat.shape[1]).amax(1).reshape(-1)
 
 
 def _scale(largest: Tensor, inner: Tensor, live: Tensor, strength: float) -> Tensor:

@@ -53,19 +53,18 @@ from compress.support.progress import NoProgress, Progress
 
 def output_ranges(layer: nn.Module) -> Tensor:
     """The largest magnitude of the weights of each output channel, (out,)."""
-    return _first_axis(layer) if not _transposed(layer) else _second_axis(layer)
+    return _ranges(layer, rows=not _transposed(layer))
 
 
 def input_ranges(layer: nn.Module) -> Tensor:
     """The largest magnitude of the weights of each input channel, (in,)."""
-    return _second_axis(layer) if not _transposed(layer) else _first_axis(layer)
+    return _ranges(layer, rows=_transposed(layer))
 
 
 @torch.no_grad()
 def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
     """Multiply each output channel, bias included, by `factor` (out,); in place."""
-    weight = tensor_of(layer)
-    weight.mul_(_second_factor(layer, factor) if _transposed(layer) else _first_factor(weight, factor))
+    tensor_of(layer).mul_(_factor(layer, factor, rows=not _transposed(layer)))
     bias = getattr(layer, "bias", None)
     if bias is not None:
         bias.mul_(factor)
@@ -74,8 +73,7 @@ def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
 @torch.no_grad()
 def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
     """Multiply the weights of each input channel by `factor` (in,); in place."""
-    weight = tensor_of(layer)
-    weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
+    tensor_of(layer).mul_(_factor(layer, factor, rows=_transposed(layer)))
 
 
 def multiply_inputs(graph_module: fx.GraphModule, tensor: fx.Node, paths: Sequence[str], factor: Tensor) -> None:
@@ -128,28 +126,28 @@ def _transposed(layer: nn.Module) -> bool:
     return module_kind(layer) == "conv_transpose"
 
 
-def _first_axis(layer: nn.Module) -> Tensor:
-    return tensor_of(layer).detach().abs().flatten(1).amax(1)
+def _ranges(layer: nn.Module, *, rows: bool) -> Tensor:
+    weight = tensor_of(layer).detach()
+    return weight.abs().flatten(1).amax(1) if rows else column_ranges(weight, channel_groups(layer))
 
 
-def _second_axis(layer: nn.Module) -> Tensor:
-    """Reduce over the rows of a group: (rows, columns) -> (groups * columns,)."""
-    rows = (
-        tensor_of(layer).detach().abs().flatten(2)
-        if tensor_of(layer).dim() > 2
-        else tensor_of(layer).detach().abs()[..., None]
+def _factor(layer: nn.Module, factor: Tensor, *, rows: bool) -> Tensor:
+    weight = tensor_of(layer)
+    return (
+        factor.reshape(-1, *[1] * (weight.dim() - 1)) if rows else column_factor(weight, factor, channel_groups(layer))
     )
-    return rows.amax(2).unflatten(0, (channel_groups(layer), -1)).amax(1).flatten()
 
 
-def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
-    return factor.reshape(-1, *[1] * (weight.dim() - 1))
+def column_ranges(weight: Tensor, groups: int) -> Tensor:
+    """The largest magnitude of each second index of a weight (rows, columns, k...), (groups * columns,)."""
+    flat = weight.abs().reshape(*weight.shape[:2], -1).amax(2)
+    return flat.unflatten(0, (groups, -1)).amax(1).flatten()
 
 
-def _second_factor(layer: nn.Module, factor: Tensor) -> Tensor:
-    weight, groups = tensor_of(layer), channel_groups(layer)
-    columns = factor.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
-    return columns.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))
+def column_factor(weight: Tensor, factor: Tensor, groups: int) -> Tensor:
+    """A factor (groups * columns,) as a weight (rows, columns, k...) is multiplied by it."""
+    columns = factor.reshape(groups, 1, -1).expand(-1, len(weight) // groups, -1)
+    return columns.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
 
 _POINTWISE = kinds(lambda t: t.scales_linearly and t.elementwise and t.data_inputs == 1)
@@ -172,10 +170,7 @@ def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
 
 def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str, str]]:
     """The pairs of layers that can trade scale, and for each other layer the reason why it cannot."""
-    calls: dict[str, int] = {}
-    for node in graph_module.graph.nodes:
-        if node.op == "call_module":
-            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    calls = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_module")
     fixed = {path: f"is called {count} times" for path, count in calls.items() if count > 1}
     fixed |= shared_parameters(graph_module)
     pairs, refused = [], {}

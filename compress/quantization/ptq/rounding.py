@@ -35,13 +35,13 @@ from compress.errors import QuantizationError
 from compress.files import replacing
 from compress.graph.layers import alive_after
 from compress.graph.modules import stored_name
-from compress.graph.ops import called_module, module_kind, node_kind, tensor_of
+from compress.graph.ops import called_module, module_kind, node_kind
 from compress.kernels.memory_format import along_axis
 from compress.quantization import AdaRoundSpec, ReconstructSpec
 from compress.quantization.learned import learned_fake_quantize
-from compress.quantization.numerics import QuantFormat, scale_from_amax
+from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.walk import Visit, calibration_inputs
-from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers, weight_quantizer_of
+from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers, switched_off, weight_quantizer_of
 from compress.quantization.report import Reconstruction, Rounding
 from compress.support.progress import NoProgress, Progress
 
@@ -164,15 +164,9 @@ def learn_rounding(
     ...), are given for each batch, `settings` are further arguments of the call. The weights are on the grid of the
     layer's `weight_quantizer`.
     """
-    quantizer = weight_quantizer_of(layer)
-    weight = tensor_of(layer).detach()
-    form: QuantFormat = quantizer.format
-    scale = along_axis(quantizer.scale.detach(), weight, form.axis)
-    steps = weight / scale
-    floor = steps.floor()
-    # A weight that saturates has one rounding only, and a zero stays zero, so that a sparsity pattern survives
-    free = ((floor >= form.low) & (floor < form.high) & (weight != 0)).to(weight.dtype)
-    base = floor.clamp(form.low, form.high)
+    own = _Weight.of(layer)
+    quantizer, base, free, v = weight_quantizer_of(layer), own.base, own.free, own.v.detach()
+    scale = along_axis(quantizer.scale.detach(), base, quantizer.format.axis)
     generator = torch.Generator().manual_seed(spec.seed)
     images, batch_size = sum(len(part) for part in inputs), spec.batch_size
     rows = sampled_rows(layer, inputs, targets, count=spec.positions, generator=generator)
@@ -180,7 +174,6 @@ def learn_rounding(
     expected = _activated(torch.cat(list(targets)) if rows is None else rows.targets, activation)
     if rows is not None:
         batch_size = max(spec.batch_size, len(x) * spec.batch_size // images)
-    v = inverse_rounding((steps - floor).clamp(0, 1))
     optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
     for step in range(spec.steps):
         chosen = torch.randint(len(x), (min(batch_size, len(x)),), generator=generator).to(x.device)
@@ -201,7 +194,7 @@ def learn_rounding(
         if step % CHECK_EVERY == 0 and step and not bool(v.grad.any()):
             break  # every rounding has reached 0 or 1
         optimizer.step()
-    return torch.addcmul(base, (soft_rounding(v) >= 0.5).to(base.dtype), free) * scale
+    return own.value(hard=True)
 
 
 class Rounder:
@@ -223,14 +216,9 @@ class Rounder:
     def visit(self, this: Visit) -> None:
         if this.path in self.rows:
             return  # a second call of the layer, whose weights were rounded at the first
-        reason = _refusal(this)
-        if reason:
-            self.rows[this.path] = Rounding(
-                layer=this.path, error_nearest=0.0, error_learned=0.0, changed=0.0, reason=reason
-            )
-        else:
-            self.rows[this.path] = self._round(this)
-        row = self.rows[this.path]
+        reason, nothing = _refusal(this), {"error_nearest": 0.0, "error_learned": 0.0, "changed": 0.0}
+        row = Rounding(layer=this.path, reason=reason, **nothing) if reason else self._round(this)
+        self.rows[this.path] = row
         self.progress.advance("adaround", 1, error_nearest=row.error_nearest, error_learned=row.error_learned)
 
     def _round(self, this: Visit) -> Rounding:
@@ -292,12 +280,8 @@ def reconstruction_error(
 
 
 def _outputs(layer: nn.Module, weight: Tensor, x: Tensor, settings: Mapping[str, Any] | None = None) -> Tensor:
-    quantizer = weight_quantizer_of(layer)
-    enabled, quantizer.enabled = quantizer.enabled, False
-    try:
+    with switched_off([weight_quantizer_of(layer)]):
         return torch.func.functional_call(layer, {stored_name(layer, "weight"): weight}, (x,), dict(settings or {}))
-    finally:
-        quantizer.enabled = enabled
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
@@ -454,7 +438,7 @@ def reconstruct(
         for block in found:
             module = block_module(qmodel, block)
             before, quantized = exact.pop(block.source), rounded.pop(block.source)
-            with _disabled(module):
+            with switched_off(quantizer for _, quantizer in quantizers(module)):
                 target = _run(module, before)
             row = _learn_block(block, module, before, quantized, target, spec, finished)
             finished.update(name for name, _ in quantizers(module))
@@ -481,6 +465,7 @@ class _Weight:
         f = quantizer.format
         steps = weight / along_axis(quantizer.scale.detach(), weight, f.axis)
         floor = steps.floor()
+        # A weight that saturates has one rounding only, and a zero stays zero, so that a sparsity pattern survives
         free = ((floor >= f.low) & (floor < f.high) & (weight != 0)).to(weight.dtype)
         v = inverse_rounding((steps - floor).clamp(0, 1)).requires_grad_()
         log = torch.zeros_like(quantizer.amax).requires_grad_()
@@ -531,9 +516,9 @@ def _learn_block(
     spec: ReconstructSpec,
     finished: set[str],
 ) -> Reconstruction:
-    layers: dict[str, Any] = {path: module.get_submodule(path) for path in block.layers}
-    layers = {path: layer for path, layer in layers.items() if f"{path}.weight_quantizer" not in finished}
-    layers = {p: la for p, la in layers.items() if la.weight_quantizer.format.kind == "int"}
+    held: dict[str, Any] = {path: module.get_submodule(path) for path in block.layers}
+    new = {path: layer for path, layer in held.items() if f"{path}.weight_quantizer" not in finished}
+    layers = {path: layer for path, layer in new.items() if layer.weight_quantizer.format.kind == "int"}
     reason = "" if layers else "no weight of integers that an earlier block has not fitted"
     masked = next((path for path, layer in layers.items() if parametrize.is_parametrized(layer)), None)
     if masked is not None:
@@ -612,29 +597,14 @@ def _replaced(
     module: fx.GraphModule, weights: dict[str, _Weight], learning: dict[str, _DroppingQuantizer]
 ) -> Iterator[None]:
     """Let weights pass as given, and activations the quantizers that learn."""
-    for weight in weights.values():
-        weight.layer.weight_quantizer.enabled = False
     for path, dropping in learning.items():
         module.set_submodule(path, dropping)
     try:
-        yield
+        with switched_off(weight_quantizer_of(weight.layer) for weight in weights.values()):
+            yield
     finally:
-        for weight in weights.values():
-            weight.layer.weight_quantizer.enabled = True
         for path, dropping in learning.items():
             module.set_submodule(path, dropping.inner)
-
-
-@contextmanager
-def _disabled(module: nn.Module) -> Iterator[None]:
-    states = [(quantizer, quantizer.enabled) for _, quantizer in quantizers(module)]
-    for quantizer, _ in states:
-        quantizer.enabled = False
-    try:
-        yield
-    finally:
-        for quantizer, enabled in states:
-            quantizer.enabled = enabled
 
 
 @torch.no_grad()

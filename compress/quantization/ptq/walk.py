@@ -22,7 +22,7 @@ from compress.errors import CalibrationError
 from compress.graph.canonical import may_overwrite
 from compress.graph.inputs import Batches, first_inputs, model_inputs
 from compress.graph.ops import Watching, node_module
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.quantizer import Quantizer, switched_off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,10 @@ def _step(
         exact[node] = exact[node.all_input_nodes[0]]
     else:
         quantizer = getattr(module, "weight_quantizer", None)
+        with switched_off([quantizer] if isinstance(quantizer, Quantizer) else ()):
+            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
         if module is not None and isinstance(quantizer, Quantizer):
-            enabled, quantizer.enabled = quantizer.enabled, False
-            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
-            quantizer.enabled = enabled
             visit(_visit(node, module, exact, rounded))
-        else:
-            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
     rounded[node] = [_value(interpreter, node, rounded, i) for i in range(count)]
 
 
